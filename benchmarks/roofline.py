@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.jobs import Job, gpt2_job, resnet_job, shakespeare
 from benchmarks.rows import Bench, Row
@@ -11,7 +17,7 @@ from evidence.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
 from evidence.turns import steps_of, synchronise
 from mantissa.formats import BASIC, FORMATS
 from trainer.hardware import UNAVAILABLE
-from trainer.profiling.flops import step_counter
+from trainer.profiling.flops import attention
 from trainer.profiling.profiler import new_profile, operator_times
 from trainer.profiling.rates import product_rates
 from trainer.trainer import Trainer
@@ -73,10 +79,24 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
 
 
 def _flops(trainer: Trainer) -> dict[str, int]:
-    """Return the FLOP of a step's products and of its attention, forward and backward, by torch's formulas."""
-    with step_counter() as counter:
+    """Return the FLOP of a step's products and of its attention, forward and backward, by torch's formulas.
+
+    Attention counts as if it were not causal. It has formulas of its own, because torch 2.11 has none for the CPU's
+    kernel and refuses groups of queries.
+    """
+    counter = FlopCounterMode(display=False)
+    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+        name = f"_scaled_dot_product_{kernel}"
+        counter.flop_registry[getattr(torch.ops.aten, name)] = attention
+        counter.flop_registry[getattr(torch.ops.aten, f"{name}_backward")] = _attention_backward
+    with counter:
         steps_of(trainer)(1)
     totals = {ATTENTION: 0, PRODUCTS_GROUP: 0}
     for operator, count in counter.get_flop_counts()["Global"].items():
         totals[group(str(operator).removeprefix("aten."))] += count
     return totals
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOP of attention's backward pass: the scores again, and two products for each product of forward."""
+    return 2 * prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])

@@ -1,12 +1,11 @@
 """Runs that are killed from outside with SIGKILL at random moments, resumed until done, and compared.
 
-python -m tests.kills [kills=200] [seed=0] [folder=kills] [recipes=gpt2,resnet,bignet] [processes=forked|real]
+python -m tests.kills [kills=200] [seed=0]
 
 Each run is compared with an uninterrupted one: the last checkpoint by bit (weights, optimizer, generators), the
 metric log line by line (without clocks), and MLflow's points, each exactly once. A moment is an event in the run
 folder (the database is being set up, a line is logged, the summary is written) and a random part of a second after it,
-so how fast the machine is decides only where the kill falls. ``forked`` runs are those of ``tests.forks``; ``real``
-ones import everything anew, which is then what the first seconds are.
+so how fast the machine is decides only where the kill falls.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from evidence.certificate.certify import COMMON, DEFAULTS
 from evidence.certificate.differences import metrics, ulps
@@ -33,6 +31,7 @@ from trainer.checkpoint.store import steps as saved_steps
 from trainer.files import final_status
 from trainer.tracking.mlflow.record import is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
+from trainer.tracking.sync import SyncStatus, send
 
 PROJECT = Path(__file__).resolve().parents[1]
 JOBS = {recipe: [f"recipe={recipe}", *DEFAULTS[recipe]] for recipe in ("gpt2", "resnet", "bignet")}
@@ -46,10 +45,6 @@ PLAN = ("start", "set-up", "start", "training", "training", "saving", "closing",
 LONGEST_S = 600
 
 
-Starter = type[subprocess.Popen[Any]]
-"""``forks.Popen``, or ``subprocess.Popen`` for processes that import everything anew."""
-
-
 @dataclass
 class Round:
     """One job that was killed until it was done."""
@@ -61,24 +56,24 @@ class Round:
     differences: list[str] = field(default_factory=list)
 
 
-def undisturbed(starter: Starter, job: list[str], folder: Path) -> Path | None:
+def undisturbed(job: list[str], folder: Path) -> Path | None:
     """Run a job without a kill, and return its run folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return _until_done(starter, job, folder, Round(""))
+    return _until_done(job, folder, Round(""))
 
 
 def disturbed(
-    starter: Starter, recipe: str, job: list[str], folder: Path, moments: list[str], draw: random.Random
+    recipe: str, job: list[str], folder: Path, moments: list[str], draw: random.Random
 ) -> tuple[Round, Path | None]:
     """Run a job in this folder that is killed at each of these moments, then resumed until it is done."""
     done = Round(recipe)
     for moment in moments:
-        if _killed_at(starter, job, folder, moment, draw):
+        if _killed_at(job, folder, moment, draw):
             done.kills.append(moment)
-    return done, _until_done(starter, job, folder, done)
+    return done, _until_done(job, folder, done)
 
 
-def _killed_at(starter: Starter, job: list[str], folder: Path, moment: str, draw: random.Random) -> bool:
+def _killed_at(job: list[str], folder: Path, moment: str, draw: random.Random) -> bool:
     """Start the job and kill it a random while after an event; False: it ended before."""
     outputs, fraction = folder / "outputs", draw.random()
     lines = _lines(outputs) + draw.randint(1, 6)
@@ -91,7 +86,7 @@ def _killed_at(starter: Starter, job: list[str], folder: Path, moment: str, draw
         "closing": lambda: any(outputs.glob("*/best")) or any(outputs.glob("*/plots")),
         "delivery": lambda: any(outputs.glob("*/summary.json")),
     }[moment]
-    process = _start(starter, job, folder, folder / "log.txt")
+    process = _start(job, folder, folder / "log.txt")
     began = time.monotonic()
     while not event():
         if process.poll() is not None:
@@ -106,17 +101,17 @@ def _killed_at(starter: Starter, job: list[str], folder: Path, moment: str, draw
     return True
 
 
-def _start(starter: Starter, job: list[str], folder: Path, log: Path) -> subprocess.Popen[Any]:
+def _start(job: list[str], folder: Path, log: Path) -> forks.Popen:
     with log.open("wb") as out:
         command = [sys.executable, str(PROJECT / "scripts" / "train.py"), *job]
-        return starter(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        return forks.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 
 
-def _until_done(starter: Starter, job: list[str], folder: Path, done: Round) -> Path | None:
+def _until_done(job: list[str], folder: Path, done: Round) -> Path | None:
     """Resume until the run has finished and MLflow has it; whoever leaves something undelivered has to say so."""
     log = folder / "log.txt"
     for _ in range(10):
-        code = _start(starter, job, folder, log).wait()
+        code = _start(job, folder, log).wait()
         done.resumed += 1
         text = log.read_text(encoding="utf-8", errors="replace")
         if code:
@@ -194,19 +189,16 @@ def job_of(recipe: str, steps: int, name: str) -> list[str]:
     return [*OPTIONS, *JOBS[recipe], f"steps={steps}", f"run_name={name}"]
 
 
-def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: Starter, steps: int = 40) -> list[Round]:
-    """Kill runs of these recipes in turn until there were so many kills; print the result of each round."""
-    from trainer.tracking.sync import SyncStatus, send
-
+def campaign(folder: Path, kills: int, seed: int, steps: int = 40) -> list[Round]:
+    """Kill runs of the recipes in turn until there were so many kills; print the result of each round."""
     draw = random.Random(seed)
     rounds: list[Round] = []
-    whole: dict[str, Path] = {}
-    for recipe in recipes:
-        run = undisturbed(starter, job_of(recipe, steps, "run"), folder / f"{recipe}-whole")
-        assert run is not None, f"{recipe} does not train undisturbed; see {folder}"
-        whole[recipe] = run
+    whole = {}
+    for recipe in JOBS:
+        whole[recipe] = undisturbed(job_of(recipe, steps, "run"), folder / f"{recipe}-whole")
+        assert whole[recipe], f"{recipe} does not train undisturbed; see {folder}"
     while (count := sum(len(done.kills) for done in rounds)) < kills:
-        recipe = recipes[len(rounds) % len(recipes)]
+        recipe = list(JOBS)[len(rounds) % len(JOBS)]
         moments = [draw.choice(PLAN) for _ in range(min(draw.randint(1, 8), kills - count))]
         if not rounds or draw.random() < 0.5:
             moments[0] = "set-up"
@@ -214,38 +206,25 @@ def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: S
         here.mkdir(parents=True)
         if "set-up" not in moments:
             shutil.copy(whole[recipe].parents[1] / "mlflow.db", here)
-        done, run = disturbed(starter, recipe, job_of(recipe, steps, "run"), here, moments, draw)
+        done, run = disturbed(recipe, job_of(recipe, steps, "run"), here, moments, draw)
         if run is not None:
             assert saved_steps(run / "checkpoints")[-1] == steps
             done.differences += compared(whole[recipe], run, steps)
             for left in sorted((here / "outputs").glob("*/tracking.json")):  # killed before a checkpoint, never resumed
                 outcome = send(left.parent)
-                missing = undelivered(left.parent) if (left.parent / "metrics.jsonl").exists() else []
-                done.differences += [
-                    f"{left.parent.name}: {text}"
-                    for text in [outcome.message]
-                    if outcome.status is SyncStatus.INCOMPLETE
-                ]
-                done.differences += [f"{left.parent.name}: {text}" for text in missing]
+                done.differences += [outcome.message] * (outcome.status is SyncStatus.INCOMPLETE)
+                done.differences += undelivered(left.parent) if (left.parent / "metrics.jsonl").exists() else []
         rounds.append(done)
         if not done.differences:  # what is kept is to be looked at
             shutil.rmtree(here)
-        verdict = "; ".join(done.differences[:3]) or "equal"
-        print(f"{here.name}: {len(done.kills)} kills ({', '.join(done.kills)}): {verdict}", flush=True)
+        print(f"{here.name}: kills {', '.join(done.kills)}: {'; '.join(done.differences[:3]) or 'equal'}", flush=True)
     return rounds
 
 
 def main() -> int:
-    """Run the long form; the exit code is 1 where anything differed."""
-    options: dict[str, Any] = {"kills": "200", "seed": "0", "folder": "kills", "recipes": ",".join(JOBS)}
-    options |= {"processes": "forked"} | dict(argument.split("=", 1) for argument in sys.argv[1:])
-    rounds = campaign(
-        Path(options["folder"]).resolve(),
-        options["recipes"].split(","),
-        int(options["kills"]),
-        int(options["seed"]),
-        forks.Popen if options["processes"] == "forked" else subprocess.Popen,
-    )
+    """Run the long form in ``kills/``; the exit code is 1 where anything differed."""
+    options = {"kills": "200", "seed": "0"} | dict(argument.split("=", 1) for argument in sys.argv[1:])
+    rounds = campaign(Path("kills").resolve(), int(options["kills"]), int(options["seed"]))
     by_moment = Counter(moment for done in rounds for moment in done.kills)
     bad = [done for done in rounds if done.differences]
     print(f"{by_moment.total()} kills in {len(rounds)} rounds ({dict(by_moment)}): {len(bad)} rounds differ")

@@ -64,6 +64,14 @@ class Interrupted(KeyboardInterrupt):
         return type(self), (str(self), self.exit_code - 128)
 
 
+def check_number(key: str, value: int | str | None, least: int = 1) -> None:
+    """Raise UserError where an option is neither a whole number of at least ``least``, nor ``auto``, nor left out."""
+    if isinstance(value, str) and value != "auto":
+        raise UserError(f"{key}={value} must be a whole number, or auto")
+    if isinstance(value, int) and value < least:
+        raise UserError(f"{key}={value} must be at least {least}")
+
+
 def redacted(text: str) -> str:
     """Return a text with ``***`` in place of what is secret in the addresses in it.
 

@@ -24,6 +24,7 @@ from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision import attention, calls
+from trainer.recipe import LossOutput
 
 if TYPE_CHECKING:
     from trainer.checkpoint.reader import CheckpointReader
@@ -163,12 +164,12 @@ class Trainer(Generic[Config]):
         """Return the first samples, enough for a forward pass that only inspects the model."""
         return self.datasets.train.batch(self.order.samples(0, min(_INSPECTED, self.plan.batching.micro_batch_size)))
 
-    def _inspecting_forward(self) -> None:
-        """Take one forward pass over the first samples, and restore the state of the generators."""
+    def _inspecting_forward(self, batch: Batch | None = None) -> LossOutput:
+        """Take one forward pass over a batch (None: the first samples), and restore the state of the generators."""
         generators = random_state(self.device)
         try:
             with self.config.precision.autocast(self.device):
-                self.recipe.loss(self.model, to_device(self.first_samples(), self.device))
+                return self.recipe.loss(self.model, to_device(batch or self.first_samples(), self.device))
         finally:
             set_random_state(generators, self.device)
 
@@ -264,15 +265,11 @@ class Trainer(Generic[Config]):
     @torch.no_grad()
     def metric_names(self) -> list[str]:
         """Return the names of the recipe's metrics, from a forward pass over a few samples."""
-        generators = random_state(self.device)
-        sample = self.datasets.valid.batch([SampleId(0, None)])
         self.model.eval()
         try:
-            with self.config.precision.autocast(self.device):
-                sums = self.recipe.loss(self.model, to_device(sample, self.device)).metric_sums
+            sums = self._inspecting_forward(self.datasets.valid.batch([SampleId(0, None)])).metric_sums
         finally:
             self.model.train()
-            set_random_state(generators, self.device)
         return list(self.recipe.metrics(0.0, dict.fromkeys(sums, 0.0), 1))
 
     def synchronise_buffers(self) -> None:

@@ -14,9 +14,8 @@ from trainer.errors import OutOfMemory, UserError
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World
-from trainer.run.memory.fit import fit_plan, rough_bytes
+from trainer.run.memory.fit import USABLE, fit_plan, rough_bytes
 from trainer.run.memory.forecast import forecast, required_bytes
-from trainer.run.memory.shortage import USABLE
 
 
 def given(overrides: Sequence[str], *keys: str) -> bool:

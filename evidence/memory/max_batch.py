@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from trainer.config.compose import compose
 from trainer.config.options import fraction
 from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes, detect
-from trainer.run.memory.forecast import forecast, required_bytes, size_within
+from trainer.run.memory.forecast import forecast, required_bytes
 
 MARGIN = 0.05
 _EXACT_BELOW = 32
@@ -127,7 +128,8 @@ def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int
 def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
     # Not for a single sample: batch norm refuses it where its last feature map is one pixel.
     two, eight = _needed(sized(2), limit_bytes), _needed(sized(8))
-    return min(_LARGEST, max(1, size_within(limit_bytes, (2, two), (8, eight))))
+    each = max(1.0, (eight - two) / 6)  # the straight line through both
+    return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / each)))
 
 
 def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:

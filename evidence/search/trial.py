@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import optuna
@@ -10,7 +9,6 @@ import optuna
 from mantissa.display import loss
 from trainer.errors import RunError
 from trainer.files import METRICS_FILE, read_json_lines
-from trainer.run.report import RunSummary
 from trainer.run.run import Run
 from trainer.run.scores import Score
 
@@ -49,9 +47,9 @@ class TrialRun(Run):
             self.terminal.note(self._pruned)
             raise Pruned(self._pruned)
 
-    def _summary(self, status: str) -> RunSummary:
+    def _summary(self, status: str) -> dict[str, Any]:
         summary = super()._summary(status)
-        return replace(summary, stopped_early=self._pruned) if self._pruned and status == Pruned.status else summary
+        return summary | {"stopped_early": self._pruned} if self._pruned and status == Pruned.status else summary
 
 
 def reporting_to(trial: optuna.Trial) -> type[TrialRun]:

@@ -23,6 +23,7 @@ from tests import forks
 from tests.helpers import PROJECT
 from trainer.run import command
 from trainer.run import run as run_module
+from trainer.run.sweep import Sweep
 from trainer.trainer import Trainer
 
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
@@ -79,22 +80,31 @@ def test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each(
     ]
 
 
-def test_a_failing_run_does_not_lose_the_others(train: Callable[..., Any], folder: Path, store: Path) -> None:
+def test_a_failing_run_does_not_lose_the_others_and_is_not_repeated(
+    train: Callable[..., Any], folder: Path, store: Path
+) -> None:
     diverges = ["optimizer=sgd", "schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01,30", "steps=60"]
-    done = train("-m", *BIGNET, *diverges, "profiler=none")
+    command = ("-m", *BIGNET, *diverges, "profiler=none", "eval_every=60")
+    done = train(*command)
     assert done.code == 3
     assert "Traceback" not in done.out + done.err
     assert "the gradients are not finite" in done.err
-    assert outputs(folder) == ["bignet-fp32-s0-lr_0.01", "bignet-fp32-s0-lr_30"]
-    assert [run[1:] for run in mlflow_runs(store)] == [
-        ("bignet-fp32-s0-lr_0.01", "FINISHED"),
-        ("bignet-fp32-s0-lr_30", "FAILED"),
-    ]
-    heading, first, last = done.out.splitlines()[-3:]
-    assert heading.split()[:3] == ["run", "optimizer.lr", "best"]
-    assert first.split()[:2] == ["bignet-fp32-s0-lr_0.01", "0.01"]
-    assert first.split()[-1] == "finished"
-    assert last.split() == ["bignet-fp32-s0-lr_30", "30", "failed"]
+    good, bad = "bignet-fp32-s0-lr_0.01", "bignet-fp32-s0-lr_30"
+    assert outputs(folder) == [good, bad]
+    assert [run[1:] for run in mlflow_runs(store)] == [(good, "FINISHED"), (bad, "FAILED")]
+    heading, first, last = (line.split() for line in done.out.splitlines()[-3:])
+    assert heading[:3] == ["run", "optimizer.lr", "best"]
+    assert (first[:2], first[-1]) == ([good, "0.01"], "finished")
+    assert last == [bad, "30", "failed"]
+
+    again = train(*command)
+    assert again.code == 3
+    assert again.out.count("already complete") == 1
+    assert again.err.startswith(f"error: outputs/{bad} turned non-finite at step ")
+    assert again.err.endswith("; remove the folder to repeat the run\n")
+    assert outputs(folder) == [good, bad]
+    shutil.rmtree(folder / "outputs" / bad)
+    assert "the gradients are not finite" in train(*command).err
 
 
 def test_a_refused_run_does_not_lose_the_others(train: Callable[..., Any], folder: Path) -> None:
@@ -143,11 +153,10 @@ def test_a_crash_of_one_run_is_not_hidden(
 def test_the_same_command_again_runs_only_what_is_missing(train: Callable[..., Any], folder: Path) -> None:
     command = ("-m", *BIGNET, "precision=fp32,bf16", "steps=2", "tracking=local")
     first = train(*command, "seed=0")
-    assert (first.code, "runs are complete" in first.out) == (0, False)
+    assert (first.code, "already complete" in first.out) == (0, False)
     files = {path: path.stat().st_mtime_ns for path in (folder / "outputs").rglob("*") if path.name != ".lock"}
     again = train(*command, "seed=0,1")
     assert (again.code, again.err) == (0, "")
-    assert again.out.splitlines()[0] == "2 of 4 runs are complete, 2 to run"
     assert again.out.count("is already complete") == 2
     assert outputs(folder) == NAMES
     assert {path: path.stat().st_mtime_ns for path in files} == files
@@ -161,10 +170,10 @@ def test_other_options_make_other_runs_of_the_same_names(train: Callable[..., An
     command = ("-m", *BIGNET, "precision=fp32,bf16", "checkpoint=none", "tracking=local", "eval_every=2")
     assert train(*command, "steps=2").code == 0
     longer = train(*command, "steps=3")  # a resumed run may be longer, but its schedule would not be this one's
-    assert "runs are complete" not in longer.out
+    assert "already complete" not in longer.out
     assert outputs(folder) == ["bignet-bf16-s0", "bignet-bf16-s0-2", "bignet-fp32-s0", "bignet-fp32-s0-2"]
     again = train(*command, "steps=2")
-    assert again.out.splitlines()[0] == "2 of 2 runs are complete, 0 to run"
+    assert again.out.count("already complete") == 2
     assert {line.split()[0] for line in again.out.splitlines()[-2:]} == {"bignet-bf16-s0", "bignet-fp32-s0"}
 
 
@@ -204,24 +213,10 @@ def test_an_interrupted_sweep_is_continued_by_the_same_command(
     assert stopped.out.splitlines()[-2:] == ["", "run the same command again to continue the sweep"]
     done = train(*command)
     assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines()[0] == "1 of 3 runs are complete, 2 to run (1 of them resumed)"
+    assert done.out.count("already complete") == 1
     assert "bignet-fp32-s1, resumed after step 3" in done.out
     assert outputs(folder) == [f"bignet-fp32-s{seed}" for seed in range(3)]
     assert [line.split()[-1] for line in done.out.splitlines()[-3:]] == 3 * ["finished"]
-
-
-def test_a_run_that_turned_non_finite_is_not_repeated(train: Callable[..., Any], folder: Path) -> None:
-    diverges = ["optimizer=sgd", "schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01,30", "steps=60"]
-    command = ("-m", *BIGNET, *diverges, "tracking=local", "eval_every=60")
-    assert train(*command).code == 3
-    again = train(*command)
-    assert again.code == 3
-    assert again.out.splitlines()[0] == "1 of 2 runs are complete, 1 turned non-finite, 0 to run"
-    assert again.err.startswith("error: outputs/bignet-fp32-s0-lr_30 turned non-finite at step ")
-    assert again.err.endswith("; remove the folder to repeat the run\n")
-    assert len(outputs(folder)) == 2
-    shutil.rmtree(folder / "outputs" / "bignet-fp32-s0-lr_30")
-    assert "the gradients are not finite" in train(*command).err
 
 
 def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
@@ -258,9 +253,15 @@ def in_processes(launch: Callable[..., Any]) -> Callable[..., Any]:
     return launched
 
 
+class SweepElsewhere(Sweep):
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__(arguments)
+        self.elsewhere = True
+
+
 def elsewhere() -> None:
     """The program of the following test: scripts/train.py, whose sweeps start jobs in processes of their own."""
-    command.jobs_folder = lambda arguments: Path("outputs/.jobs").absolute()
+    command.Sweep = SweepElsewhere  # type: ignore[misc]
     BasicLauncher.launch = in_processes(BasicLauncher.launch)  # type: ignore[method-assign]
     sys.argv[0] = "scripts/train.py"
     sys.exit(command.main())
@@ -289,4 +290,4 @@ def test_a_sweep_of_jobs_elsewhere_ends_with_their_results(train: Callable[..., 
     (jobs,) = (folder / "outputs" / ".jobs").iterdir()
     assert done.stdout.endswith(f"\nwhat the jobs printed: {jobs}\n")
     again = train("-m", *options, "seed=0,2")
-    assert "2 of 2 runs are complete, 0 to run" in again.out
+    assert again.out.count("already complete") == 2

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from mantissa.formats import NUMBERS
 from recipes.gpt2 import SHAPES, Shape
-from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of, without_padding
+from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of
 from tests.parallel.conftest import TORCHRUN, environment
+from tests.parallel.ranks import flag_obeyed
+from tests.parity.bare import Bare, gpt2_loss
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, UNAVAILABLE, detect
 from trainer.precision import attention
-from trainer.precision.manifest import dtypes_in_use, manifest_of
+from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import Precision
 from trainer.profiling import rates
 from trainer.profiling.datasheets import data_sheet
@@ -39,7 +39,6 @@ pytestmark = [
 STEPS = 9
 MODES = ["fp32", "tf32", "bf16", "fp16"]
 HALVES = ["bf16_master", "bf16_sr", "bf16_pure", "fp16_master", "fp16_pure"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GPT2 = ["recipe=gpt2", "recipe.size=small", "recipe.context=64", "data=synthetic", "data.vocab_size=500", "clip=norm"]
 RESNET = ["recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10"]
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=64", "profiler=none"]
@@ -147,13 +146,7 @@ def test_a_skipped_fused_step_of_sharded_weights(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     (found,) = (json.loads(path.read_text())["flag"] for path in tmp_path.glob("*.json"))
     for mode, rank in found.items():
-        assert rank == {
-            "skipped": [False, True, False],
-            "the skipped step changed nothing": True,
-            "the next one went on": True,
-            "as where the host looks": True,
-            "cut": mode == "fsdp",
-        }
+        assert rank == flag_obeyed(mode)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -189,66 +182,17 @@ def test_a_bad_step_without_a_scaler_blocks_all_later_ones(mode: str) -> None:
     assert same_bits(copied(trainer.model.state_dict()), before)
 
 
-def bare_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    mode: str,
-    microbatches: list[Batch],
-    lr: float,
-) -> Tensor:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    targets = sum(batch["tokens"].numel() - len(batch["tokens"]) for batch in microbatches)
-    total = torch.zeros((), device="cuda")
-    for batch in microbatches:
-        tokens = batch["tokens"].to("cuda", non_blocking=True)
-        with torch.autocast("cuda", dtype=DTYPES[mode]) if mode in DTYPES else nullcontext():
-            logits = without_padding(model.gpt2(tokens[:, :-1], use_cache=False).logits, 500)
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / targets
-        scaler.scale(loss).backward()
-        total += loss.detach()
-    if scaler.is_enabled():
-        scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return total
-
-
-def bare_of(trainer: Trainer, mode: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
-    torch.manual_seed(trainer.config.seed)
-    model = trainer.recipe.build_model(trainer.datasets).cuda().train()
-    groups = [
-        {
-            "params": [p for p in model.parameters() if p.ndim >= 2],
-            "weight_decay": trainer.config.optimizer.weight_decay,
-        },
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24, growth_interval=4, enabled=mode == "fp16")
-    return model, optimizer, scaler
-
-
 @pytest.mark.parametrize("mode", MODES, indirect=True)
 def test_bitwise_the_bare_loop(mode: str) -> None:
     options = ["recipe.chunked_loss=false", f"scaler.init={2.0**24}", "scaler.interval=4", "deterministic=true"]
     trainer = on_gpu(*GPT2, *options, f"precision={mode}")
-    model, optimizer, scaler = bare_of(trainer, mode)
+    bare = Bare.of(trainer, gpt2_loss(500))
     steps = list(trainer.batches())
-    lrs = [trainer.config.optimizer.lr * trainer.config.schedule.factor(step, STEPS) for step in range(STEPS)]
     records = fit(trainer)
-    losses = [bare_step(model, optimizer, scaler, mode, step, lr) for step, lr in zip(steps, lrs, strict=True)]
-    assert same_bits([record.loss for record in records], losses)
-    assert same_bits(dict(trainer.model.state_dict()), dict(model.state_dict()))
-    assert same_bits(trainer.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-    if mode == "fp16":
-        assert trainer.loss_scale.scale.item() == scaler.get_scale()
-        skipped = [bool(record.skipped) for record in records]
-        assert skipped[0]
-        assert not all(skipped)
+    for step in steps:
+        bare.step(step, 8 * 64)
+    skipped = bare.check(trainer, records)
+    assert (skipped[0], all(skipped)) == (mode == "fp16", False)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"], indirect=True)
@@ -256,21 +200,20 @@ def test_no_more_memory_than_the_bare_loop(mode: str) -> None:
     """Of tensors that the allocator gave, at the highest, after the optimizer's state exists."""
     trainer = on_gpu(*GPT2, "recipe.chunked_loss=false", f"precision={mode}")
     steps = list(trainer.batches())
+
+    def peak(take: Callable[[list[Batch]], object]) -> int:
+        for step in steps[:3]:
+            take(step)
+        torch.cuda.reset_peak_memory_stats()
+        take(steps[3])
+        return torch.cuda.max_memory_allocated()
+
     trainer.model.train()
-    for step in steps[:3]:
-        trainer.train_step(step)
-    torch.cuda.reset_peak_memory_stats()
-    trainer.train_step(steps[3])
-    own = torch.cuda.max_memory_allocated()
-    recipe_trainer = trainer  # its model builds the bare one; then it goes
-    model, optimizer, scaler = bare_of(recipe_trainer, mode)
-    del trainer, recipe_trainer
+    own = peak(trainer.train_step)
+    bare = Bare.of(trainer, gpt2_loss(500))
+    del trainer
     torch.cuda.empty_cache()
-    for step in steps[:3]:
-        bare_step(model, optimizer, scaler, mode, step, 1e-3)
-    torch.cuda.reset_peak_memory_stats()
-    bare_step(model, optimizer, scaler, mode, steps[3], 1e-3)
-    assert own <= 1.02 * torch.cuda.max_memory_allocated()
+    assert own <= 1.02 * peak(lambda step: bare.step(step, 8 * 64))
 
 
 def error_of(compute: str) -> float:
@@ -296,17 +239,6 @@ def test_fp32_is_fp32_and_tf32_is_tf32(compute: str, monkeypatch: pytest.MonkeyP
         assert 5e-5 < error_of(compute) < 2e-3
         Precision("fp32").apply()
         assert error_of(compute) < 2e-6
-
-
-@pytest.mark.parametrize("mode", MODES, indirect=True)
-def test_the_manifest_of_a_gpu(mode: str) -> None:
-    precision, hardware = Precision(mode), detect("cuda")
-    precision.check(hardware)
-    precision.apply()
-    effective = manifest_of(precision, hardware, [])["effective"]
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mode, "float32")
-    assert effective["matmul_dtype"] == dtype
-    assert effective["fp32_in_cuda_matmul"] == effective["fp32_in_cudnn_conv"] == ("tf32" if mode == "tf32" else "ieee")
 
 
 def test_the_product_rates_of_a_gpu() -> None:
@@ -371,7 +303,8 @@ def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     for index, step in enumerate(trainer.batches()):
         with session.step(index):
             trainer.train_step(step)
-    names = {path.name for path in session.finish()}
+    session.finish()
+    names = {path.name for path in (tmp_path / "profile").iterdir()}
     assert names == {"ledger.json", "ledger.txt", "memory_snapshot.pickle"}
     assert (tmp_path / "profile" / "memory_snapshot.pickle").stat().st_size > 1000
     ledger = session.ledger

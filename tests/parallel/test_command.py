@@ -157,16 +157,6 @@ def test_a_lost_rank_is_named_and_the_restart_continues(start: Start, tmp_path: 
     assert losses(run) == losses(tmp_path / "outputs" / "whole")  # to the last bit
 
 
-def test_without_restarts_the_job_ends_without_waiting_for_the_lost_rank(start: Start, tmp_path: Path) -> None:
-    """Those that are left would wait for parallel.timeout_s, far longer than this test does."""
-    process = start(2, "parallel=fsdp", "parallel.timeout_s=36000", "steps=100000")
-    wait_for_step(tmp_path / "outputs" / "run", 3, process)
-    rank_process(process, 1).kill()
-    _, err = done(process, code=1)
-    assert "rank      : 1 (local_rank: 1)" in err
-    assert "Signal 9 (SIGKILL)" in err
-
-
 IMPORTS = """import os, sys
 from trainer.errors import UserError"""
 BROKEN = """
@@ -273,9 +263,9 @@ def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, sta
 SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-from trainer.run import command
+from trainer.run import command, sweep
 
-build, sleep = command.config.build, time.sleep
+build, sleep = sweep.build, time.sleep
 
 def last(composed, overrides):  # rank 0 finds the mistake when rank 1 has
     while not Path("waits").exists():
@@ -289,7 +279,7 @@ def waits(seconds):
     sleep(seconds)
 
 if os.environ["RANK"] == "0":
-    command.config.build = last
+    sweep.build = last
 else:
     atexit.register(Path("left").touch)
     time.sleep = waits

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.parallel.conftest import Found
+from tests.parallel.ranks import flag_obeyed
 from trainer.data.loader import Batching, DataOrder
-from trainer.errors import UserError
 
 Ranks = Callable[[str, int], Found]
 MODES = ("ddp", "fsdp")
@@ -35,35 +35,10 @@ def test_gradient_loss_norm_and_score_are_those_of_one_process(processes: int, m
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_in_fp32_it_is_so_within_rounding(mode: str, ranks: Ranks) -> None:
-    (alone,) = ranks("all", 1)
-    expected = alone["gradient"]["single"]["fp32 1"]
-    for found in ranks("all", 2):
-        step = found["gradient"][mode]["fp32 1"]
-        assert step["gradient"] == pytest.approx(expected["gradient"], rel=1e-4, abs=1e-7)
-        assert step["norm"] == pytest.approx(expected["norm"], rel=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_an_infinity_on_one_rank_skips_the_step_everywhere(mode: str, ranks: Ranks) -> None:
-    found = [rank["overflow"][mode] for rank in ranks("all", 2)]
-    assert sorted(rank["own gradient finite"] for rank in found) == [False, True]  # one rank saw nothing of it
-    for rank in found:
-        assert (rank["skipped"], rank["same"]) == (True, True)
-        assert (rank["scale before"], rank["scale after"]) == (65536.0, 32768.0)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_fused_optimizer_that_is_given_the_flag_skips_the_step(mode: str, ranks: Ranks) -> None:
-    """As on CUDA; under FSDP a plain tensor among DTensors. The other steps are those of the host's look."""
-    for rank in (found["flag"][mode] for found in ranks("all", 2)):
-        assert rank == {
-            "skipped": [False, True, False],
-            "the skipped step changed nothing": True,
-            "the next one went on": True,
-            "as where the host looks": True,
-            "cut": mode == "fsdp",
-        }
+    """Also where the fused optimizer is given the flag, as on CUDA; under FSDP a plain tensor among DTensors."""
+    for found in ranks("all", 2):
+        assert found["flag"][mode] == flag_obeyed(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -72,48 +47,13 @@ def test_finite_gradients_whose_squares_are_not_are_no_infinity_on_any_rank(mode
     norm = alone["gradient"]["single"]["fp32 1"]["norm"] * 1e21
     assert norm > 1.9e19
     for rank in ranks("all", 2):
-        assert rank["overflow"][mode]["huge"] == [pytest.approx(norm, rel=1e-5), False]
+        assert rank["huge"][mode] == [pytest.approx(norm, rel=1e-5), False]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
     for rank in ranks("all", 2):
         assert rank["communication"][mode] == {"microbatches": 4, "exchanged": 1}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["bf16_master", "fp16_master", "bf16_sr", "bf16_pure", "fp16_pure"])
-def test_16_bit_weights_train_alike_on_every_rank(precision: str, mode: str, ranks: Ranks) -> None:
-    (alone,) = ranks("all", 1)
-    expected = alone["halves"]["single"][precision]
-    first, second = (rank["halves"][mode][precision] for rank in ranks("all", 2))
-    if (precision, mode) == ("bf16_sr", "fsdp"):
-        assert first == second
-        assert "use precision=bf16_master, or parallel=ddp" in first
-        return
-    assert first["weights"] == second["weights"]  # bf16_sr rounds by the same random numbers
-    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-3)
-    assert first["norms"] == second["norms"] == pytest.approx(expected["norms"], rel=1e-2)
-    assert first["masters"] == expected["masters"] == (4 if precision.endswith("master") else 0)
-    assert all((first["saved"], first["restored"], second["restored"]))
-    assert first["numerics"] == second["numerics"]  # of sharded weights the sums over the ranks
-    for step, metrics in expected["numerics"].items():
-        found = first["numerics"][step]
-        for name in ("edq", "grad_flushed", "lost_updates", "scale_headroom_bits"):
-            assert found.get(f"numerics/{name}") == pytest.approx(metrics.get(f"numerics/{name}"), abs=0.1), name
-    assert first["exported"] == [f"torch.{'bfloat16' if precision.startswith('bf16') else 'float16'}"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("mode", MODES)
-def test_averaged_weights_are_those_of_one_process(precision: str, mode: str, ranks: Ranks) -> None:
-    (alone,) = ranks("all", 1)
-    expected = alone["averages"]["single"][precision]
-    first, second = (rank["averages"][mode][precision] for rank in ranks("all", 2))
-    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-3)
-    assert first["averages"] == second["averages"] == pytest.approx(expected["averages"], rel=1e-3, abs=1e-3)
-    for found in (first, second, expected):
-        assert all((found["saved"], found["restored"], found["exported"]))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -148,12 +88,3 @@ def test_a_step_takes_the_same_samples_whatever_the_number_of_processes(processe
 
     assert steps(processes, 2) == steps(1, 8)
     assert all(len(step) == 8 for step in steps(processes, 1))
-
-
-def test_a_batch_that_does_not_divide_names_sizes_that_do() -> None:
-    with pytest.raises(
-        UserError, match=r"micro_batch_size=4 × 2 processes; use micro_batch_size=2 or 3, or batch_size=8 or 16"
-    ):
-        Batching(12, 4, 2)
-    with pytest.raises(UserError, match=r"× 3 processes; use batch_size=6 or 12"):
-        Batching(8, 2, 3)

@@ -93,11 +93,3 @@ def test_a_job_that_slurm_stops_waits_for_its_ranks_and_is_queued_again_if_preem
     (tmp_path / "end").write_text("143\n")  # the ranks end after the signal came
     assert process.wait(60) in (1, 143)
     assert (tmp_path / "called").read_text() == called
-
-
-def test_the_check_runs_the_job_file_and_is_a_valid_script() -> None:
-    assert "scripts/slurm/train.sbatch " in (SLURM / "check.sh").read_text()
-    for script in SLURM.iterdir():
-        subprocess.run(["bash", "-n", str(script)], check=True)
-    refused = subprocess.run(["bash", str(SLURM / "check.sh")], capture_output=True, text=True)
-    assert (refused.returncode, refused.stdout) == (2, "usage: scripts/slurm/check.sh FOLDER\n")

@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.files import flush
 from trainer.hardware import detect
 from trainer.parallel.wrap import is_sharded
+from trainer.profiling.diagnostics import Diagnostics, Numerics
 from trainer.profiling.flops import ModelFlops
 from trainer.trainer import Trainer
 
@@ -25,6 +26,7 @@ TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic"
 # No batch norm, whose statistics would be those of each rank.
 IMAGES = ("recipe=resnet", "recipe.arch=timm/test_convnext", "data=digits", "augment=light", "device=cpu")
 STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
+SGD, HALVES = ("optimizer=sgd", "optimizer.lr=0.1"), ("fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
 RULES: dict[str, tuple[str, ...]] = {
     "freeze": ("freeze=['0.?',2.4.bias]",),
     "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
@@ -37,6 +39,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "adafactor": ("optimizer=adafactor",),
     "schedulefree": ("optimizer=schedulefree", "schedule=constant"),
     "schedulefree bf16_master": ("optimizer=schedulefree", "schedule=constant", "precision=bf16_master"),
+    "average": ("ema=default", "ema.decay=0.5"),
+    "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
+    **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
     "mixing": ("augment.mixup=0.4", "augment.cutmix=1", "augment.erasing=0.5"),
     "lora": ("recipe.lora.rank=2", "optimizer.lr=0.02"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
@@ -66,7 +71,13 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     flops = ModelFlops()
     trainer.observe(flops)
     first = copied(weights(trainer))
-    records = fit(trainer, 3)
+    half = trainer.config.precision.format.half_weights
+    diagnostics = (Numerics(1) if half and "lamb" not in name else Diagnostics()).start(
+        trainer.model, trainer.update, half, trainer.plan.steps, trainer.world
+    )
+    with diagnostics.step(1):
+        records = fit(trainer, 1)
+    records += fit(trainer, 3)
     folder = Path(sys.argv[2]) / f"{mode}-{name.replace(' ', '-')}"
     checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world, flush)
     saved = load(folder)
@@ -79,13 +90,14 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     after, again = weights(trainer), weights(other)
     return {
         "model_flops": flops.facts("samples", 2),
+        "numerics": dict(diagnostics.collect()),
         "losses": [trainer.world.add(record.loss.double()).item() for record in records],
         "change": torch.cat([(last[key] - first[key]).flatten().double() for key in trained]).tolist(),
         "unchanged": [key for key in first if torch.equal(first[key], after[key])],
         "score": trainer.evaluate()["loss"],
         "moved in the last step": any(not torch.equal(last[key], after[key]) for key in last),
         "resumed alike": all(torch.equal(after[key], again[key]) for key in after),
-        "saved": sorted({key.rpartition(".")[0] for key in saved.tensors() if key.startswith("optimizer/")}),
+        "saved": sorted(key for key in saved.tensors() if key.startswith("optimizer/")),
     }
 
 

@@ -76,16 +76,6 @@ def gradient_and_loss(micro_batch_size: int) -> tuple[Tensor, float]:
     return torch.cat([gradient.flatten() for gradient in copy.gradients]), record.loss.item()
 
 
-def mean_of_means(micro_batch_size: int) -> Tensor:
-    """What a loop computes that divides each microbatch's mean loss by their number."""
-    trainer = start(Config(Tagging(), NoData(), device="cpu", batch_size=SAMPLES, micro_batch_size=micro_batch_size))
-    microbatches = next(trainer.batches())
-    for batch in microbatches:
-        targets = max(1, trainer.recipe.count_targets(batch))
-        (trainer.recipe.loss(trainer.model, batch).loss_sum / targets / len(microbatches)).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
-
-
 def relative(one: Tensor, other: Tensor) -> float:
     return ((one - other).norm() / other.norm()).item()
 
@@ -97,17 +87,6 @@ def test_microbatches_do_not_change_gradient_or_loss(micro_batch_size: int) -> N
     assert whole.dtype == torch.float64
     assert relative(parts, whole) < 1e-12
     assert loss_of_parts == pytest.approx(loss, rel=1e-6)
-
-
-def test_the_whole_batch_is_the_mean_over_valid_targets() -> None:
-    whole, _ = gradient_and_loss(SAMPLES)
-    assert relative(mean_of_means(SAMPLES), whole) < 1e-12
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
-def test_a_mean_of_means_would_not_have_passed(micro_batch_size: int) -> None:
-    whole, _ = gradient_and_loss(SAMPLES)
-    assert relative(mean_of_means(micro_batch_size), whole) > 1e-3
 
 
 MANY = 491_520

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.gpt2 import GPT2
-from tests.helpers import NoData, SmallConvNet, compose, fit, same_bits, start, without_padding
+from tests.helpers import NoData, SmallConvNet, compose, copied, fit, same_bits, start
+from tests.parity.bare import Bare, LossSum, gpt2_loss
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer
@@ -21,61 +20,9 @@ from trainer.optim.schedule import Cosine
 from trainer.optim.update import Clip, ClipNorm, ClipValue
 from trainer.precision.scaler import AutoScaler
 from trainer.profiling.ledger import MemoryLedger
-from trainer.trainer import Trainer
 
 STEPS = 9
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CLIPS = {"none": Clip, "norm": lambda: ClipNorm(0.5), "value": lambda: ClipValue(0.01)}
-
-
-@dataclass
-class Bare:
-    """A plain training loop, as anyone would write it, but for a mean in two factors where backward is 16-bit.
-
-    The loss is divided by the power of two above its targets; the unscaled gradients are multiplied by what is left.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_sum: Callable[[nn.Module, Batch], Tensor]
-    mode: str
-    clip: str
-    scaler: torch.amp.GradScaler
-    lrs: list[float]
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-
-    def step(self, microbatches: list[Batch], targets: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lrs[len(self.losses)]
-        self.scales.append(self.scaler.get_scale())
-        total = torch.zeros(())
-        power = targets if self.mode == "fp32" else 2 ** math.ceil(math.log2(targets))
-        for batch in microbatches:
-            dtype = DTYPES.get(self.mode)
-            with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
-                loss = self.loss_sum(self.model, batch) / power
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-        self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
-        for parameter in self.model.parameters() if power != targets else ():
-            assert parameter.grad is not None
-            parameter.grad *= power / targets
-        if self.clip == "norm":
-            self.norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5))
-        elif self.clip == "value":
-            torch.nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(total * (power / targets))
-
-
-def gpt2_loss(model: nn.Module, batch: Batch) -> Tensor:
-    tokens = batch["tokens"]
-    logits = without_padding(model.gpt2(tokens[:, :-1], use_cache=False).logits, 90)
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
 def conv_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -83,18 +30,14 @@ def conv_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, batch["label"], reduction="sum")
 
 
-def gpt2_config(mode: str, clip: str, accumulation: int) -> Config:
+def gpt2_config(mode: str, clip: str, accumulation: int, batch_size: int = 8, **changes: Any) -> Config:
     config = compose(
         *["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "device=cpu"],
-        f"precision={mode}",
-        f"steps={STEPS}",
-        "batch_size=8",
-        f"micro_batch_size={8 // accumulation}",
+        *[f"precision={mode}", f"steps={STEPS}", f"batch_size={batch_size}", "schedule.warmup_steps=2"],
+        *[f"micro_batch_size={batch_size // accumulation}", "scaler.interval=4"],
         f"scaler.init={2.0**21}",  # some gradient is then beyond fp16 in the first two steps
-        "scaler.interval=4",
-        "schedule.warmup_steps=2",
     )
-    return replace(config, clip=CLIPS[clip]())
+    return replace(config, clip=CLIPS[clip](), **changes)
 
 
 def conv_config(mode: str, clip: str, accumulation: int) -> Config:
@@ -114,55 +57,26 @@ def conv_config(mode: str, clip: str, accumulation: int) -> Config:
     )
 
 
-def bare_of(trainer: Trainer, loss: Callable[[nn.Module, Batch], Tensor], mode: str, clip: str) -> Bare:
-    config = trainer.config
-    torch.manual_seed(config.seed)
-    model = config.recipe.build_model(trainer.datasets).train()
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": config.optimizer.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    if config.optimizer.name == "AdamW":
-        optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
-    else:
-        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, fused=True)
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=config.scaler.init, growth_interval=config.scaler.interval, enabled=mode == "fp16"
-    )
-    lrs = [config.optimizer.lr * config.schedule.factor(step, STEPS) for step in range(STEPS)]
-    return Bare(model, optimizer, loss, mode, clip, scaler, lrs)
-
-
-def compare(config: Config, loss: Callable[[nn.Module, Batch], Tensor], mode: str, clip: str) -> list[bool]:
+def compare(config: Config, loss: LossSum) -> list[bool]:
     """Train both, compare every bit, and return which steps were skipped."""
     trainer = start(config)
     steps = list(trainer.batches())
     assert [len(step) for step in steps] == [trainer.plan.batching.accumulation] * STEPS
-    bare = bare_of(trainer, loss, mode, clip)
-    before = {name: tensor.clone() for name, tensor in bare.model.state_dict().items()}
+    bare = Bare.of(trainer, loss)
+    before = copied(dict(bare.model.state_dict()))
     assert same_bits(before, dict(trainer.model.state_dict()))
     records = fit(trainer)
     for microbatches in steps:
         bare.step(microbatches, sum(config.recipe.count_targets(batch) for batch in microbatches))
-
-    assert same_bits([record.loss for record in records], bare.losses)
-    if clip == "norm":
-        assert same_bits([record.grad_norm for record in records], bare.norms)
-    assert [record.loss_scale.item() for record in records] == bare.scales
-    assert trainer.loss_scale.scale.item() == bare.scaler.get_scale()
-    assert same_bits(dict(trainer.model.state_dict()), dict(bare.model.state_dict()))
     assert not same_bits(before, dict(bare.model.state_dict()))
-    assert same_bits(trainer.optimizer.state_dict()["state"], bare.optimizer.state_dict()["state"])
-    return [bool(record.skipped) for record in records]
+    return bare.check(trainer, records)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("clip", ["none", "norm", "value"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_gpt2_with_adamw_is_bitwise_the_bare_loop(mode: str, clip: str, accumulation: int) -> None:
-    skipped = compare(gpt2_config(mode, clip, accumulation), gpt2_loss, mode, clip)
+    skipped = compare(gpt2_config(mode, clip, accumulation), gpt2_loss(90))
     if mode == "fp16":
         assert skipped[:2] == [True, True]  # a real overflow, at the start
         assert skipped.count(False) >= 4
@@ -173,16 +87,26 @@ def test_gpt2_with_adamw_is_bitwise_the_bare_loop(mode: str, clip: str, accumula
 @pytest.mark.parametrize("clip", ["none", "norm"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_targets_that_are_no_power_of_two_are_no_exception(mode: str, clip: str) -> None:
-    config = replace(gpt2_config(mode, clip, 4), batch_size=6)  # 96 targets in three microbatches
-    skipped = compare(config, gpt2_loss, mode, clip)
-    assert skipped.count(False) >= 4
+    """96 targets in three microbatches."""
+    assert compare(gpt2_config(mode, clip, 3, batch_size=6), gpt2_loss(90)).count(False) >= 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "batch_size", "accumulation"),
+    [(mode, 8, accumulation) for mode in ("bf16_master", "fp16_master", "bf16_pure") for accumulation in (1, 2)]
+    + [("bf16_master", 6, 3), ("fp16_master", 6, 3)],
+)
+def test_16_bit_weights_are_bitwise_the_bare_loops(mode: str, batch_size: int, accumulation: int) -> None:
+    clip, scaler = "none" if mode == "bf16_pure" else "norm", AutoScaler(init=2.0**19, interval=3)
+    skipped = compare(gpt2_config(mode, clip, accumulation, batch_size, scaler=scaler), gpt2_loss(90))
+    assert (skipped[0], skipped.count(False) >= 4) == (mode == "fp16_master", True)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("clip", ["none", "norm"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_a_convnet_with_sgd_is_bitwise_the_bare_loop(mode: str, clip: str, accumulation: int) -> None:
-    skipped = compare(conv_config(mode, clip, accumulation), conv_loss, mode, clip)
+    skipped = compare(conv_config(mode, clip, accumulation), conv_loss)
     assert any(skipped) == (mode == "fp16")
     assert skipped.count(False) >= 4
 
@@ -197,7 +121,7 @@ def test_the_step_takes_no_more_memory_than_the_bare_loop(mode: str, accumulatio
     if size == "wide":
         config = replace(config, batch_size=4, micro_batch_size=4 // accumulation)
     trainer = start(config)
-    bare = bare_of(trainer, gpt2_loss, mode, "norm")
+    bare = Bare.of(trainer, gpt2_loss(90))
     peaks = []
     first, second, third = [step for step, _ in zip(trainer.batches(), range(3), strict=False)]
     for model, optimizer, step in (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +13,21 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mantissa.display import dimensions
-from trainer.checkpoint.schema import STATE_FILE, InvalidCheckpoint, Manifest, State, read_manifest, read_state
+from trainer.checkpoint.schema import InvalidCheckpoint, Manifest, State, read_manifest, read_state
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
 from trainer.optim.ema import Average, schedule_free_average
 from trainer.optim.masters import MasterWeights
-from trainer.optim.state import AVERAGE, MASTER, parameter_names, untie, weight_copies
+from trainer.optim.state import (
+    AVERAGE,
+    MASTER,
+    create_state,
+    optimizer_state,
+    parameter_names,
+    untie,
+    weight_copies,
+)
 from trainer.parallel.wrap import is_sharded, local_part, local_rows
-
-_OF_THIS_DEVICE = ("lr", "fused", "foreach")
-"""Options that may differ from the checkpoint's: the schedule's at every step, and those that select kernels."""
 
 
 class CheckpointReader:
@@ -58,18 +61,24 @@ class CheckpointReader:
         Raises:
             UserError: the checkpoint is not of this model and this optimizer.
         """
-        weights, copies = model.state_dict(), weight_copies(masters, average)
+        weights, tensors = model.state_dict(), weight_copies(masters, average)
         with self._named():
             self._check_weights(weights)
             if optimizer is not None:
-                self._check_options(optimizer, parameter_names(masters or model, optimizer))
-                expected = self._check_moments(optimizer, copies)
+                names, groups = parameter_names(masters or model, optimizer), optimizer.param_groups
+                if names != self._state.names or len(groups) != len(self._state.groups):
+                    raise InvalidCheckpoint(f"{self._moments.file}: this optimizer has other groups of parameters")
+                create_state(optimizer, masters, names, self._state.stateless)
+                tensors |= optimizer_state(masters or model, optimizer)[0]
+                _check_names(self._moments.file, tensors.keys(), self._moments.names, "optimizer")
+                for name, tensor in tensors.items():
+                    self._moments.check(name, tensor)
         for name, tensor in weights.items():
             self._weights.fill(tensor, self._state.ties.get(name, name))
-        for name, tensor in copies.items():
+        for name, tensor in tensors.items():
             self._moments.fill(tensor, name)
         if optimizer is not None:
-            self._restore_optimizer(optimizer, expected)
+            self._restore_numbers(optimizer)
 
     def rng(self, rank: int) -> dict[str, Tensor] | None:
         """Return the states of a rank's generators; None: no such rank."""
@@ -118,48 +127,18 @@ class CheckpointReader:
         for name, tensor in weights.items():
             self._weights.check(ties.get(name, name), tensor)
 
-    def _check_options(self, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
-        if names != self._state.names or len(self._state.groups) != len(optimizer.param_groups):
-            raise InvalidCheckpoint(f"{self._moments.file}: this optimizer has other groups of parameters")
+    def _restore_numbers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore what the optimizer keeps beside the tensors of its state, in place."""
+        options = inspect.signature(type(optimizer)).parameters
         for there, group in zip(self._state.groups, optimizer.param_groups, strict=True):
-            for key in sorted(there.keys() & group.keys() & _options(optimizer) - {*_OF_THIS_DEVICE}):
-                was, now = there[key], json.loads(json.dumps(group[key]))
-                if was != now:
-                    raise InvalidCheckpoint(f"{STATE_FILE}: the optimizer's {key} was {was!r:.80}, now {now!r:.80}")
-
-    def _check_moments(self, optimizer: torch.optim.Optimizer, copies: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-        """Return what the state of each parameter that has any looks like, by name."""
-        expected = dict(zip(self._state.names, _state_after_step(optimizer), strict=True))
-        expected = {name: values for name, values in expected.items() if name not in self._state.stateless}
-        wanted = dict(copies)
-        for name, values in expected.items():
-            wanted |= {f"{name}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
-        _check_names(self._moments.file, wanted.keys(), self._moments.names, "optimizer")
-        for name, tensor in wanted.items():
-            self._moments.check(name, tensor)
-        return expected
-
-    def _restore_optimizer(self, optimizer: torch.optim.Optimizer, expected: dict[str, dict[str, Any]]) -> None:
-        for there, group in zip(self._state.groups, optimizer.param_groups, strict=True):
-            like = _twin_after_step(type(optimizer), group, group["params"][0]).param_groups[0]
-            for key in there.keys() - _options(optimizer):
+            for key in there.keys() - options.keys():
                 # What is no option is a count that the optimizer keeps there, such as LAMB's of steps, a tensor.
-                counted = isinstance(like.get(key), Tensor)
-                group[key] = like[key].new_tensor(there[key]) if counted else there[key]
+                now = group.get(key)
+                group[key] = now.new_tensor(there[key]) if isinstance(now, Tensor) else there[key]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        optimizer.state.clear()
         for name, parameter in zip(self._state.names, parameters, strict=True):
-            for key, like in expected.get(name, {}).items():
-                optimizer.state[parameter][key] = self._state_entry(name, key, like, parameter)
-
-    def _state_entry(self, name: str, key: str, like: Any, parameter: Tensor) -> Any:
-        if not isinstance(like, Tensor):
-            return self._state.scalars[name][key]
-        # A moment has its parameter's layout (fused kernels rely on it) and rows; a count of steps has no dimensions,
-        # nor have some parameters, and it may have to stay on the CPU.
-        if like.is_meta and like.shape == parameter.shape:
-            return self._moments.like(f"{name}.{key}", parameter)
-        return self._moments.whole(f"{name}.{key}").to(local_part(parameter).device if like.is_meta else like.device)
+            if name in self._state.scalars:
+                optimizer.state[parameter] |= self._state.scalars[name]
 
 
 class _TensorFiles:
@@ -211,54 +190,9 @@ class _TensorFiles:
             first -= length
         return torch.cat(wanted) if wanted else self._where[name][0].get_tensor(name)[:0]
 
-    def like(self, name: str, parameter: Tensor) -> Tensor:
-        """Return a tensor with the parameter's layout, device and rows, in its own type."""
-        source = self.own(name, parameter)
-        tensor = torch.empty_like(parameter, dtype=source.dtype, requires_grad=False)
-        local_part(tensor).copy_(source)
-        return tensor
-
     def fill(self, target: Tensor, name: str) -> None:
         """Overwrite ``target``, or the rows of it that this rank has."""
         local_part(target).copy_(self.own(name, target))
-
-
-def _state_after_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return, for each parameter, what its state looks like after a step: tensors without data, or other values.
-
-    Each kind of parameter is tested on a small copy, so this works for every optimizer. A tensor without dimensions,
-    such as a count of steps, is on the device where the optimizer keeps it.
-    """
-    tried: dict[tuple[Any, ...], dict[str, Any]] = {}
-    expected = []
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            key = (number, parameter.dtype, parameter.device, parameter.ndim)
-            if key not in tried:
-                twin = _twin_after_step(type(optimizer), group, parameter)
-                tried[key] = next(iter(twin.state.values()), {})  # plain SGD keeps nothing
-            shape = tuple(parameter.shape)
-            expected.append({name: _stretched(value, shape) for name, value in tried[key].items()})
-    return expected
-
-
-def _twin_after_step(cls: Any, group: dict[str, Any], parameter: Tensor) -> torch.optim.Optimizer:
-    """Return such an optimizer over a parameter of the same type, 2 × 3 × 4 …, which has taken a step."""
-    shape = tuple(range(2, 2 + parameter.ndim))
-    twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=local_part(parameter).device))
-    twin.grad = torch.zeros_like(twin)
-    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-    other: torch.optim.Optimizer = cls([{**options, "params": [twin]}])
-    other.step()
-    return other
-
-
-def _stretched(value: Any, shape: tuple[int, ...]) -> Any:
-    """Return a tensor of the twin's state in the sizes of a parameter of ``shape``, on the meta device."""
-    if not isinstance(value, Tensor) or not value.ndim:
-        return value
-    sizes = [1 if size == 1 else length for size, length in zip(value.shape, shape, strict=True)]
-    return torch.empty(sizes, dtype=value.dtype, device="meta")
 
 
 def load(folder: Path, step: int | None = None) -> CheckpointReader:
@@ -268,11 +202,6 @@ def load(folder: Path, step: int | None = None) -> CheckpointReader:
         UserError: see ``find_verified``.
     """
     return CheckpointReader(find_verified(folder, step))
-
-
-def _options(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the arguments of the optimizer's class."""
-    return set(inspect.signature(type(optimizer)).parameters)
 
 
 def _check_names(file: str, wanted: Collection[str], found: Collection[str], what: str) -> None:

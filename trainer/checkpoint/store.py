@@ -35,7 +35,7 @@ from trainer.checkpoint.schema import (
     read_manifest,
     sha256,
 )
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 from trainer.files import make_folder, write_json
 from trainer.optim.state import untie
 from trainer.parallel.world import World
@@ -68,12 +68,8 @@ class Checkpoint:
         return step % (eval_every if isinstance(self.every, str) else self.every) == 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, str) and self.every != "auto":
-            raise UserError(f"checkpoint.every={self.every} must be a whole number of steps, or auto")
-        if isinstance(self.every, int) and self.every < 1:
-            raise UserError(f"checkpoint.every={self.every} must be at least 1; use checkpoint=none to save nothing")
-        if self.keep < 1:
-            raise UserError(f"checkpoint.keep={self.keep} must be at least 1; use checkpoint=none to save nothing")
+        check_number("checkpoint.every", self.every)
+        check_number("checkpoint.keep", self.keep)
         usable = ("USR1", "USR2", "HUP", "ALRM", "XCPU")
         for name in self.save_on_signal:
             if name not in usable or not hasattr(signal, f"SIG{name}"):

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
 from trainer.optim.ema import Ema
 from trainer.optim.optimizer import Optimizer
@@ -65,11 +65,7 @@ class StepConfig(SetOnce):
 
     def __post_init__(self) -> None:
         for key in _AUTO_FIELDS:
-            value = getattr(self, key)
-            if isinstance(value, str) and value != "auto":
-                raise UserError(f"{key}={value} must be a whole number, or auto")
-            if isinstance(value, int) and value < 1:
-                raise UserError(f"{key}={value} must be at least 1")
+            check_number(key, getattr(self, key))
         if self.epochs is not None and self.steps != "auto":
             raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
         if self.epochs is not None and not 0 < self.epochs < math.inf:

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.data.loading import Prefetched, end_with_the_run, forkserver_context
-from trainer.errors import RunError, UserError
+from trainer.data.loading import end_with_the_run, forkserver_context, prefetched
+from trainer.errors import RunError, UserError, check_number
 from trainer.hardware import Hardware
 
 STEPS_AHEAD = 2
@@ -30,7 +30,7 @@ class DataOrder:
     def __init__(self, length: int, seed: int) -> None:
         self.length = length
         self.seed = seed
-        # An epoch and its permutation, replaced together: see ``Prefetched``.
+        # An epoch and its permutation, replaced together: the thread of ``prefetched`` asks, too.
         self._kept = -1, np.empty(0, dtype=np.int64)
 
     def samples(self, first: int, count: int) -> list[SampleId]:
@@ -76,9 +76,8 @@ class Batching:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for key, value in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size)):
-            if value < 1:
-                raise UserError(f"{key}={value} must be at least 1")
+        check_number("batch_size", self.batch_size)
+        check_number("micro_batch_size", self.micro_batch_size)
         at_once = self.micro_batch_size * self.ranks
         if self.batch_size % at_once == 0:
             return
@@ -145,7 +144,7 @@ class Batches:
         # Not torch's DataLoader, which takes as long as building a small batch.
         batches = map(self.dataset.batch, self.samples)
         batches = map(_pinned, batches) if self.pins else batches
-        return Prefetched(batches, self.ahead, self._prepare) if self.ahead else batches
+        return prefetched(batches, self.ahead, self._prepare) if self.ahead else batches
 
     def _prepare(self) -> None:
         if self.device.type == "cuda":
@@ -178,10 +177,7 @@ class Loader:
     """Loading processes; auto: 0 for data in memory, one per core (at most 16) if samples are decoded."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, str) and self.workers != "auto":
-            raise UserError(f"loader.workers={self.workers} must be a whole number, or auto")
-        if isinstance(self.workers, int) and self.workers < 0:
-            raise UserError(f"loader.workers={self.workers} must not be negative; 0 loads in the main process")
+        check_number("loader.workers", self.workers, 0)
 
     def processes(self, decodes: bool, hardware: Hardware) -> int:
         """Return ``workers``, where it is not auto, else one per core for data that is decoded as it is fetched."""
@@ -244,8 +240,7 @@ class PinnedLoader(Loader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prefetch < 1:
-            raise UserError(f"loader.prefetch={self.prefetch} must be at least 1")
+        check_number("loader.prefetch", self.prefetch)
 
     def _options(self, hardware: Hardware) -> dict[str, object]:
         options: dict[str, object] = {"pin_memory": hardware.device.type == "cuda"}

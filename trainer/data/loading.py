@@ -6,12 +6,12 @@ import multiprocessing
 import os
 import signal
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -48,65 +48,25 @@ def end_with_the_run(worker: int) -> None:
     threading.Thread(target=wait, name="end with the run", daemon=True).start()
 
 
-class Prefetched(Iterator[T], Generic[T]):
-    """The items of another iterator, in its order, which a thread takes from it before they are asked for.
+def prefetched(items: Iterator[T], count: int, prepare: Callable[[], None]) -> Generator[T, None, None]:
+    """Yield the items of another iterator, in its order, which a thread takes from it before they are asked for.
 
-    An error of the iterator is raised where its item would have been returned, with the traceback of the thread. The
-    thread ends with the last item, with an error, and when this is closed or no longer referred to; the iterator is
-    then released in the thread, at the latest when it has produced the item that it is working on.
+    An error of the iterator is raised where its item would have been, with the traceback of the thread. The thread ends
+    with this generator, when it has produced the item that it is working on.
 
     Args:
-        items: what is iterated, from now on by the thread alone.
-        count: how many items it may be ahead of the last one that was returned.
+        items: what is iterated, from now on by the thread alone; None is no item.
+        count: how many items it may be ahead of the last one that was yielded.
         prepare: called first, in the thread.
     """
-
-    def __init__(self, items: Iterator[T], count: int, prepare: Callable[[], None]) -> None:
-        self._ready: SimpleQueue[T | BaseException | None] = SimpleQueue()
-        self._room = threading.Semaphore(count)
-        closed = threading.Event()
-        # A daemon, so that the process can end while it waits; in the middle of an item it is waited for.
-        thread = threading.Thread(
-            target=_take, args=(items, self._ready, self._room, closed, prepare), name="batches ahead", daemon=True
-        )
-        self.close = weakref.finalize(self, _end, thread, self._room, closed)
-        """Ends the thread. Also called when this is deleted, and when the process ends."""
-        thread.start()
-
-    def __next__(self) -> T:
-        if not self.close.alive:
-            raise StopIteration
-        item = self._ready.get()  # without a limit of time: a signal's handler runs in between
-        if item is not None and not isinstance(item, BaseException):
-            self._room.release()
-            return item
-        self.close()
-        try:
-            raise item or StopIteration
-        finally:
-            del item  # its traceback holds this frame: a cycle
-
-
-def _take(
-    items: Iterator[T],
-    ready: SimpleQueue[T | BaseException | None],
-    room: threading.Semaphore,
-    closed: threading.Event,
-    prepare: Callable[[], None],
-) -> None:
-    """Put the items into ``ready``, where there is room: an error ends them, and so does None."""
+    thread = ThreadPoolExecutor(1, "batches ahead")
+    own = thread.submit(threading.get_ident).result()
     try:
-        prepare()
-        while room.acquire() and not closed.is_set():
-            ready.put(next(items))
-    except StopIteration:
-        ready.put(None)
-    except BaseException as error:
-        ready.put(error)
-
-
-def _end(thread: threading.Thread, room: threading.Semaphore, closed: threading.Event) -> None:
-    closed.set()
-    room.release()
-    if thread is not threading.current_thread():  # the garbage collector may call this in any thread
-        thread.join()
+        thread.submit(prepare).result()
+        ready = deque(thread.submit(next, items, None) for _ in range(count))
+        while (item := ready.popleft().result()) is not None:
+            ready.append(thread.submit(next, items, None))
+            yield item
+    finally:
+        # The garbage collector may close this in any thread, and none can wait for itself.
+        thread.shutdown(wait=threading.get_ident() != own, cancel_futures=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 
 
 @dataclass
@@ -18,10 +18,7 @@ class Schedule:
     """Steps of linear warm-up; auto: a twentieth of the run, at most 2000."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.warmup_steps, str) and self.warmup_steps != "auto":
-            raise UserError(f"schedule.warmup_steps={self.warmup_steps} must be a whole number of steps, or auto")
-        if isinstance(self.warmup_steps, int) and self.warmup_steps < 0:
-            raise UserError(f"schedule.warmup_steps={self.warmup_steps} must not be negative")
+        check_number("schedule.warmup_steps", self.warmup_steps, 0)
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of ``steps``."""

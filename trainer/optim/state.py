@@ -38,7 +38,7 @@ def training_state(
         rng: the states of this rank's generators, see ``trainer.determinism.random_state``.
         average: of the weights; with the optimizer's tensors.
     """
-    tensors, options = _optimizer_tensors(masters or model, optimizer)
+    tensors, options = optimizer_state(masters or model, optimizer)
     tensors |= weight_copies(masters, average)
     state = {"step": step, "model": model.state_dict(), "optimizer": tensors, "optimizer_options": options}
     return state | {"loss_scale": loss_scale, "rng": rng}
@@ -66,10 +66,10 @@ def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     return unique, ties
 
 
-def _optimizer_tensors(
+def optimizer_state(
     model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split an optimizer's state into tensors named ``parameter.key``, and JSON types."""
+    """Return an optimizer's state: the live tensors, named ``parameter.key``, and the rest as JSON types."""
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -87,6 +87,36 @@ def _optimizer_tensors(
     # To distinguish a parameter whose state was lost from one that never had any.
     stateless = [name for index, name in enumerate(names) if not state["state"].get(index)]
     return tensors, {"names": names, "groups": groups, "scalars": scalars, "stateless": stateless}
+
+
+@torch.no_grad()
+def create_state(
+    optimizer: torch.optim.Optimizer, masters: MasterWeights | None, names: list[str], stateless: list[str]
+) -> None:
+    """Let an optimizer create the state that it has after a step, by a step of nothing: no weight changes.
+
+    Args:
+        optimizer: whose state is replaced.
+        masters: what it changes in the place of the model's weights.
+        names: of its parameters.
+        stateless: the names of those that get no state.
+    """
+    optimizer.state.clear()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        parameter.grad = None if name in stateless else torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    if masters is not None:
+        masters.take_gradients()
+    optimizer.step()
+    if masters is not None:
+        masters.write_back(0)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def parameter_names(model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mantissa.formats import FP8, Format
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -136,8 +136,7 @@ class Scaling(Scaler):
     max_consecutive_skips: int  # a field of the subclasses, which decide where it stands in config.json
 
     def __post_init__(self) -> None:
-        if self.max_consecutive_skips < 1:
-            raise UserError(f"scaler.max_consecutive_skips={self.max_consecutive_skips} must be at least 1")
+        check_number("scaler.max_consecutive_skips", self.max_consecutive_skips)
 
     @property
     def skip_limit(self) -> int | None:
@@ -192,8 +191,7 @@ class DynamicScaler(Scaling):
             raise UserError(f"scaler.growth={self.growth} must be above 1, such as 2")
         if not 0 < self.backoff < 1:
             raise UserError(f"scaler.backoff={self.backoff} must lie between 0 and 1, such as 0.5")
-        if self.interval < 1:
-            raise UserError(f"scaler.interval={self.interval} must be at least 1 step")
+        check_number("scaler.interval", self.interval)
         if not 0 < self.floor_scale <= self.init:
             raise UserError(
                 f"scaler.floor_scale={self.floor_scale} must be above 0 and at most scaler.init={self.init}"

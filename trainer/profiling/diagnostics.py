@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mantissa.display import dtype_name
 from mantissa.updates import STUCK_STEPS, Counts, UpdateMeter, elementwise, ratio
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 from trainer.optim.classes import optimizer_class
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Update
@@ -75,8 +75,7 @@ class Numerics(Diagnostics):
     """Optimizer steps between two measurements: steps whose number is a multiple of it are measured."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UserError(f"diagnostics.every={self.every} must be at least 1")
+        check_number("diagnostics.every", self.every)
 
     def check(self, optimizer: Optimizer) -> None:
         if not elementwise(optimizer_class(optimizer.name), optimizer.options):

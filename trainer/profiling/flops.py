@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainer.profiling.ledger import tensors
-
-aten = torch.ops.aten
+from mantissa.step import tensors
 
 _ATTENTION = "_scaled_dot_product_"
-_KERNELS = [f"{_ATTENTION}{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")]
-_KERNELS += [f"{_KERNELS[0]}_for_cpu"]
 _LOSS_IN_CHUNKS = "_linear_cross_entropy_batch_chunked"
-_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2)}
+_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2)}
 """The places of a product's two factors among an operator's arguments, where they are not the first two."""
 _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "torch_nn"}
 """The namespaces of operators without a formula that multiply no matrices; others are of custom kernels."""
@@ -121,54 +117,23 @@ def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
-def _product_with_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the FLOP of attention's two products, of tensors of batch × heads × tokens × width."""
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Return the FLOP of attention's backward pass: the scores again, and two products for each product of forward."""
-    return 2 * prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
-
-
-_OWN: dict[str, Callable[..., int]] = {
-    "linear": _linear,
-    "mv": _product_with_vector,
-    "addmv": lambda _, matrix, *rest, **more: _product_with_vector(matrix),
-    "dot": _product_with_vector,
-}
-"""Formulas that torch lacks."""
 _PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution", "cudnn_convolution"),
-    *("convolution_overrideable", "_slow_conv2d_forward", *_OWN),
+    *("convolution_overrideable", "_slow_conv2d_forward", "linear"),
 }
 """Operators whose factors may need a gradient or not."""
 
 
-def step_counter() -> FlopCounterMode:
-    """Return torch's counter of the FLOP that are computed in its context; those that are recomputed count again.
-
-    Of attention it has the formulas of this module (as if not causal), because torch 2.11 has none for the CPU's kernel
-    and refuses groups of queries. Other operators without a formula count nothing; some of a loss in chunks is missed.
-    """
-    counter = FlopCounterMode(display=False)
-    for kernel in _KERNELS:
-        counter.flop_registry[getattr(aten, kernel)] = _attention
-        counter.flop_registry[getattr(aten, f"{kernel}_backward")] = _attention_backward
-    return counter
-
-
 def _formula(packet: Any, name: str) -> Callable[..., int] | None:
     if name.startswith(_ATTENTION) and not name.endswith("_backward"):
-        return _attention  # torch 2.11's own refuses groups of queries
-    if _LOSS_IN_CHUNKS in name:
-        return _linear
-    if name in _OWN and packet is getattr(aten, name):
-        return _OWN[name]
+        return attention  # torch 2.11's own refuses groups of queries
+    if _LOSS_IN_CHUNKS in name or packet is torch.ops.aten.linear:
+        return _linear  # torch lacks them
     formula: Callable[..., int] | None = flop_registry.get(packet)
     return formula
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa import display
+from mantissa.step import tensors
 
 STEADY = ("weights", "buffers", "gradients", "optimizer")
 """What training holds at any batch size, in the dtype of the weights also under autocast."""
@@ -206,7 +207,7 @@ class MemoryLedger(TorchDispatchMode):
             self._phase = "backward"
         elif self._phase == "backward":
             self._phase = "optimizer"
-        inputs = list(tensors((args, kwargs)))
+        inputs = tensors((args, kwargs))
         for tensor in inputs:
             # A number in an expression is a tensor without dimensions: ignored.
             if tensor.dim() and self._find(tensor) is None:
@@ -247,7 +248,7 @@ class MemoryLedger(TorchDispatchMode):
             self._mark(buffer, "buffers", name)
         for tensor in tensors([self._optimizer.state, self._held]):
             self._mark(tensor, "optimizer", "optimizer state")
-        for tensor in tensors(group["params"] for group in self._optimizer.param_groups):
+        for tensor in tensors([group["params"] for group in self._optimizer.param_groups]):
             self._mark(tensor, "optimizer", "master weights")  # except those that are the model's own
 
     def _gradient_hook(self, name: str) -> Any:
@@ -258,7 +259,7 @@ class MemoryLedger(TorchDispatchMode):
         return mark
 
     def _mark_given_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for tensor in tensors(group["params"] for group in optimizer.param_groups):
+        for tensor in tensors([group["params"] for group in optimizer.param_groups]):
             if tensor.grad is not None:
                 self._mark(tensor.grad, "gradients", "gradient of master weights")
 
@@ -307,14 +308,3 @@ def _highest(events: list[tuple[int, _Block, str]]) -> tuple[int, dict[str, int]
         if total > peak:
             peak, peak_index = total, index
     return peak_index, highest
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors(value.values())
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for item in value:
-            yield from tensors(item)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import UserError
+from trainer.errors import check_number
 from trainer.profiling.ledger import Ledger, MemoryLedger
 
 log = logging.getLogger("mantissa")
@@ -192,10 +192,9 @@ class TorchProfiler(Profiler):
     """Record the Python source line of every operator: a much larger trace and slower steps."""
 
     def __post_init__(self) -> None:
-        for key, least in (("wait", 0), ("warmup", 1), ("active", 1)):
-            value = getattr(self, key)
-            if value < least:
-                raise UserError(f"profiler.{key}={value} must be at least {least}")
+        check_number("profiler.wait", self.wait, 0)
+        check_number("profiler.warmup", self.warmup)
+        check_number("profiler.active", self.active)
 
     @property
     def steps(self) -> int:
@@ -217,8 +216,7 @@ class MemoryProfiler(Profiler):
     """Which step is recorded, counting from 1: at the third the optimizer state exists and caches are warm."""
 
     def __post_init__(self) -> None:
-        if self.at_step < 1:
-            raise UserError(f"profiler.at_step={self.at_step}: steps count from 1; use profiler.at_step=3")
+        check_number("profiler.at_step", self.at_step)
 
 
 def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:

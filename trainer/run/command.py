@@ -14,29 +14,26 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
 
-import hydra
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer.config import registration as config
 from trainer.config.compose import CONF, checked_arguments, compose
 from trainer.config.explain import explain
+from trainer.config.schema import Config
 from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory
 from trainer.parallel.world import launched_processes
-from trainer.run.memory.shortage import out_of_memory
+from trainer.run.memory.fit import out_of_memory
 from trainer.run.resume import continuing, named_run
 from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
 from trainer.run.start import train
-from trainer.run.sweep import Sweep, jobs_folder, swept_keys
+from trainer.run.sweep import Ended, Sweep
 
 _USAGE = """\
 python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
@@ -54,14 +51,15 @@ def main(run_class: type[Run] = Run) -> int:
         print(_USAGE + _choices())
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
+    attempt = partial(_attempt, run_class)
     try:
         arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
         folder = named_run(arguments)
         if folder is None or any(each.startswith("-") for each in arguments):
-            codes = _sweep(arguments, run_class)
+            codes = _sweep(Sweep(arguments), attempt)
         else:
             overrides = continuing(folder, arguments)
-            codes = [_attempt(lambda: train(compose(overrides), overrides, run_class), overrides).code]
+            codes = [attempt(lambda: compose(overrides), overrides).code]
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -71,80 +69,47 @@ def main(run_class: type[Run] = Run) -> int:
     return max(codes, default=0)
 
 
-def _sweep(arguments: Sequence[str], run_class: type[Run]) -> list[int]:
-    """Let Hydra call the training once for every run of a command line; return their exit codes."""
-    sweep = Sweep(swept_keys(arguments), jobs_folder(arguments))
-    interrupted = False
-
-    # Errors are handled in _attempt, because Hydra would print a traceback. After a failed run, a sweep continues with
-    # the next one. It ends after a signal, and if only some ranks failed: the ranks would train different runs.
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-    def task(composed: DictConfig) -> None:
-        nonlocal interrupted
-        if interrupted:
-            return
-        job = HydraConfig.get()
-        # As given: Hydra would resolve ${…} in them against its own keys.
-        overrides = cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False))
-        ended = _attempt(
-            lambda: train(config.build(sweep.begin(composed, overrides), overrides), overrides, run_class), overrides
-        )
-        interrupted = ended.ends_all
-        sweep.end(job.job.num if sweep.jobs else 0, ended.code, ended.code > 128, ended.summary)
-
-    config.register()
-    speaks = os.environ.get("RANK", "0") == "0"
-    if speaks and (outlook := sweep.outlook(arguments)):
-        print(outlook, flush=True)
+def _sweep(sweep: Sweep, attempt: Callable[[Callable[[], Config], list[str]], Ended]) -> list[int]:
+    """Train every run of a command line, print their table, and return their exit codes."""
     failed = []
-    with sweep.scratch() as scratch:
-        os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
-        try:
-            task()
-        except (UserError, HydraException, OmegaConfBaseException):
+    try:
+        sweep.run(attempt)
+    except (UserError, HydraException, OmegaConfBaseException):
+        raise
+    except Exception as error:
+        if not sweep.elsewhere:
             raise
-        except Exception as error:
-            if sweep.jobs is None:
-                raise
-            last = str(error).strip().rpartition("\n")[2]  # of the launcher; the other jobs may have ended well
-            failed.append(_report(RunError(f"the launcher failed: {type(error).__name__}: {last}")))
-        sweep.collect(arguments)
-    if speaks and (table := sweep.table()):
+        last = str(error).strip().rpartition("\n")[2]  # of the launcher; the other jobs may have ended well
+        failed.append(_report(RunError(f"the launcher failed: {type(error).__name__}: {last}")))
+    if os.environ.get("RANK", "0") == "0" and (table := sweep.table()):
         print(f"\n{table}", flush=True)
-        if sweep.stopped:
+        if any(row.stopped for row in sweep.rows):
             print("\nrun the same command again to continue the sweep", flush=True)
         if sweep.jobs is not None:
             print(f"\nwhat the jobs printed: {sweep.jobs}", flush=True)
     return [*(row.code for row in sweep.rows), *failed]
 
 
-class _Ended(NamedTuple):
-    """How a run ended."""
+def _attempt(run_class: type[Run], configure: Callable[[], Config], overrides: Sequence[str]) -> Ended:
+    """Train a run, report what ends it early, and free its memory.
 
-    code: int
-    """Its exit code."""
-    summary: dict[str, Any]
-    """Empty for a run that did not finish."""
-    ends_all: bool = False
-    """Whether no other run may begin."""
-
-
-def _attempt(job: Callable[[], dict[str, Any]], overrides: Sequence[str]) -> _Ended:
-    """Train a run, report what ends it early, and free its memory."""
+    Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
+    the ranks would train different runs.
+    """
     try:
-        return _Ended(0, job())
+        return Ended(0, train(configure(), overrides, run_class))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared
-        return _Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)
+        return Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)
     except OmegaConfBaseException as error:
-        return _Ended(_report(UserError(explain(error))), {})
+        return Ended(_report(UserError(explain(error))), {})
     except KeyboardInterrupt:
-        return _Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
+        return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
         if not is_out_of_memory(error):
             if launched_processes() < 2:
                 raise
-            return _Ended(_report_of_rank(error), {}, ends_all=True)
+            return Ended(_report_of_rank(error), {}, ends_all=True)
         shortage = error.with_traceback(None)  # which holds the run
         shortage.__context__ = shortage.__cause__ = None
     finally:
@@ -152,7 +117,7 @@ def _attempt(job: Callable[[], dict[str, Any]], overrides: Sequence[str]) -> _En
     typed = any(override.startswith("micro_batch_size=") for override in overrides)
     if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
         overrides = [*overrides, f"micro_batch_size={shortage.micro_batch_size}"]
-    return _Ended(_report(out_of_memory(shortage, overrides)), {}, launched_processes() > 1)
+    return Ended(_report(out_of_memory(shortage, overrides)), {}, launched_processes() > 1)
 
 
 def release_memory() -> None:

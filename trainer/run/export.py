@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
+from trainer.files import BEST
 from trainer.parallel.wrap import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
@@ -20,18 +21,9 @@ from trainer.tracking.mlflow.serving import remove_serving, write_serving
 from trainer.trainer import Trainer
 
 
-class Export(NamedTuple):
-    """What the end of a run gives."""
-
-    epilogue: str | None
-    """The closing text of the recipe, such as a sample of text."""
-    missing: list[str]
-    """What could not be written."""
-    test: dict[str, float]
-    """The metrics of the test data; empty without any."""
-
-
-def export_best(trainer: Trainer, folder: RunFolder, best: dict[str, float] | None, terminal: Terminal) -> Export:
+def export_best(
+    trainer: Trainer, folder: RunFolder, best: dict[str, Any] | None, terminal: Terminal
+) -> tuple[str | None, list[str], dict[str, float]]:
     """Load the best weights into the model, evaluate the test data with them, and export them to ``best/``.
 
     Every rank calls it; only rank 0 writes.
@@ -42,9 +34,11 @@ def export_best(trainer: Trainer, folder: RunFolder, best: dict[str, float] | No
         best: ``step`` and ``value`` of the best validation score; None: there is none.
         terminal: for warnings.
 
+    Returns:
+        The closing text of the recipe, such as a sample of text; what could not be written; the metrics of the test
+        data, empty without any.
     """
-    config = trainer.config
-    missing: list[str] = []
+    config, missing = trainer.config, []
     step = checkpoint.best_step(folder.checkpoints) if best is not None else None
     if step is not None:
         optimizer = trainer.optimizer if trainer.average.from_optimizer else None
@@ -55,31 +49,37 @@ def export_best(trainer: Trainer, folder: RunFolder, best: dict[str, float] | No
     build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
     model = unsharded(trainer.model, build, averages)
     if not trainer.world.first or model is None:
-        return Export(None, [], test)
+        return None, [], test
     if best is not None and config.checkpoint.enabled and step != best["step"]:
         instead = "" if step is None else f" (those of step {step} are exported)"
         missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
-    exported = step is not None
-    if exported and (problem := _write(model, trainer, folder)):
-        missing.append(problem)
-        exported = False
+    if step is not None:
+        remove_serving(folder.path)  # it has the step of the weights that are replaced
+        try:
+            trainer.recipe.export(model, trainer.datasets, folder.path / BEST)
+        except (OSError, SafetensorError) as error:
+            missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
+            step = None
     model.eval()
+    text = None
     try:
         with torch.no_grad(), config.precision.autocast(trainer.device):
-            if exported and step is not None and config.tracking.mlflow:
-                try:
-                    write_serving(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:  # it does not support all that a recipe may do
-                    terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
-            if not config.tracking.epilogue:
-                return Export(None, missing, test)
-            text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
-            return Export(text, missing, test)
+            if step is not None and config.tracking.mlflow:
+                _write_serving(model, trainer, folder, step, terminal)
+            if config.tracking.epilogue:
+                text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
     except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
         terminal.warn("the complete model does not fit on the device; no sample is generated")
-        return Export(None, missing, test)
+    return text, missing, test
+
+
+def _write_serving(model: nn.Module, trainer: Trainer, folder: RunFolder, step: int, terminal: Terminal) -> None:
+    try:
+        write_serving(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # it does not support all that a recipe may do
+        terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
 
 
 def unsharded(
@@ -103,14 +103,3 @@ def unsharded(
         if target:
             target[name].copy_(gathered)
     return other
-
-
-def _write(model: nn.Module, trainer: Trainer, folder: RunFolder) -> str | None:
-    """Write ``best/``; return what went wrong."""
-    remove_serving(folder.path)  # it has the step of the weights that are replaced
-    best = folder.path / "best"
-    try:
-        trainer.recipe.export(model, trainer.datasets, best)
-    except (OSError, SafetensorError) as error:
-        return f"the best weights could not be exported to {best} ({error})"
-    return None

@@ -36,6 +36,19 @@ class NonFiniteGradients(NonFiniteError):
         self.metrics = metrics
 
 
+@dataclass
+class _Window:
+    """The steps of one line of the log, as this process took them."""
+
+    began: float
+    """By the clock, without what was paused."""
+    seconds: float = 0.0
+    units: int = 0
+    steps: int = 0
+    stall_s: float = 0.0
+    disturbed: bool = False
+
+
 @dataclass(kw_only=True)
 class Monitor:
     """Collects step records, turns those of a log interval into metrics, and ends a run that is no longer finite.
@@ -51,28 +64,23 @@ class Monitor:
     device: torch.device
     world: World = field(default_factory=World)
     utilisation: Utilisation = field(default_factory=Utilisation)
+    skipped_steps: int = 0
+    units: int = 0
+    """Units trained since this process started or resumed the run."""
 
     def __post_init__(self) -> None:
-        self.skipped_steps = 0
-        self.units = 0
-        """Units trained since this process started or resumed the run."""
-        self._disturbed = False
-        self._stall_s = 0.0
-        self._memory = 0
-        self._memory_read = -math.inf
         self._skipped_in_a_row = 0
         self._on_device: list[StepRecord] = []
         self._losses: list[float] = []
         self._last: dict[str, float] = {}
-        self._window_units = 0
-        self._window_steps = 0
-        self._clock = time.perf_counter()
-        self._measured = [(0, 0, 0.0)]  # units, steps, seconds of every window
+        self._memory, self._memory_read = 0, -math.inf
+        self._window = _Window(time.perf_counter())
+        self._measured: list[_Window] = []
 
     def start(self) -> None:
         """Start the clock of the first window, and measure the peak memory from here on."""
         reset_peak_memory(self.device)
-        self._clock = time.perf_counter()
+        self._window = _Window(time.perf_counter())
 
     def add(self, record: StepRecord) -> dict[str, float] | None:
         """Take a step's record; at a log step, return the metrics of the window that it ends.
@@ -96,18 +104,18 @@ class Monitor:
         if not self._on_device:
             return
         records, self._on_device = self._on_device, []
-        columns = [torch.stack([getattr(r, name) for r in records]) for name in ("loss", "grad_norm", "loss_scale")]
-        columns.append(torch.stack([record.skipped for record in records]))
-        numbers = torch.stack([column.float() for column in columns]).cpu()
+        names = ("loss", "grad_norm", "loss_scale", "skipped")
+        columns = [torch.stack([getattr(record, name) for record in records]).float() for name in names]
+        numbers = torch.stack(columns).cpu()
         shares = numbers[0].clone()
         numbers[0] = self.world.add(numbers[0])  # each rank knows its own share of the loss
         rows = numbers.T.tolist()
         for number, (record, (loss, norm, scale, skipped)) in enumerate(zip(records, rows, strict=True)):
             self._losses.append(loss)
             self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
-            self._window_units += record.units
             self.units += record.units
-            self._window_steps += 1
+            self._window.units += record.units
+            self._window.steps += 1
             if problem := self._problem(bool(skipped), loss, norm, scale):
                 failure = {"step": record.step, "loss": loss, "grad_norm": norm, "loss_scale": scale}
                 failure["rank"] = self._not_finite(shares[number])
@@ -124,21 +132,21 @@ class Monitor:
         self.collect()  # steps still queued on the device belong to the time before
         began = time.perf_counter()
         yield
-        self._clock += time.perf_counter() - began
+        self._window.began += time.perf_counter() - began
 
     def stalled(self, seconds: float) -> None:
         """Add the seconds that training waited for a checkpoint to the next line."""
-        self._stall_s += seconds
+        self._window.stall_s += seconds
 
     def leave_out(self) -> None:
         """Exclude the current window from ``throughput``: something other than training slows it."""
-        self._disturbed = True
+        self._window.disturbed = True
 
     def throughput(self) -> tuple[float, float] | None:
         """Return units per second and seconds per step over the run, without the first window when there are more."""
-        windows = self._measured[2:] or self._measured[1:]
-        units, steps, seconds = (sum(column) for column in zip(*windows, strict=True)) if windows else (0, 0, 0.0)
-        return (units / seconds, seconds / steps) if seconds > 0 and steps else None
+        windows = self._measured[1:] or self._measured
+        steps, seconds = (sum(getattr(window, name) for window in windows) for name in ("steps", "seconds"))
+        return (sum(window.units for window in windows) / seconds, seconds / steps) if seconds > 0 and steps else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to report the same numbers; call ``collect`` first."""
@@ -158,28 +166,26 @@ class Monitor:
 
     def _metrics(self) -> dict[str, float]:
         """Return the metrics of the window that ends now, and begin the next one."""
-        now = time.perf_counter()
-        seconds = now - self._clock
-        memory = self._memory_bytes(now)
-        if not self._disturbed:
-            self._measured.append((self._window_units, self._window_steps, seconds))
-        self._disturbed = False
+        window, now = self._window, time.perf_counter()
+        window.seconds = now - window.began
+        self._window = _Window(now)
+        if not window.disturbed:
+            self._measured.append(window)
+        if now > self._memory_read + 0.25:  # reading it takes as long as a step of a tiny model
+            self._memory, self._memory_read = peak_memory_bytes(self.device), now
+        losses, self._losses = self._losses, []
         metrics = {
-            "loss": math.fsum(self._losses) / len(self._losses) if all(map(math.isfinite, self._losses)) else math.nan,
+            "loss": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan,
             **self._last,
             "skipped_steps": float(self.skipped_steps),
-            f"{self.unit}_per_s": self._window_units / seconds,
-            "step_time_s": seconds / self._window_steps,
-            "memory_bytes": float(memory),
+            f"{self.unit}_per_s": window.units / window.seconds,
+            "step_time_s": window.seconds / window.steps,
+            "memory_bytes": float(self._memory),
         }
         if (mfu := self.utilisation.mfu(metrics[f"{self.unit}_per_s"])) is not None:
             metrics["mfu"] = mfu
-        if self._stall_s:
-            metrics["checkpoint_stall_s"] = self._stall_s
-        self._stall_s = 0.0
-        self._losses = []
-        self._window_units = self._window_steps = 0
-        self._clock = now
+        if window.stall_s:
+            metrics["checkpoint_stall_s"] = window.stall_s
         return metrics
 
     def _problem(self, skipped: bool, loss: float, norm: float, scale: float) -> str | None:
@@ -213,8 +219,3 @@ class Monitor:
         flags[self.world.rank] = ~share.isfinite()
         ranks: list[int] = self.world.add(flags).nonzero().flatten().tolist()
         return ranks
-
-    def _memory_bytes(self, now: float) -> int:
-        if now > self._memory_read + 0.25:  # reading it takes as long as a step of a tiny model
-            self._memory, self._memory_read = peak_memory_bytes(self.device), now
-        return self._memory

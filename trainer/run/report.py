@@ -1,61 +1,69 @@
-"""What the user reads at the start and at the end of a run, and summary.json."""
+"""What the user reads at the start and at the end of a run."""
 
 from __future__ import annotations
 
 import math
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mantissa.display import duration, loss, quantity, size
-from mantissa.formats import FORMATS, FP32
+from mantissa.formats import FP32
 from trainer.checkpoint import store as checkpoint
 from trainer.errors import RunError
 from trainer.files import SOURCE_FILE, read_object
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
+from trainer.precision.manifest import warning_if_slow
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Decision
-from trainer.run.terminal import Rows
+from trainer.run.terminal import Rows, Terminal
 from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 
+def show_start(
+    terminal: Terminal, trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: list[Decision]
+) -> None:
+    """Show what trains, what was chosen, and warn about what will not be as the user expects."""
+    config, effective = trainer.config, manifest["effective"]
+    slow = warning_if_slow(config.precision, trainer.hardware, effective["product_tflops"])
+    for sentence in filter(None, [slow, *warnings(trainer, folder)]):
+        terminal.warn(sentence)
+    title = folder.name + (f", resumed after step {trainer.step}" if trainer.step else "")
+    terminal.block(title, start_rows(trainer, manifest, folder))
+    if decisions:
+        rows = [(f"{decision.key}={_shown(decision.value)}", decision.why) for decision in decisions]
+        terminal.block("chosen automatically (override any of them)", rows)
+
+
+def _shown(value: object) -> object:
+    """Return fractions in a list with three digits, and anything else as it is."""
+    if isinstance(value, list) and all(isinstance(each, float) for each in value):
+        return f"[{', '.join(f'{each:.3g}' for each in value)}]"
+    return value
+
+
 def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
     """Return the start block: what trains, on what, in which precision, how the batch is made up, where it goes."""
-    config, plan, hardware = trainer.config, trainer.plan, trainer.hardware
+    config, plan, hardware, batching = trainer.config, trainer.plan, trainer.hardware, trainer.plan.batching
     numbers = {name: parameter.numel() for name, parameter in trainer.model.named_parameters()}
     parameters = f"{quantity(sum(numbers.values()))} parameters"
     if trainer.frozen:
         parameters += f", {quantity(sum(numbers[name] for name in trainer.frozen))} of them frozen"
     facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts(trainer.model, trainer.datasets).items())
-    batching = plan.batching
-    effective = manifest["effective"]
-    precision = f"requested {config.precision.mode}; matmuls run in {effective['matmul_dtype']}"
-    if config.precision.half is None and hardware.is_gpu:
-        precision += (
-            f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
-        )
-    precision += f"; {effective['arithmetic']} ({_product_rates(config.precision.mode, effective)})"
-    precision += f"; weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}"
-    if layers := effective["fp8_modules"]:
-        precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"
-    if trainer.fp32_modules:
-        precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
-    formats = {"fp32_ops": FP32.name, "low_ops": config.precision.format.number.name}
-    for option, calls in trainer.operator_calls.items():
-        precision += f"; operators in {formats[option]}: {', '.join(calls)}"
+    rows = [("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}")]
+    if source := read_object(folder / SOURCE_FILE):
+        rows.append(("weights", f"of {source['run']}, step {source['step']}"))
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
-    source, augment = read_object(folder / SOURCE_FILE), config.augment.effect()
-    weights = [("weights", f"of {source['run']}, step {source['step']}")] if source else []
+    factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
+    lrs = dict.fromkeys(config.optimizer.lr * factor for factor in (min(factors), max(factors)))
     return [
-        ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}"),
-        *weights,
-        ("data", trainer.datasets.description + (f"; {augment}" if augment else "")),
-        ("precision", precision),
+        *rows,
+        ("data", "; ".join(filter(None, [trainer.datasets.description, config.augment.effect()]))),
+        ("precision", _precision(trainer, manifest["effective"])),
         ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
         (
             "batch",
@@ -64,7 +72,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         (
             "optimizer",
-            f"{config.optimizer.name}, lr {_lr(trainer)}, schedule {config.schedule.kind}, "
+            f"{config.optimizer.name}, lr {' to '.join(f'{lr:g}' for lr in lrs)}, schedule {config.schedule.kind}, "
             f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}",
         ),
         ("evaluation", _evaluation(trainer)),
@@ -72,11 +80,28 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     ]
 
 
-def _product_rates(mode: str, effective: dict[str, Any]) -> str:
-    """Return the measured rate of products in the run's format, and beside it fp32's."""
-    rates, name = effective["product_tflops"], FORMATS[mode].number.name
-    beside = "" if name == FP32.name else f", fp32 {quantity(rates['fp32'])}"
-    return f"products {quantity(rates[name])} TFLOP/s{beside}"
+def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
+    """Return what was asked for and what computes, with the measured rate of products, and beside it fp32's."""
+    precision, rates = trainer.config.precision, effective["product_tflops"]
+    format_name = precision.format.number.name
+    matmuls = f"matmuls run in {effective['matmul_dtype']}"
+    if precision.half is None and trainer.hardware.is_gpu:
+        matmuls += f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
+    beside = "" if format_name == FP32.name else f", fp32 {quantity(rates['fp32'])}"
+    parts = [
+        f"requested {precision.mode}",
+        matmuls,
+        f"{effective['arithmetic']} (products {quantity(rates[format_name])} TFLOP/s{beside})",
+        f"weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}",
+    ]
+    if layers := effective["fp8_modules"]:
+        parts.append(f"in fp8 ({precision.fp8_scaling}): {len(layers)} linear layers")
+    if trainer.fp32_modules:
+        parts.append(f"in fp32: {', '.join(trainer.fp32_modules)}")
+    for option, calls in trainer.operator_calls.items():
+        computed_in = {"fp32_ops": FP32.name, "low_ops": format_name}[option]
+        parts.append(f"operators in {computed_in}: {', '.join(calls)}")
+    return "; ".join(parts)
 
 
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
@@ -115,16 +140,6 @@ def _evaluation(trainer: Trainer) -> str:
     return text
 
 
-def decision_rows(decisions: list[Decision]) -> Rows:
-    """Return what was chosen automatically, and why; fractions in lists with three digits."""
-
-    def shown(value: object) -> object:
-        fractions = isinstance(value, list) and all(isinstance(each, float) for each in value)
-        return f"[{', '.join(f'{each:.3g}' for each in value)}]" if fractions and isinstance(value, list) else value
-
-    return [(f"{decision.key}={shown(decision.value)}", decision.why) for decision in decisions]
-
-
 def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:
     """Return what the user of a run reads that a signal stopped after ``step``; ``enabled``: it saves checkpoints."""
     stopped = f"stopped by {signal.Signals(signum).name} after step {step}"
@@ -153,85 +168,23 @@ def unfinished(missing: list[str], steps: int, folder: RunFolder, command: str) 
     return error
 
 
-def _lr(trainer: Trainer) -> str:
-    """Return the peak learning rate, or those of the slowest and the fastest group."""
-    factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
-    lrs = [trainer.config.optimizer.lr * factor for factor in (min(factors), max(factors))]
-    return " to ".join(f"{lr:g}" for lr in dict.fromkeys(lrs))
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The content of summary.json, in plain JSON types."""
-
-    status: str
-    """MLflow's: FINISHED, FAILED or KILLED."""
-    run: str
-    """The run folder's name."""
-    recipe: str
-    precision: str
-    seed: int
-    step: int
-    """Optimizer steps done."""
-    steps: int
-    """Optimizer steps of the whole run."""
-    final: dict[str, float | None]
-    """The last evaluation's metrics by ``valid/<name>``; None: not finite."""
-    test: dict[str, float | None]
-    """The metrics of the test data by name, with the best weights; empty without any, and before the end."""
-    best: dict[str, float] | None
-    """``value`` and ``step`` of the best validation score; None: no finite one yet."""
-    best_metric: str
-    """What the score is, such as ``valid/loss``."""
-    best_is: str
-    """``lowest`` or ``highest``."""
-    stopped_early: str | None
-    """Why early stopping ended the run; None: it did not."""
-    unit: str
-    """What throughput counts, such as ``tokens``."""
-    units_per_s: float | None
-    step_time_s: float | None
-    utilisation: dict[str, Any]
-    """``mfu``, the share of the measured rate of products that the model needs, and more: ``Utilisation.facts``."""
-    energy_j: float | None
-    """Joules of training and evaluation since this process started or resumed the run, of one rank's GPU."""
-    units: int
-    """Trained on since this process started or resumed the run."""
-    peak_memory_bytes: int
-    memory_is: str
-    """What ``peak_memory_bytes`` counts."""
-    fp32_arithmetic: str | None
-    """Why the speed is not that of the format, see ``kernels.not_timed``; None: it is."""
-    parallel: str
-    processes: int
-    checkpoints: dict[str, Any]
-    """Counts and times of saving, see ``CheckpointWriter.facts``."""
-    skipped_steps: int
-    wall_time_s: float
-    """Since this process started or resumed the run."""
-    resume: str
-    """The command that resumes the run."""
-    hardware: dict[str, Any]
-    versions: dict[str, str | None]
-    git: dict[str, str]
-
-    def rows(self) -> Rows:
-        """Return the summary table."""
-        rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in self.final.items()]
-        if self.best:
-            name = self.best_metric.removeprefix("valid/")
-            rows.append((f"best {name}", f"{loss(self.best['value'])} at step {self.best['step']:.0f}"))
-        rows += [(f"{name} (test)", loss(value)) for name, value in self.test.items()]
-        if self.stopped_early:
-            rows.append(("stopped early", self.stopped_early))
-        if self.units_per_s:
-            wide = " in fp32 arithmetic" if self.fp32_arithmetic else ""
-            rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s{wide}"))
-        if self.step_time_s:
-            rows.append(("step time", f"{quantity(1e3 * self.step_time_s)} ms"))
-        if share := mfu_text(self.utilisation, self.processes):
-            rows.append(("MFU", share))
-        rows.append(("peak memory", f"{size(self.peak_memory_bytes)} {self.memory_is}"))
-        rows.append(("skipped steps", str(self.skipped_steps)))
-        rows.append(("time", duration(self.wall_time_s)))
-        return rows
+def summary_rows(summary: dict[str, Any]) -> Rows:
+    """Return the summary table."""
+    rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in summary["final"].items()]
+    if best := summary["best"]:
+        name = summary["best_metric"].removeprefix("valid/")
+        rows.append((f"best {name}", f"{loss(best['value'])} at step {best['step']:.0f}"))
+    rows += [(f"{name} (test)", loss(value)) for name, value in summary["test"].items()]
+    if summary["stopped_early"]:
+        rows.append(("stopped early", summary["stopped_early"]))
+    if summary["units_per_s"]:
+        wide = " in fp32 arithmetic" if summary["fp32_arithmetic"] else ""
+        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {summary['unit']}/s{wide}"))
+    if summary["step_time_s"]:
+        rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
+    if share := mfu_text(summary["utilisation"], summary["processes"]):
+        rows.append(("MFU", share))
+    rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
+    rows.append(("skipped steps", str(summary["skipped_steps"])))
+    rows.append(("time", duration(summary["wall_time_s"])))
+    return rows

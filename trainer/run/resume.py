@@ -7,6 +7,7 @@ it is, and find the run by its name. In every case ``check_same`` refuses all th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -64,17 +65,23 @@ def check_same(folder: RunFolder, flat: dict[str, Any]) -> None:
         UserError: names the keys that differ, the recipe first.
     """
     before = folder.config()
-    _refuse(
-        folder,
-        {
-            key: (before.get(key), flat.get(key))
-            for key in dict.fromkeys([*before, *flat])
-            if before.get(key) != flat.get(key)
-            and not may_change(key, before, flat)
-            and not same_place(key, before.get(key), flat.get(key))
-            and not folder.is_gone(key, before.get(key))
-        },
-    )
+    different = {
+        key: values
+        for key, values in _differences(before, flat).items()
+        if not may_change(key, before, flat) and not folder.is_gone(key, values[0])
+    }
+    _refuse(folder, different)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between two configs by dotted key: before, now. A path may be written in another way."""
+    values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
+    # As JSON: the order of a dictionary counts, for the last of optimizer.groups that matches decides.
+    return {
+        key: (one, other)
+        for key, (one, other) in values.items()
+        if json.dumps(one) != json.dumps(other) and not same_place(key, one, other)
+    }
 
 
 def _refuse(folder: RunFolder, different: dict[str, tuple[Any, Any]]) -> None:
@@ -95,8 +102,7 @@ def named_run(arguments: Sequence[str]) -> RunFolder | None:
         HydraException: an argument is no override.
         UserError: the folder holds no run to resume, or other arguments start a new one.
     """
-    parsed = _parsed([each for each in arguments if "=" in each])  # a flag may have a value
-    typed = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
+    typed = {key: each.value() for key, each in _parsed(arguments).items() if not each.is_sweep_override()}
     resume = typed.get("resume")
     if resume in NO_FOLDER or not isinstance(resume, str):
         return None
@@ -115,29 +121,30 @@ def continuing(folder: RunFolder, arguments: Sequence[str]) -> list[str]:
     Raises:
         UserError: it does not, or the record cannot be read.
     """
-    recorded, typed = folder.config(), {each.key_or_group: each for each in _parsed(arguments)}
-    groups_typed = {key for key in typed if (CONF / key).is_dir()}
+    recorded, typed = folder.config(), _parsed(arguments)
+    chosen = {key for key in typed if (CONF / key).is_dir()}
     said: dict[str, Any] = {}
-    for key in groups_typed.difference(MAY_CHANGE):
+    for key in chosen.difference(MAY_CHANGE):
         if (CONF / key / f"{typed[key].value()}.yaml").is_file():
             said |= _said(key, str(typed.pop(key).value()))
-    different = {}
-    for key, now in said.items():
-        outer, _, name = key.rpartition(".")
-        before = recorded[key] if key in recorded else (recorded.get(outer) or {}).get(name)
-        if before != now and now != "auto" and key not in typed and not may_change(key, recorded, recorded):
-            different[key] = (before, now)
+    values = _leaves(recorded)
+    different = {
+        key: (values.get(key), now)
+        for key, now in said.items()
+        if now not in (values.get(key), "auto") and key not in typed and not may_change(key, recorded, recorded)
+    }
     _refuse(folder, different)
+    anew = (chosen & typed.keys()) | ({"steps"} if "epochs" in typed else set())
+    base = recorded_overrides(folder, {key.partition(".")[0] for key in recorded} - anew)
     applied = [str(override.input_line) for key, override in typed.items() if key != "resume"]
-    left_out = (groups_typed & typed.keys()) | ({"steps"} if "epochs" in typed else set())
-    base = recorded_overrides(folder, {key.partition(".")[0] for key in recorded} - left_out)
     return [*base, *applied, f"resume={quoted(str(folder.path))}"]
 
 
-def _parsed(arguments: Sequence[str]) -> list[Any]:
-    """Return the overrides among the arguments of a command line."""
+def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return Hydra's overrides among the arguments of a command line, by key."""
+    # A flag may have a value without a key, as in --cfg job.
     written = [each for each in arguments if not each.startswith("-") and ("=" in each or each.startswith("~"))]
-    return OverridesParser.create().parse_overrides(written)  # what else there is belongs to a flag, as in --cfg job
+    return {each.key_or_group: each for each in OverridesParser.create().parse_overrides(written)}
 
 
 def _said(group: str, choice: str) -> dict[str, Any]:
@@ -208,38 +215,29 @@ def earlier_folder(config: Config, resolved: Resolved) -> RunFolder | None:
 def same_run(config: Config, resolved: Resolved) -> RunFolder | None:
     """Return the folder of the run with this name and these options: one that is settled, else the newest to resume.
 
-    None: there is none, or only runs that ended before their first checkpoint.
+    None: there is none, or only runs that ended before their first checkpoint. Stricter than ``check_same``: another
+    number of steps, another loader or profiler would give other results. What is still ``auto`` follows from the rest.
 
     Args:
         config: as composed.
         resolved: what it became.
     """
-    every = [folder for folder in named(config.output_dir, resolved.config.name) if state_of(folder)]
-    found = [folder for folder in every if _is_same(folder, config, resolved)]
-    return next((folder for folder in found if state_of(folder) != "interrupted"), next(iter(found), None))
-
-
-def _is_same(folder: RunFolder, config: Config, resolved: Resolved) -> bool:
-    """Return whether the run in a folder was started with this config.
-
-    Stricter than ``check_same``: another number of steps, another loader or profiler would give other results. What is
-    still ``auto`` now follows from the rest.
-    """
-    try:
-        before = folder.config()
+    unfinished = None
+    for folder in named(config.output_dir, resolved.config.name):
+        try:
+            state, before = state_of(folder), folder.config()
+        except UserError:  # a folder without a config
+            continue
         now = flatten(as_before(folder, before, config, resolved).config)
-    except UserError:  # a folder without a config
-        return False
-
-    def differs(key: str) -> bool:
-        if key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best":
-            return False
-        one, other = before.get(key), now.get(key)
-        if isinstance(one, dict) and isinstance(other, dict):
-            return [*one.items()] != [*other.items()]  # the last of optimizer.groups that matches decides
-        return one != other and not same_place(key, one, other) and not (other == "auto" and key != "augment")
-
-    return not any(map(differs, before.keys() | now.keys()))
+        same = all(
+            (key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best") or (other == "auto" and key != "augment")
+            for key, (_, other) in _differences(before, now).items()
+        )
+        if same and state in ("complete", "not finite"):
+            return folder
+        if same and state == "interrupted":
+            unfinished = unfinished or folder
+    return unfinished
 
 
 def state_of(folder: RunFolder) -> State | None:

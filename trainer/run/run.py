@@ -7,7 +7,6 @@ import math
 import signal
 import time
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from mantissa.display import finite, loss
@@ -21,7 +20,6 @@ from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, fir
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
-from trainer.precision.manifest import warning_if_slow
 from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision
@@ -30,7 +28,6 @@ from trainer.run.export import export_best
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import doctor_command, git_facts, resume_command, versions
 from trainer.run.record import forget_failure, observed, open_tracker, record_failure, write_config
-from trainer.run.report import RunSummary
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
@@ -106,7 +103,13 @@ class Run:
         self.manifest, self.monitor.utilisation = observed(trainer)
         self.tracker: Tracker | None = None
         if self.world.first:
-            self.tracker = self._begin(saved.step if saved else None, decisions)
+            options = write_config(folder, self.config)
+            report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
+            folder.write("precision.json", self.manifest)
+            forget_failure(folder)
+            folder.mark_launch()
+            resume_step = saved.step if saved else None
+            self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, resume_step)
         profiler = self.config.profiler if self.world.first else Profiler()
         averages = trainer.average.held().values()
         self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device, averages)
@@ -114,15 +117,6 @@ class Run:
         self.diagnostics = self.config.diagnostics.start(
             trainer.model, trainer.update, half, self.plan.steps, self.world
         )
-
-    def _begin(self, resume_step: int | None, decisions: list[Decision]) -> Tracker:
-        """Record the facts of this run, show them, and open its metric log."""
-        options = write_config(self.folder, self.config)
-        self._show_start(decisions)
-        self.folder.write("precision.json", self.manifest)
-        forget_failure(self.folder)
-        self.folder.mark_launch()
-        return open_tracker(self.trainer, self.folder.path, options, self.manifest, self.git, resume_step)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step and return the summary, which is also in summary.json.
@@ -132,15 +126,25 @@ class Run:
             NonFiniteError: training turned non-finite.
             RunError: all steps are taken, but the best weights or the summary could not be written.
         """
+        trainer = self.trainer
         self.signals.training = True
-        summary: dict[str, Any] | None = None
-        missing: list[str] = []
+        self.monitor.start()
+        self.energy.start()
         try:
-            self._take_steps()
+            with closing(trainer.batches()) as batches:
+                while not self.complete and self.stopped_by is None:
+                    microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
+                    profiled = self.profiler.step(trainer.step + 1)
+                    if not isinstance(profiled, nullcontext):
+                        self.monitor.leave_out()
+                    with profiled, self.diagnostics.step(trainer.step + 1), self.config.debug.step():
+                        record = self.step(microbatches)
+                    self.first = self.first or record
+                    self.log(record)
+                    self.after_step()
             self.monitor.collect()
             self.writer.finish()
-            if self.complete:
-                summary, missing = self._finish()
+            summary, missing = self._finish() if self.complete else ({}, [])
         except Interrupted:  # a second signal: do nothing that takes time
             self.terminal.end_progress()
             if self.tracker:
@@ -152,47 +156,24 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
-        if summary is None:
+        if not self.complete:
             assert self.stopped_by is not None
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
                 self._close("KILLED")
-            enabled = self.config.checkpoint.enabled
-            message = report.stop_message(self.stopped_by, self.trainer.step, self.folder, enabled, self.command)
+            saves = self.config.checkpoint.enabled
+            message = report.stop_message(self.stopped_by, trainer.step, self.folder, saves, self.command)
             raise Interrupted(message, self.stopped_by)
         if self.world.largest(len(missing)):
-            raise report.unfinished(missing, self.trainer.step, self.folder, self.command)
-        last = self.scores.final.get("valid/loss", math.nan)
-        if verdict := self.config.debug.check(self._first_loss(), last, self.trainer.step):
+            raise report.unfinished(missing, trainer.step, self.folder, self.command)
+        first = math.nan if self.first is None else self.world.add(self.first.loss.reshape(1)).item()
+        if verdict := self.config.debug.check(first, self.scores.final.get("valid/loss", math.nan), trainer.step):
             self.terminal.note(verdict)
         return summary
 
     @property
     def complete(self) -> bool:
         """Whether all steps are taken, or early stopping has ended the run."""
-        return self.trainer.step == self.plan.steps or self._stops_early
-
-    @property
-    def _stops_early(self) -> bool:
-        return self.scores.exhausted and self.trainer.step < self.plan.steps
-
-    def _take_steps(self) -> None:
-        """Take the remaining optimizer steps, until a signal requests a stop."""
-        trainer = self.trainer
-        self.monitor.start()
-        self.energy.start()
-        with closing(trainer.batches()) as batches:
-            while not self.complete and self.stopped_by is None:
-                microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
-                profiled = self.profiler.step(trainer.step + 1)
-                if not isinstance(profiled, nullcontext):
-                    self.monitor.leave_out()
-                with profiled, self.diagnostics.step(trainer.step + 1), self.config.debug.step():
-                    record = self.step(microbatches)
-                self.first = self.first or record
-                self.log(record)
-                self.after_step()
-        if self._stops_early:
-            self.terminal.note(f"early stopping: {self.scores.why}")
+        return self.trainer.step == self.plan.steps or self.scores.exhausted
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step. Overridden where steps are timed or traced, as ``log`` is."""
@@ -201,55 +182,48 @@ class Run:
     def log(self, record: StepRecord) -> None:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
-            self._log_meters()
+            self._log_diagnostics()
             self._log_metrics(record.step, metrics)
 
     def after_step(self) -> None:
         """Evaluate and save if due after a step, and check whether a signal requests a stop."""
         step = self.trainer.step
-        last = step == self.plan.steps
         score = None
         # Read once for each step: a signal that comes later is handled after the next one, by all ranks.
         stop, save = self.world.largest_of([self.signals.stop or 0, self.signals.take_save()])
         self.stopped_by = stop or None
-        if last or step % self.plan.eval_every == 0:
+        if step == self.plan.steps or step % self.plan.eval_every == 0:
             with self.monitor.paused():
                 score = self._evaluate(step)
-        due = (
-            self.complete
-            or self.config.checkpoint.due(step, self.plan.eval_every)
-            or (score is not None and score.improved)
-        )
+        due = self.complete or self.config.checkpoint.due(step, self.plan.eval_every) or (score and score.improved)
         if self.config.checkpoint.enabled and (due or stop or save):
             with self.monitor.paused():
                 self._save(score)
             if save:
                 self.terminal.note(f"step {step}/{self.plan.steps}  saved (requested by a signal)")
 
-    def _first_loss(self) -> float:
-        return math.nan if self.first is None else self.world.add(self.first.loss.reshape(1)).item()
-
-    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self.tracker:
             self.tracker.log(step, metrics)
+
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self._log(step, metrics)
         self.terminal.progress(step, self.plan.steps, metrics, self.config.recipe.unit)
 
-    def _log_meters(self) -> None:
+    def _log_diagnostics(self) -> None:
         for step, metrics in self.diagnostics.collect():
-            if self.tracker:
-                self.tracker.log(step, metrics)
+            self._log(step, metrics)
 
     def _evaluate(self, step: int) -> Score:
         """Evaluate, and show, log and return the result."""
         score = self.scores.add(step, self.trainer.evaluate())
-        if self.tracker:
-            self.tracker.log(step, self.scores.final)
+        self._log(step, self.scores.final)
         shown = "  ".join(f"{name} {loss(value)}" for name, value in self.scores.final.items())
         self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{'  (best)' if score.improved else ''}")
         return score
 
     def _save(self, score: Score | None) -> None:
-        self._log_meters()  # else a run that is resumed from here would lack them
+        self._log_diagnostics()  # else a run that is resumed from here would lack them
         rank = None if score is None else self.scores.rank(score)
         self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank))
 
@@ -276,15 +250,6 @@ class Run:
         self.monitor.load_state_dict(saved.progress["monitor"])
         self.scores.load_state_dict(saved.progress)
 
-    def _show_start(self, decisions: list[Decision]) -> None:
-        slow = warning_if_slow(self.config.precision, self.hardware, self.manifest["effective"]["product_tflops"])
-        for sentence in filter(None, [slow, *report.warnings(self.trainer, self.folder.path)]):
-            self.terminal.warn(sentence)
-        title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
-        self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
-        if decisions:
-            self.terminal.block("chosen automatically (override any of them)", report.decision_rows(decisions))
-
     def _finish(self) -> tuple[dict[str, Any], list[str]]:
         """Export the best weights, show the summary, finish the profile and the tracking.
 
@@ -292,21 +257,23 @@ class Run:
         """
         self.terminal.end_progress()
         self.profiler.finish()
-        before = self._summary("FINISHED")  # the export is no part of the run's time and memory
+        summary = self._summary("FINISHED")  # the export is no part of the run's time and memory
+        if why := summary["stopped_early"]:
+            self.terminal.note(f"early stopping: {why}")
         epilogue, missing, test = export_best(self.trainer, self.folder, self.scores.best, self.terminal)
-        summary = replace(before, status="FAILED" if missing else "FINISHED", test=finite(test))
-        self.terminal.block("summary", summary.rows())
+        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(test)}
+        self.terminal.block("summary", report.summary_rows(summary))
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         for text in filter(None, [profile, epilogue]):
             self.terminal.note(text)
-        if self.tracker and not self.tracker.close(summary.status, asdict(summary)):
+        if self.tracker and not self.tracker.close(summary["status"], summary):
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
         self.terminal.note(f"\nrun folder {self.folder.path}{compare}")
         if stop := self.world.largest(self.signals.stop or 0):  # a sweep must not begin another run
             raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
-        return asdict(summary), missing
+        return summary, missing
 
     def _close(self, status: str) -> None:
         """Write the summary of a run that did not get to its end; finish the profile and the tracking."""
@@ -315,42 +282,43 @@ class Run:
             self.writer.finish()
         self.profiler.finish()
         if self.tracker:
-            self.tracker.close(status, asdict(self._summary(status)))
+            self.tracker.close(status, self._summary(status))
 
-    def _summary(self, status: str) -> RunSummary:
-        """Return the summary of the run so far."""
+    def _summary(self, status: str) -> dict[str, Any]:
+        """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""
         config, monitor = self.config, self.monitor
         units_per_s, step_time_s = monitor.throughput() or (None, None)
-        return RunSummary(
-            status=status,
-            run=self.folder.path.name,
-            recipe=config.recipe.name,
-            precision=config.precision.mode,
-            seed=config.seed,
-            step=self.trainer.step,
-            steps=self.plan.steps,
-            final=finite(self.scores.final),
-            test={},
-            best=self.scores.best,
-            best_metric=self.scores.metric,
-            best_is="lowest" if self.scores.lowest else "highest",
-            stopped_early=self.scores.why if self._stops_early else None,
-            unit=config.recipe.unit,
-            units_per_s=units_per_s,
-            step_time_s=step_time_s,
-            utilisation=monitor.utilisation.facts(units_per_s),
-            energy_j=self.energy.joules(),
-            units=monitor.units,
-            peak_memory_bytes=peak_memory_bytes(self.trainer.device),
-            memory_is="allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
-            fp32_arithmetic=kernels.not_timed(config.precision.mode, self.trainer.in_fp32_arithmetic, self.hardware),
-            parallel=config.parallel.kind,
-            processes=self.world.size,
-            checkpoints=self.writer.facts(),
-            skipped_steps=monitor.skipped_steps,
-            wall_time_s=time.time() - self.began,
-            resume=self.command,
-            hardware=self.hardware.facts(),
-            versions=versions(),
-            git=self.git,
-        )
+        return {
+            "status": status,
+            "run": self.folder.path.name,
+            "recipe": config.recipe.name,
+            "precision": config.precision.mode,
+            "seed": config.seed,
+            "step": self.trainer.step,
+            "steps": self.plan.steps,
+            "final": finite(self.scores.final),
+            "test": {},  # with the best weights, at the end
+            "best": self.scores.best,
+            "best_metric": self.scores.metric,
+            "best_is": "lowest" if self.scores.lowest else "highest",
+            "stopped_early": self.scores.why if self.scores.exhausted and self.trainer.step < self.plan.steps else None,
+            "unit": config.recipe.unit,
+            "units_per_s": units_per_s,
+            "step_time_s": step_time_s,
+            "utilisation": monitor.utilisation.facts(units_per_s),
+            # From here to versions: since this process started or resumed the run.
+            "energy_j": self.energy.joules(),  # of one rank's GPU, in training and evaluation
+            "units": monitor.units,
+            "peak_memory_bytes": peak_memory_bytes(self.trainer.device),
+            "memory_is": "allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
+            "fp32_arithmetic": kernels.not_timed(config.precision.mode, self.trainer.in_fp32_arithmetic, self.hardware),
+            "parallel": config.parallel.kind,
+            "processes": self.world.size,
+            "checkpoints": self.writer.facts(),
+            "skipped_steps": monitor.skipped_steps,  # of the whole run
+            "wall_time_s": time.time() - self.began,
+            "resume": self.command,
+            "hardware": self.hardware.facts(),
+            "versions": versions(),
+            "git": self.git,
+        }

@@ -78,12 +78,14 @@ class Scores:
     def add(self, step: int, metrics: dict[str, float]) -> Score:
         """Take in the metrics of an evaluation after ``step``."""
         self.final = {PREFIX + name: value for name, value in metrics.items()}
-        value = self.final[self.metric]
-        improved = self.best is None or _better(value, self.best["value"], self.lowest)
-        improved = math.isfinite(value) and improved
+        value, watched = self.final[self.metric], self.final[self.watched]
+        improved = _better(value, None if self.best is None else self.best["value"], self.lowest)
         if improved:
             self.best = {"step": step, "value": value}
-        self._watch(self.final[self.watched])
+        if _better(watched, self._reference, self._falls, self.stopping.min_delta):
+            self._reference, self._waited = watched, 0
+        else:
+            self._waited += 1
         return Score(value if math.isfinite(value) else None, improved)
 
     def rank(self, score: Score) -> float | None:
@@ -104,14 +106,9 @@ class Scores:
         if stopping.get("metric") == self.watched:
             self._reference, self._waited = stopping["reference"], stopping["waited"]
 
-    def _watch(self, value: float) -> None:
-        margin = -self.stopping.min_delta if self._falls else self.stopping.min_delta
-        reference = None if self._reference is None else self._reference + margin
-        if math.isfinite(value) and (reference is None or _better(value, reference, self._falls)):
-            self._reference, self._waited = value, 0
-        else:
-            self._waited += 1
 
-
-def _better(value: float, than: float, lowest: bool) -> bool:
-    return value < than if lowest else value > than
+def _better(value: float, than: float | None, lowest: bool, margin: float = 0.0) -> bool:
+    """Return whether a value is finite, and better by more than a margin; None: there was no finite one before."""
+    if than is None or not math.isfinite(value):
+        return math.isfinite(value)
+    return value < than - margin if lowest else value > than + margin

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from trainer.errors import Interrupted
@@ -69,9 +69,7 @@ class Signals:
                 self._previous[number] = signal.signal(number, self._receive_save)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

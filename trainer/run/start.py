@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -29,7 +30,7 @@ from trainer.run_folder import RunFolder
 from trainer.tracking.tracker import finish_delivery
 
 
-def train(config: Config, overrides: list[str] | None = None, run_class: type[Run] = Run) -> dict[str, Any]:
+def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = Run) -> dict[str, Any]:
     """Train what the config describes and return the summary that is also in summary.json.
 
     Args:
@@ -56,20 +57,19 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         folder = world.on_first(partial(earlier_folder, config, resolved))
         saved = None
         if folder is not None:
-            if config.resume == SAME and (done := world.on_first(partial(_settled, folder, config, stack))):
-                terminal.note(f"{folder.path} is already complete")
-                return done
+            world.on_first(partial(stack.enter_context, in_use(folder.path)))
             resolved = as_before(folder, world.on_first(folder.config), config, resolved)
-            saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
-            if remedy := world.on_first(partial(_nothing_left, folder, saved, resolved)):
-                terminal.note(f"{folder.path} is already complete {remedy}")
+            checkpoint, complete = world.on_first(partial(_left, folder, config, resolved))
+            if checkpoint is None:
+                terminal.note(f"{folder.path} is already complete{complete}")
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return world.on_first(folder.summary)
+            saved = CheckpointReader(checkpoint)
         terminal.note("opening the data …")
         opened = None if saved else resolved.opened  # a run may have recorded how its data is to be opened
         datasets = opened or world.first_then_others(resolved.config.open_datasets)
         if folder is None:
-            resolved = fit_plan(config, resolved, hardware, world, datasets, overrides or [])
+            resolved = fit_plan(config, resolved, hardware, world, datasets, overrides)
         terminal.note("building the model …")
         try:
             trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
@@ -84,21 +84,36 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             raise
 
 
-def _nothing_left(folder: RunFolder, saved: CheckpointReader, resolved: Resolved) -> str | None:
-    """Return how a run that is complete can be continued; None: it is not complete.
+def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path | None, str]:
+    """Return the checkpoint that a run continues from; None where it is complete, and how it can be continued.
 
     A run that was killed at its end has taken all steps, but its export and its summary may be missing.
+
+    Raises:
+        UserError: it would be another run, or it has no intact checkpoint.
+        NonFiniteError: it turned non-finite, as the same run would again.
     """
-    steps, finished = resolved.plan.steps, final_status(folder.path) == "FINISHED"
-    if saved.step > steps or (saved.step == steps and finished):
-        fewer = f"steps={steps} is below that; " if saved.step > steps else ""
-        return f"({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
+    if config.resume == SAME and (state := state_of(folder)) != "interrupted":
+        if state == "complete":
+            return None, ""
+        step = read_object(folder.path / f"{FAILURE}.json").get("step")
+        raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
+    check_same(folder, flatten(resolved.config))
+    path = store.find_verified(folder.checkpoints)
+    step, recorded, steps = store.step_of(path), folder.config().get("steps"), resolved.plan.steps
+    if not isinstance(recorded, int) or step is None or step > recorded:
+        raise UserError(f"the checkpoint {path} is of step {step}, and {folder.path}/config.json has steps={recorded}")
+    finished = final_status(folder.path) == "FINISHED"
+    if step > steps or (step == steps and finished):
+        fewer = f"steps={steps} is below that; " if step > steps else ""
+        return None, f" ({step} steps); {fewer}set steps={2 * step} to continue"
     scores = Scores(resolved.config)
     with suppress(KeyError, TypeError, AttributeError):  # what the checkpoint holds is checked when it is loaded
-        scores.load_state_dict(saved.progress)
+        scores.load_state_dict(CheckpointReader(path).progress)
         if finished and scores.exhausted:
-            return f"(stopped early at step {saved.step}); set a larger early_stopping.patience, or null, to continue"
-    return None
+            more = "set a larger early_stopping.patience, or null, to continue"
+            return None, f" (stopped early at step {step}); {more}"
+    return path, ""
 
 
 def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolder:
@@ -111,30 +126,3 @@ def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolde
     if resolved.config.source is not None:
         folder.write(SOURCE_FILE, resolved.config.source.facts())
     return folder
-
-
-def _settled(folder: RunFolder, config: Config, stack: ExitStack) -> dict[str, Any] | None:
-    """Return the summary of a complete run; None: there is something left to do.
-
-    Raises:
-        NonFiniteError: the run turned non-finite, as it would again.
-    """
-    state = state_of(folder)
-    if state == "not finite":
-        step = read_object(folder.path / f"{FAILURE}.json").get("step")
-        raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    if state != "complete":
-        return None
-    stack.enter_context(in_use(folder.path))
-    finish_delivery(folder.path, config.tracking)
-    return folder.summary()
-
-
-def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
-    stack.enter_context(in_use(folder.path))
-    check_same(folder, flatten(config))
-    path = checkpoint.find_verified(folder.checkpoints)
-    step, steps = checkpoint.step_of(path), folder.config().get("steps")
-    if not isinstance(steps, int) or step is None or step > steps:
-        raise UserError(f"the checkpoint {path} is of step {step}, and {folder.path}/config.json has steps={steps}")
-    return path

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line.conftest import Result
-from tests.helpers import compose, start, trainer_of
+from tests.helpers import compose, same_bits, start, trainer_of
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
@@ -34,6 +34,11 @@ def texts(folder: Path) -> None:
 def config_of(run: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(Path("outputs", run, "config.json").read_text())
     return content
+
+
+def same_end(*runs: str) -> bool:
+    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in runs)
+    return same_bits(one, other)
 
 
 @pytest.fixture
@@ -84,9 +89,7 @@ def test_the_new_run_has_its_own_data_and_precision_and_is_resumed_without_the_f
     resumed = train("resume=outputs/part", "steps=4")
     assert resumed.code == 0, resumed.err
     assert "of first, step 2" in resumed.out
-    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_end("whole", "part")
 
 
 @pytest.mark.parametrize("more", [(), ("data.tokenizer=outputs/first/tokenizer", "recipe.context=16")], ids=str)
@@ -106,8 +109,7 @@ def test_a_repeated_command_continues_the_new_run_without_the_first(
     config = config_of("again")
     assert (config["recipe.context"], config["data.tokenizer"]) == (16, "outputs/again/tokenizer")
     assert (config["init_from"], config["optimizer.lr"]) == (str(source), 1e-4)
-    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "again"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_end("whole", "again")
     for changed, message in {
         "recipe.context=8": "recipe.context was 16, now 8",
         "data.tokenizer=chars": "now chars",
@@ -129,9 +131,7 @@ def test_a_run_of_adapters_is_resumed_bit_for_bit_and_merged_weights_are_where_t
     shutil.rmtree(source)
     resumed = train("resume=outputs/part", "steps=4")
     assert resumed.code == 0, resumed.err
-    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_end("whole", "part")
     merged = load_file("outputs/whole/best/model.safetensors")
     assert Path("outputs/whole/best/adapter/adapter_config.json").exists()
     for more in ((), ("recipe.lora.rank=3",)):
@@ -158,8 +158,7 @@ def test_a_run_of_a_pretrained_folder_and_what_starts_from_it_are_resumed_withou
     for run in jobs:
         resumed = train(f"resume=outputs/{run}", "steps=4")
         assert resumed.code == 0, resumed.err
-        one, other = (load(Path("outputs", name, "checkpoints")).tensors() for name in (run, f"{run}-whole"))
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert same_end(run, f"{run}-whole")
 
 
 def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path, train: Train) -> None:

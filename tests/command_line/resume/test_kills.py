@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import forks
 from tests.kills import compared, disturbed, job_of, undelivered, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -29,10 +28,10 @@ def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(folder: P
     for name in ("whole", "killed"):
         (folder / name).mkdir()
         shutil.copy(empty_store, folder / name / "mlflow.db")
-    whole = undisturbed(forks.Popen, job, folder / "whole")
+    whole = undisturbed(job, folder / "whole")
     draw = random.Random()  # other moments every time
     moments = ["start", "training", "closing", "delivery"]
-    done, killed = disturbed(forks.Popen, "bignet", job, folder / "killed", moments, draw)
+    done, killed = disturbed("bignet", job, folder / "killed", moments, draw)
     assert whole is not None
     assert killed is not None, done.differences
     assert compared(whole, killed, STEPS) + done.differences == []

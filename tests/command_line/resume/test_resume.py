@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from tests import forks
-from tests.helpers import PROJECT
 from trainer.run.run import Run
 from trainer.run.scores import Score
+from trainer.trainer import Trainer
 
 # Steps of some ten milliseconds, with dropout and accumulation, and log lines that a stop falls between.
 RUN = [
@@ -78,24 +78,20 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "outputs" / NAME
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_printed_command_resumes(
-    number: signal.Signals,
-    code: int,
-    start: Callable[..., subprocess.Popen[str]],
-    folder: Path,
-    never_stopped: Path,
+    start: Callable[..., subprocess.Popen[str]], folder: Path, never_stopped: Path
 ) -> None:
+    """SIGINT is in the tests of sweeps and of parity."""
     run = folder / "outputs" / NAME
     process = start(*RUN, LOCAL)
     wait_for_step(12, run, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
-    assert process.returncode == code, err
+    assert process.returncode == 143, err
     stopped, command = err.splitlines()
     step = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step-"))
     assert 12 <= step < 60
-    assert stopped == f"stopped by {number.name} after step {step}, saved. Resume with:"
+    assert stopped == f"stopped by SIGTERM after step {step}, saved. Resume with:"
     assert "summary\n" not in out
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("KILLED", step)
@@ -127,16 +123,10 @@ def test_only_a_run_that_saves_removes_checkpoints(how: str, train: Callable[...
         assert left == ["step-00000005"]
 
 
-def test_resume_auto_without_an_earlier_run_starts_one(train: Callable[..., Any], folder: Path) -> None:
+def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Callable[..., Any], folder: Path) -> None:
     done = train(*RUN, LOCAL, "steps=2", "resume=auto")
-    assert done.code == 0, done.err
-    assert "resumed" not in done.out
-    assert [path.name for path in (folder / "outputs").iterdir()] == [NAME]
-
-
-def test_resume_auto_takes_the_newest_run_of_that_name(train: Callable[..., Any], folder: Path) -> None:
-    for _ in range(2):
-        assert train(*RUN, LOCAL, "steps=2").code == 0
+    assert (done.code, "resumed" in done.out) == (0, False), done.err
+    assert train(*RUN, LOCAL, "steps=2").code == 0
     assert train(*RUN, LOCAL, "steps=2", "seed=1").code == 0
     done = train(*RUN, LOCAL, "steps=3", "resume=auto")
     assert f"{NAME}-2, resumed after step 2\n" in done.out
@@ -255,108 +245,61 @@ def test_a_killed_run_leaves_no_loading_processes_behind(
     assert not psutil.wait_procs(helpers, timeout=300)[1]
 
 
-# scripts/train.py whose second step never ends; it says when that has begun, and when a signal has come.
-ENDLESS_STEP = f"""
-import runpy, sys, time
-sys.path.insert(0, {str(PROJECT)!r})
-from trainer.trainer import Trainer
-from trainer.run.signals import Signals
-take_step, receive = Trainer.train_step, Signals._receive_stop
-def wait_in_step_2(self, microbatches):
-    record = take_step(self, microbatches)
-    if self.step == 2:
-        print("in the second step", flush=True)
-        while True:
-            time.sleep(0.01)
-    return record
-def receive_and_print(self, number, frame):
-    receive(self, number, frame)
-    print("a signal came", flush=True)
-Trainer.train_step, Signals._receive_stop = wait_in_step_2, receive_and_print
-runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
-"""
-
-
-def wait_for_line(text: str, process: subprocess.Popen[str]) -> None:
-    assert process.stdout
-    for line in process.stdout:
-        if text in line:
-            return
-    raise AssertionError(process.communicate(timeout=300))
-
-
 def test_a_second_interrupt_ends_the_run_immediately(
-    start: Callable[..., subprocess.Popen[str]], folder: Path, tmp_path: Path
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "endless_step.py"
-    script.write_text(ENDLESS_STEP)
-    process = start("recipe=bignet", "recipe.width=8", "eval_samples=2", "profiler=none", LOCAL, script=script)
-    run = folder / "outputs" / "bignet-fp32-s0"
-    wait_for_line("in the second step", process)
-    process.send_signal(signal.SIGINT)
-    wait_for_line("a signal came", process)
-    assert process.poll() is None  # the first one waits for the end of the step
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert err == "second signal: stopped immediately, without saving\n"
-    assert not (run / "checkpoints").exists()
-    assert not (run / "summary.json").exists()
+    take_step, received = Trainer.train_step, []
+
+    def interrupted(trainer: Trainer, microbatches: Any) -> Any:
+        record = take_step(trainer, microbatches)
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+            received.append(trainer.step)  # the first one waits for the end of the step
+            signal.raise_signal(signal.SIGINT)
+        return record
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    done = train(*RUN, LOCAL)
+    assert (done.code, done.err, received) == (130, "second signal: stopped immediately, without saving\n", [2])
+    assert not (folder / "outputs" / NAME / "checkpoints").exists()
+    assert not (folder / "outputs" / NAME / "summary.json").exists()
 
 
-def test_without_checkpoints_no_resume_is_printed(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
-    process = start(*RUN, LOCAL, "checkpoint=none", "steps=100000", "schedule=constant")
-    wait_for_step(4, folder / "outputs" / NAME, process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert err.endswith("; nothing was saved (checkpoint=none)\n")
+def test_without_checkpoints_no_resume_is_printed(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Run._evaluate
 
+    def interrupted(run: Run, step: int) -> Score:
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(run, step)
 
-# scripts/train.py that trains its tokenizer for ever.
-ENDLESS_PREPARATION = f"""
-import runpy, sys
-sys.path.insert(0, {str(PROJECT)!r})
-import recipes.data.text.cache as cache
-build = cache._build
-def endless(*arguments):
-    print("prepares again and again", flush=True)
-    while True:
-        build(*arguments)
-cache._build = endless
-runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
-"""
+    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    done = train(*RUN, LOCAL, "checkpoint=none", "eval_every=4")
+    assert (done.code, done.err) == (130, "stopped by SIGINT after step 5; nothing was saved (checkpoint=none)\n")
 
 
 def test_an_interrupt_before_training_leaves_no_traceback(
-    start: Callable[..., subprocess.Popen[str]], folder: Path, tmp_path: Path
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = folder / "large.txt"
-    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(2000)))
-    script = tmp_path / "endless_preparation.py"
-    script.write_text(ENDLESS_PREPARATION)
-    process = start("recipe=gpt2", "data=text", f"data.path={text}", LOCAL, script=script)
-    assert process.stdout
-    shown = [process.stdout.readline() for _ in range(2)]
-    assert shown == ["loading torch and the recipes …\n", "opening the data …\n"]
-    wait_for_line("prepares again and again", process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert err.strip() == "interrupted before or after training; saved files are unchanged"
+    (folder / "text.txt").write_text("a text for a tokenizer of its own. " * 100)
+    monkeypatch.setattr("recipes.data.text.cache._build", lambda *_: signal.raise_signal(signal.SIGINT))
+    done = train("recipe=gpt2", "data=text", "data.path=text.txt", LOCAL)
+    assert done.code == 130
+    assert done.out.startswith("opening the data …\n")
+    assert done.err.strip() == "interrupted before or after training; saved files are unchanged"
     assert not (folder / "outputs").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(
-    number: signal.Signals, start: Callable[..., subprocess.Popen[str]], folder: Path
+    start: Callable[..., subprocess.Popen[str]], folder: Path
 ) -> None:
     process = start(*RUN, LOCAL, "steps=100000", "schedule=constant", fresh=True)
     assert process.stdout
     assert process.stdout.readline() == "loading torch and the recipes …\n"
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + number
+    assert process.returncode == 143
     assert "Traceback" not in err
     if not (folder / "outputs").exists():
         assert err == "interrupted before or after training; saved files are unchanged\n"

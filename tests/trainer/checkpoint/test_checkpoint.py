@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tests.helpers import copied, same_bits
+from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
@@ -114,36 +113,6 @@ def test_weights_and_optimizer_continue_bit_for_bit(name: str, tmp_path: Path) -
     assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_optimizer_state_keeps_the_layout_of_its_parameter(name: str, tmp_path: Path) -> None:
-    """Fused kernels walk parameter, gradient and state in the same order of memory."""
-    net = Net(0)
-    optimizer = OPTIMIZERS[name].build(net, CPU)
-    steps(net, optimizer, 2)
-    save(tmp_path, 2, net, optimizer, {})
-    other = Net(1)
-    other_optimizer = OPTIMIZERS[name].build(other, CPU)
-    load(tmp_path).restore(other, other_optimizer)
-    assert other.conv.weight.stride() == net.conv.weight.stride() != net.conv.weight.contiguous().stride()
-    for key, value in optimizer.state[net.conv.weight].items():
-        restored = other_optimizer.state[other.conv.weight][key]
-        assert restored.stride() == value.stride()
-        assert restored.data_ptr() != value.data_ptr()
-
-
-def test_numbers_that_belong_to_16_bit_weights_keep_their_own_type(tmp_path: Path) -> None:
-    """Torch's own way to load would round NAdam's product of momenta to the type of the weight."""
-    nets = [Net(seed).to(torch.bfloat16) for seed in (0, 1)]
-    one, other = (OPTIMIZERS["nadam"].build(net, CPU) for net in nets)
-    for parameter in nets[0].parameters():
-        parameter.grad = torch.ones_like(parameter)
-    one.step()
-    save(tmp_path, 1, nets[0], one, {})
-    load(tmp_path).restore(nets[1], other)
-    assert other.state_dict()["state"][0]["mu_product"].dtype == torch.float32
-    assert same_bits(other.state_dict(), one.state_dict())
-
-
 def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
     path = write(tmp_path)
     with safe_open(path / "model.safetensors", "pt") as file:
@@ -214,13 +183,6 @@ def test_damage_is_reported_with_the_newest_intact_checkpoint(how: str, name: st
         load(tmp_path)
 
 
-def test_another_format_is_reported(tmp_path: Path) -> None:
-    manifest = write(tmp_path) / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    with pytest.raises(UserError, match=r"it has format 99, this version reads 2"):
-        load(tmp_path)
-
-
 def test_a_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no checkpoint to resume from"):
         load(tmp_path / "nowhere")
@@ -255,13 +217,6 @@ def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.Mo
     write(tmp_path, 2)  # the remains of the previous attempt do not matter
     assert checkpoint.steps(tmp_path) == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    write(tmp_path, 1, note="first")
-    write(tmp_path, 1, note="second")
-    assert load(tmp_path).progress["note"] == "second"
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_there_is_always_an_intact_checkpoint_while_a_step_is_saved_again(
@@ -372,29 +327,6 @@ def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: 
     checkpoint.prune(tmp_path, keep)
     assert checkpoint.steps(tmp_path) == left
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in left]
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    wider = Net(0)
-    wider.conv = nn.Conv2d(3, 5, 3)
-    for model, reason in (
-        (nn.Linear(2, 2), r"model.safetensors: it lacks bias and this model has no conv.bias"),
-        (wider, r"conv.weight was 4 × 3 × 3 × 3, now 5 × 3 × 3 × 3"),
-    ):
-        with pytest.raises(UserError, match=f"does not fit this run: .*{reason}"):
-            load(tmp_path).restore(model, None)
-
-
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    net = Net(0)
-    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
-    steps(net, optimizer, 2)
-    before = copied(net.state_dict()), copied(optimizer.state_dict()), random_state(CPU)
-    save(tmp_path, 2, net, optimizer, {})
-    assert same_bits(
-        (dict(net.state_dict()), optimizer.state_dict(), random_state(CPU)), (dict(before[0]), *before[1:])
-    )
 
 
 @pytest.mark.parametrize(

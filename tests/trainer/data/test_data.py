@@ -50,11 +50,6 @@ class Broken(Echo):
         return super().batch(samples)
 
 
-class Buggy(Echo):
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        raise ZeroDivisionError("a bug")
-
-
 def stream(loader: Loader, batching: Batching, first: int = 0, count: int = 9, seed: int = 0) -> list[list[Batch]]:
     return list(loader.steps(Echo(), DataOrder(LENGTH, seed), batching, first, count, CPU))
 
@@ -95,25 +90,12 @@ def test_each_sample_of_each_epoch_of_each_seed_has_randomness_of_its_own() -> N
     assert (abs(bits.mean(0) - 0.5) < 0.1).all()  # each bit is set half of the time
 
 
-def test_a_position_is_the_whole_state() -> None:
-    forward = [DataOrder(LENGTH, 3).samples(position, 1)[0] for position in range(100)]
-    backward = samples(DataOrder(LENGTH, 3), reversed(range(100)))
-    assert forward == backward[::-1]
-
-
 def test_a_samples_seed_depends_on_the_sample_and_not_on_its_place() -> None:
     """So that a longer data set, in another order, would not change how these samples are augmented."""
     seeds = []
     for length in (LENGTH, LENGTH + 5):
         seeds.append(dict(samples(DataOrder(length, 0), range(length))))
     assert seeds[0].items() <= seeds[1].items()
-
-
-def test_batches_are_consecutive_positions_across_epochs() -> None:
-    order = DataOrder(5, 0)
-    batches = list(order.batches(3, 4, 3))
-    assert [len(batch) for batch in batches] == [4, 4, 4]
-    assert list(chain.from_iterable(batches)) == samples(order, range(3, 15))
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
@@ -137,10 +119,6 @@ def test_starting_at_a_step_gives_the_tail_of_starting_at_the_first(first: int) 
     assert flat(stream(Loader(0), batching, first, 9 - first)) == flat(whole[first:])
 
 
-def test_no_steps_left_gives_none() -> None:
-    assert stream(Loader(0), Batching(4, 2), first=9, count=0) == []
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_a_dataset_is_raised_unchanged(workers: int) -> None:
     steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
@@ -160,11 +138,6 @@ def test_workers_end_after_an_error_of_the_dataset() -> None:
         assert multiprocessing.active_children() == []
     finally:
         gc.enable()
-
-
-def test_a_bug_in_a_dataset_is_not_swallowed() -> None:
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        list(Loader(0).steps(Buggy(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 3, CPU))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

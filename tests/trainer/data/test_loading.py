@@ -1,24 +1,31 @@
-"""The thread that works ahead: order, errors, its end. Events decide when anything goes on, never the time."""
+"""The thread that works ahead: where there is one, its order, errors and end. Events decide, never the time."""
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.helpers import PROJECT
-from trainer.data.loading import Prefetched
+from tests.helpers import CPU, compose, same_bits
+from tests.trainer.data.test_data import Echo, stream
+from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.loader import STEPS_AHEAD, Batches, Batching, Loader, OnDeviceLoader, PinnedLoader
+from trainer.data.loading import prefetched
+from trainer.debug import Overfit
+from trainer.hardware import Hardware
+from trainer.run.run import Run
+from trainer.run.start import train
+from trainer.trainer import StepRecord
 
-PATIENCE_S = 60.0
-"""After which an event that never comes fails the test."""
+GPU = replace(CPU, device=torch.device("cuda", 3))
+Ahead = Generator[int, None, None]
 
 
 def nothing() -> None:
@@ -26,213 +33,185 @@ def nothing() -> None:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "batches ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches ahead")]
 
 
 class Source:
-    """Counts to ``length``; notes which numbers were begun and whether the generator was closed."""
+    """Counts up; notes which numbers were begun."""
 
-    def __init__(self, length: int = 10**9, error_at: int | None = None) -> None:
-        self.length = length
+    def __init__(self, error_at: int | None = None) -> None:
         self.error_at = error_at
         self.begun: list[int] = []
-        self.closed_by: threading.Thread | None = None
         self._changed = threading.Condition()
 
     def items(self) -> Iterator[int]:
-        try:
-            for number in range(self.length):
-                with self._changed:
-                    self.begun.append(number)
-                    self._changed.notify_all()
-                if number == self.error_at:
-                    raise ZeroDivisionError("a bug")
-                yield number
-        finally:
-            self.closed_by = threading.current_thread()
+        for number in range(10**9):
+            with self._changed:
+                self.begun.append(number)
+                self._changed.notify_all()
+            if number == self.error_at:
+                raise ZeroDivisionError("a bug")
+            yield number
 
     def wait_for(self, number: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: number in self.begun, PATIENCE_S)
+            assert self._changed.wait_for(lambda: number in self.begun, 60)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 50])
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("length", [0, 1, 50])
+@pytest.mark.parametrize("count", [1, 7])
 def test_the_items_come_in_their_order(length: int, count: int) -> None:
-    ahead = Prefetched(iter(range(length)), count, nothing)
-    assert list(ahead) == list(range(length))
-    assert list(ahead) == []
+    assert list(prefetched(iter(range(length)), count, nothing)) == list(range(length))
     assert threads() == []
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_it_works_on_the_next_items_while_one_is_used_and_not_on_more(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits = threading.Event()
-
-    class Room(threading.Semaphore):
-        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-            if not super().acquire(blocking=False):
-                waits.set()
-                super().acquire()
-            return True
-
-    monkeypatch.setattr("trainer.data.loading.threading.Semaphore", Room)
+@pytest.mark.parametrize("count", [1, 3])
+def test_it_works_on_the_next_items_while_one_is_used_and_not_on_more(count: int) -> None:
     source = Source()
-    ahead = Prefetched(source.items(), count, nothing)
+    ahead = prefetched(source.items(), count, nothing)
     for number in range(5):
-        assert waits.wait(PATIENCE_S)
-        assert source.begun == list(range(number + count))  # although nobody has asked for them
-        waits.clear()
         assert next(ahead) == number
+        source.wait_for(number + count)  # although nobody has asked for it
     ahead.close()
+    assert source.begun == list(range(5 + count))
 
 
-def test_the_thread_prepares_itself_first() -> None:
-    prepared: list[threading.Thread] = []
-    ahead = Prefetched(iter([1]), 2, lambda: prepared.append(threading.current_thread()))
-    assert next(ahead) == 1
-    assert prepared[0] is not threading.main_thread()
-    ahead.close()
-
-
-def test_an_error_comes_in_its_place_with_its_traceback() -> None:
-    ahead = Prefetched(Source(error_at=3).items(), 2, nothing)
+def test_errors_come_in_their_place_with_their_traceback() -> None:
+    ahead = prefetched(Source(error_at=3).items(), 2, nothing)
     assert [next(ahead) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ZeroDivisionError, match=r"^a bug$") as raised:
         next(ahead)
     assert "items" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert list(ahead) == []
+    with pytest.raises(ZeroDivisionError):
+        next(prefetched(iter([1]), 2, lambda: 1 // 0))  # of the preparation
     assert threads() == []
 
 
-def test_an_error_of_the_preparation_is_raised() -> None:
-    def fail() -> None:
-        raise RuntimeError("no such device")
-
-    with pytest.raises(RuntimeError, match="no such device"):
-        next(Prefetched(iter([1]), 2, fail))
-    assert threads() == []
-
-
-def _close(held: list[Prefetched[int]]) -> None:
+def _close(held: list[Ahead]) -> None:
     held[0].close()
 
 
-def _forget(held: list[Prefetched[int]]) -> None:
+def _forget(held: list[Ahead]) -> None:
     held.clear()
 
 
-def _collect(held: list[Prefetched[int]]) -> None:
+def _collect(held: list[Ahead]) -> None:
     held.append(held)  # type: ignore[arg-type]  # a cycle
-    ahead = held[0]
-    ahead.itself = ahead  # type: ignore[attr-defined]
-    del ahead
-    held.clear()
-    gc.collect()
 
 
 @pytest.mark.parametrize("end", [_close, _forget, _collect])
-@pytest.mark.parametrize("taken", [0, 1, 5])
-def test_thread_and_generator_end_with_it(end: Callable[[list[Prefetched[int]]], None], taken: int) -> None:
-    source = Source()
-    held = [Prefetched(source.items(), 2, nothing)]
+def test_the_thread_ends_with_it(end: Callable[[list[Ahead]], None]) -> None:
+    held = [prefetched(Source().items(), 2, nothing)]
+    assert [next(held[0]) for _ in range(3)] == [0, 1, 2]
     (thread,) = threads()
-    source.wait_for(0)
-    assert [next(held[0]) for _ in range(taken)] == list(range(taken))
     end(held)
+    del held
+    gc.collect()
     assert not thread.is_alive()
-    assert source.closed_by is thread
-    assert all(list(ahead) == [] for ahead in held)
-
-
-def test_an_item_in_work_is_finished_before_the_end() -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    finished = []
-
-    def items() -> Iterator[int]:
-        begun.set()
-        assert may_end.wait(PATIENCE_S)
-        finished.append(True)
-        yield 0
-
-    ahead = Prefetched(items(), 2, nothing)
-    assert begun.wait(PATIENCE_S)
-    closing = threading.Thread(target=ahead.close)
-    closing.start()
-    assert not finished
-    may_end.set()
-    closing.join()
-    assert finished
-    assert threads() == []
 
 
 def test_the_garbage_collector_may_end_it_in_its_own_thread() -> None:
     """A thread cannot wait for itself."""
-    ended, failures = threading.Event(), []
-    held: list[Prefetched[int]] = []
+    may_end, failures = threading.Event(), []
+    held: list[Ahead] = []
 
     def items() -> Iterator[int]:
-        assert ended.wait(PATIENCE_S)
+        yield 0
+        assert may_end.wait(60)
         try:
             held.pop().close()
         except RuntimeError as error:
             failures.append(error)
-        yield 0
 
-    held.append(Prefetched(items(), 2, nothing))
+    held.append(prefetched(items(), 2, nothing))
+    assert next(held[0]) == 0
     (thread,) = threads()
-    ended.set()
+    may_end.set()
     thread.join()
     assert not held
     assert not failures
 
 
-def test_signals_are_handled_while_an_item_is_waited_for() -> None:
-    handled = threading.Event()
-    seen: list[bool] = []
+class AheadOnCpu(PinnedLoader):
+    """Uses the thread as for a GPU."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        handled.set()
+    def batches(
+        self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
+    ) -> Batches:
+        batches = super().batches(dataset, samples, hardware, in_a_step)
+        assert isinstance(batches, Batches)
+        return replace(batches, ahead=STEPS_AHEAD * in_a_step)
 
-    def items() -> Iterator[int]:
-        os.kill(os.getpid(), signal.SIGUSR1)  # the main thread is in ``next`` below, or about to be
-        seen.append(handled.wait(PATIENCE_S))
-        yield 0
 
-    before = signal.signal(signal.SIGUSR1, handle)
+@pytest.mark.parametrize(
+    ("loader", "hardware", "ahead"),
+    [
+        (PinnedLoader(0), GPU, 6),
+        (PinnedLoader(0), CPU, 0),  # it would take the cores that compute
+        (PinnedLoader(1), GPU, 0),  # workers and torch's own thread are ahead already
+        (Loader(0), GPU, 0),
+        (OnDeviceLoader(0), GPU, 0),
+    ],
+)
+def test_a_thread_works_two_steps_ahead_for_a_gpu_without_workers(
+    loader: Loader, hardware: Hardware, ahead: int
+) -> None:
+    batches = loader.batches(Echo(), [], hardware, in_a_step=3)
+    assert (batches.ahead if isinstance(batches, Batches) else 0) == ahead
+
+
+@pytest.mark.parametrize(("augment", "ahead"), [("imagenet", 2), ("randaugment", 0), ("trivialaugment", 0)])
+def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) -> None:
+    datasets = compose("recipe=resnet", "data=digits", f"augment={augment}").resolve(CPU).config.open_datasets()
+    for dataset in (datasets.train, Overfit().datasets(datasets, 4).train):
+        batches = PinnedLoader(0).batches(dataset, [], GPU)
+        assert isinstance(batches, Batches)
+        assert (batches.pins, batches.ahead) == (True, ahead)
+
+
+@pytest.mark.parametrize("batching", [Batching(4, 4), Batching(6, 1)])
+def test_the_thread_changes_no_batch_and_no_generator(batching: Batching) -> None:
+    before = torch.get_rng_state()
+    loaded, plain = (stream(loader, batching, 5, 20) for loader in (AheadOnCpu(0), Loader(0)))
+    assert len(loaded) == 20
+    assert same_bits(loaded, plain)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert threads() == []
+
+
+def test_a_thread_has_one_core_and_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPU 0, the default of a new thread, pinning would take memory from rank 0."""
+    devices: list[torch.device] = []
+    cores: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    class Noting(Echo):
+        def batch(self, samples: Any) -> Batch:
+            cores.append(torch.get_num_threads())
+            return super().batch(samples)
+
     try:
-        assert list(Prefetched(items(), 2, nothing)) == [0]
+        assert len(list(Batches(Noting(), [[SampleId(1, None)]], GPU.device, pins=False, ahead=2))) == 1
+        assert (devices, cores, torch.get_num_threads()) == ([GPU.device], [1], 2)
     finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert seen == [True]
+        torch.set_num_threads(before)
 
 
-def test_a_process_ends_while_an_item_is_in_work() -> None:
-    """Held to the end, unclosed; in the middle of an item, which is finished, or the thread would die within it."""
-    program = """
-import atexit, threading
-from trainer.data.loading import Prefetched
+class Failing(Run):
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        if self.trainer.step == 3:
+            assert len(threads()) == 1
+            raise ZeroDivisionError("a bug")
+        return super().step(microbatches)
 
-begun, at_the_end = threading.Event(), threading.Event()
 
-def items():
-    try:
-        yield 0
-        begun.set()
-        at_the_end.wait()
-        print("finished", flush=True)
-        yield 1
-    finally:
-        print("released", flush=True)
-
-ahead = Prefetched(items(), 2, lambda: None)
-atexit.register(at_the_end.set)
-assert next(ahead) == 0
-begun.wait()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "finished\nreleased\n", "")
+def test_a_run_that_fails_ends_the_thread(tmp_path: Path) -> None:
+    small = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "steps=8")
+    config = compose(*small, "tracking=local", "device=cpu", "eval_every=8", f"output_dir={tmp_path}")
+    with pytest.raises(ZeroDivisionError) as held:
+        train(replace(config, loader=AheadOnCpu(0)), run_class=Failing)
+    assert threads() == []  # although the error's traceback holds every frame
+    assert held.value is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import pytest
@@ -14,12 +13,10 @@ from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.optim import classes as optimizers
 from trainer.optim import muon as muon_module
-from trainer.optim.blocks import hidden_matrices
 from trainer.optim.muon import MuonAdamW
 from trainer.optim.optimizer import Optimizer
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
-BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=6", "data.samples=128", "batch_size=32", "steps=20")
 Groups = tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]
 """Hidden matrices, other decayed parameters, the rest."""
 
@@ -80,33 +77,17 @@ def test_three_steps_are_those_of_the_library(name: str, monkeypatch: pytest.Mon
     assert same_bits(trainer.model.state_dict(), bare.state_dict())
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16_master", "bf16_sr", "bf16_pure"])
-@pytest.mark.parametrize("name", REFERENCES)
-def test_the_loss_falls(name: str, mode: str) -> None:
-    if name in ("lion", "lamb"):
-        pytest.importorskip("timm")
-    rate = {"muon": 1e-2, "adafactor": 3e-2, "lion": 3e-3, "lamb": 3e-2}[name]
-    line = (f"optimizer={name}", f"optimizer.lr={rate}", "optimizer.weight_decay=0", f"precision={mode}")
-    losses = [float(record.loss) for record in fit(trainer_of(*BIGNET, *line))]
-    assert losses[-1] < 0.6 * losses[0]
-
-
 @pytest.mark.parametrize(
     ("recipe", "found", "left"),
     [
         (GPT2, {"h.0.attn.c_attn.weight", "h.3.mlp.c_proj.weight"}, {"wte.weight", "wpe.weight", "h.0.ln_1.weight"}),
-        (
-            ("recipe=llama", "recipe.size=nano", "data=synthetic", "data.vocab_size=90"),
-            {"layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"},
-            {"embed_tokens.weight", "model.norm.weight"},
-        ),
         (
             ("recipe=t5", "recipe.size=nano", "data=synthetic", "data.vocab_size=90"),
             {"encoder.block.0.layer.0.SelfAttention.q.weight"},
             {"shared.weight", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"},
         ),
     ],
-    ids=["gpt2", "llama", "t5"],
+    ids=["gpt2", "t5"],
 )
 def test_muon_takes_the_matrices_of_the_blocks(recipe: tuple[str, ...], found: set[str], left: set[str]) -> None:
     trainer = trainer_of(*recipe, "optimizer=muon")
@@ -129,32 +110,6 @@ def test_muon_is_refused_where_it_has_nothing_to_do() -> None:
         trainer_of("recipe=resnet", "recipe.arch=resnet18", "optimizer=muon")
 
 
-def test_muons_state_can_be_loaded_as_that_of_any_optimizer() -> None:
-    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-    def optimizer_of(model: nn.ModuleList) -> MuonAdamW:
-        hidden = hidden_matrices(model, [model[0]])
-        assert hidden == {"0.weight"}
-        named = dict(model.named_parameters())
-        chosen = [[named[name] for name in named if (name in hidden) is kind] for kind in (True, False)]
-        return MuonAdamW([{"params": chosen[0], "muon": True}, {"params": chosen[1], "muon": False}], lr=0.1)
-
-    def step(model: nn.ModuleList, optimizer: MuonAdamW) -> None:
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach() ** 2
-        optimizer.step()
-
-    optimizer = optimizer_of(model)
-    step(model, optimizer)
-    other = copy.deepcopy(model)
-    loaded = optimizer_of(other)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(model, optimizer)
-    step(other, loaded)
-    assert same_bits(model.state_dict(), other.state_dict())
-    assert same_bits(optimizer.state_dict(), loaded.state_dict())
-
-
 @pytest.mark.parametrize(
     ("name", "package"),
     [("Lion", "timm>=1.0.20"), ("Lamb", "timm>=1.0.20"), ("AdamWScheduleFree", "schedulefree>=1.4")],
@@ -165,22 +120,6 @@ def test_a_library_that_is_missing_is_named_with_the_command(
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"optimizer.name={name} needs .*; pip install '{package}', or use"):
         Optimizer(name)
-
-
-def test_a_name_that_is_near_one_of_another_library_is_found() -> None:
-    with pytest.raises(UserError, match=r"optimizer.name=Lino is not in torch.optim; did you mean 'Lion'"):
-        Optimizer("Lino")
-
-
-def test_an_optimizer_that_this_torch_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(UserError, match=r"optimizer.name=Muon is not in torch.optim"):
-        Optimizer("Muon")
-
-
-def test_adafactor_is_refused_where_weights_are_sharded() -> None:
-    with pytest.raises(UserError, match=r"optimizer.name=Adafactor .* use parallel=ddp, or another optimizer"):
-        trainer_of(*BIGNET, "optimizer=adafactor", "parallel=fsdp")
 
 
 @pytest.mark.parametrize(("emulated", "least", "most"), [(True, 0.0, 1e-5), (False, 1e-3, 0.1)])
@@ -199,14 +138,3 @@ def test_muon_iterates_in_fp32_where_the_cpu_emulates_bf16(
     update = -weight.detach().double()  # "original" leaves a matrix with more columns than rows as it is
     assert least <= ((update - exact).norm() / exact.norm()).item() < most
     assert torch.equal(weight.grad, gradient)
-
-
-def test_the_size_of_muons_updates_is_that_of_adamws() -> None:
-    """0.2 · √(larger dimension) of an orthogonal matrix: elements of root mean square 0.2, as AdamW's typically are."""
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.zeros(64, 256))
-    optimizer = MuonAdamW([weight], lr=1.0, weight_decay=0.0)
-    weight.grad = torch.randn(64, 256)
-    optimizer.step()
-    size = math.sqrt(weight.detach().square().mean())
-    assert size == pytest.approx(0.2, rel=0.3)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.helpers import compose, start
-from trainer.checkpoint.reader import load
-from trainer.checkpoint.store import Snapshot, write
 from trainer.errors import UserError
 from trainer.optim.ema import ExponentialMovingAverage
-from trainer.parallel.world import World
 from trainer.trainer import Trainer
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=8", "micro_batch_size=4",
@@ -94,34 +89,6 @@ def test_a_weight_under_two_names_has_one_average() -> None:
     assert len({one, other} & trainer.average.held().keys()) == 1
     assert torch.equal(state[one], state[other])
     assert not torch.equal(state[one], trainer.model.state_dict()[one])
-
-
-def test_frozen_parameters_are_not_averaged() -> None:
-    names = begun("freeze=[layer1]", tiny=IMAGES).average.held()
-    assert not [name for name in names if name.startswith("layer1") and "running" not in name]
-    assert "layer2.0.conv1.weight" in names
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
-def test_a_resumed_run_continues_it_bit_for_bit(mode: str, tmp_path: Path) -> None:
-    whole, stopped, resumed = (begun(f"precision={mode}") for _ in range(3))
-    train(whole, 6)
-    train(stopped, 3)
-    write(tmp_path, Snapshot.of(stopped.state_dict(), {}, World()), None, World(), lambda _: None)
-    reader = load(tmp_path)
-    reader.restore(resumed.model, resumed.optimizer, resumed.masters, resumed.average)
-    resumed.step = 3
-    train(resumed, 3)
-    assert all(torch.equal(each, whole.average.held()[name]) for name, each in resumed.average.held().items())
-    assert any(not torch.equal(each, whole.average.held()[name]) for name, each in stopped.average.held().items())
-
-
-def test_a_checkpoint_without_it_is_refused(tmp_path: Path) -> None:
-    without, having = begun("ema=none"), begun()
-    train(without, 1)
-    write(tmp_path, Snapshot.of(without.state_dict(), {}, World()), None, World(), lambda _: None)
-    with pytest.raises(UserError, match=r"optimizer.safetensors: it lacks .*\.average"):
-        load(tmp_path).restore(having.model, having.optimizer, having.masters, having.average)
 
 
 @pytest.mark.parametrize("decay", ["0", "1", "-0.5", "1.5"])

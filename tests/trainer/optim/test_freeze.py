@@ -3,15 +3,14 @@ from __future__ import annotations
 import copy
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
-from tests.helpers import NoData, SmallConvNet, compose, copied, fit, same_bits, start
+from tests.helpers import NoData, SmallConvNet, copied, fit, same_bits, start
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.optim.freeze import freeze
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.run.memory.forecast import forecast
 
 
 class Tied(nn.Module):
@@ -92,26 +91,3 @@ def test_frozen_weights_and_statistics_do_not_change_and_take_no_memory(mode: st
     state = trainer.state_dict()
     assert not [name for name in state["optimizer"] if name.startswith(("0.", "1."))]
     assert state["optimizer_options"]["names"] == ["3.weight", "7.weight", "3.bias", "7.bias"]
-
-
-def test_the_gradient_of_the_rest_is_that_of_training_everything() -> None:
-    def gradients(*frozen: str) -> dict[str, Tensor | None]:
-        trainer = start(compose("device=cpu", "recipe=bignet", "recipe.width=8", f"freeze=[{','.join(frozen)}]"))
-        trainer.gradients(next(trainer.batches()))
-        return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
-
-    whole, part = gradients(), gradients("'0.?'", "3.6.bias")
-    assert [name for name, gradient in part.items() if gradient is None] == [
-        *(f"0.{layer}.{kind}" for layer in (0, 2, 4, 6) for kind in ("weight", "bias")),
-        "3.6.bias",
-    ]
-    assert all(same_bits(gradient, whole[name]) for name, gradient in part.items() if gradient is not None)
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
-def test_the_forecast_has_no_gradients_and_no_state_of_frozen_weights(mode: str) -> None:
-    line = ("device=cpu", "recipe=bignet", "recipe.width=64", "recipe.layers=8", f"precision={mode}", "batch_size=4")
-    whole, part = forecast(compose(*line)).steady, forecast(compose(*line, "freeze=['0.?']")).steady
-    assert part["weights"] == whole["weights"]
-    for category in ("gradients", "optimizer"):
-        assert part[category] == pytest.approx(whole[category] / 2, rel=0.01)

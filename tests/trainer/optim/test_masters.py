@@ -21,14 +21,14 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import flush
 from trainer.optim.fused import fused_is_sound
-from trainer.optim.masters import MasterWeights, StochasticWeights, masters_of, stochastic_round
+from trainer.optim.masters import StochasticWeights, masters_of, stochastic_round
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
+from trainer.precision.scaler import AutoScaler, LossScale, Scaler, StaticLossScale
 from trainer.profiling.ledger import Ledger, MemoryLedger
 from trainer.trainer import Trainer
 
@@ -144,23 +144,6 @@ def test_running_statistics_are_fp32s(momentum: float | None, affine: bool, mode
         assert isinstance(norm.weight, nn.Parameter)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_islands_of_fp32_as_apex_keeps_batch_norm(mode: str) -> None:
-    trainer = conv_trainer(mode, ["1"])
-    norm, dtype = trainer.model[1], FORMATS[mode].weights
-    seen: dict[str, torch.dtype] = {}
-    norm.register_forward_hook(lambda module, inputs, output: seen.update(into=inputs[0].dtype, out=output.dtype))
-    record = fit(trainer, 1)[0]
-    assert trainer.fp32_modules == ["1"]
-    assert seen == {"into": dtype, "out": dtype}
-    assert {norm.weight.dtype, norm.running_mean.dtype} == {FP32}
-    assert trainer.model[0].weight.dtype == dtype
-    assert record.grad_norm.isfinite()
-    changed = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
-    assert id(norm.weight) in changed  # it is its own master
-    assert dtypes_in_use(trainer.model, trainer.optimizer)["weights_dtype"].endswith(", float32")
-
-
 def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -222,27 +205,6 @@ def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
     assert (type(plain), plain["c"].dtype) == (dict, BF16)
 
 
-def test_an_infinity_skips_the_step_and_does_not_change_masters_weights_and_state() -> None:
-    trainer = conv_trainer("fp16_master")
-    fit(trainer, 2)
-    assert trainer.masters is not None
-    state = lambda: copied(  # noqa: E731
-        [
-            dict(trainer.masters.named_parameters()),
-            dict(trainer.model.named_parameters()),
-            trainer.optimizer.state_dict(),
-        ]  # type: ignore[union-attr]
-    )
-    before, scale = state(), trainer.loss_scale.scale.item()
-    trainer.model[0].weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2]), float("inf")))
-    record = fit(trainer, 3)[0]
-    assert record.skipped
-    assert same_bits(state(), before)
-    assert trainer.loss_scale.scale.item() == scale / 2
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert all(parameter.grad is None for parameter in trainer.masters.parameters())
-
-
 def test_a_skipped_step_does_not_round_the_weights_again() -> None:
     net = nn.Linear(64, 64)
     Precision("bf16_sr").convert(net, CPU)
@@ -252,25 +214,6 @@ def test_a_skipped_step_does_not_round_the_weights_again() -> None:
     update.backward(net(torch.ones(1, 64, dtype=BF16)).float().sum() * float("inf"))
     assert update.step().skipped
     assert same_bits(dict(net.state_dict()), dict(before))
-
-
-def test_gradients_are_unscaled_and_measured_in_fp32() -> None:
-    """What is 2^-30 after unscaling is nothing in fp16, and a norm above 65504 is infinite there."""
-    net = nn.Linear(4, 4, bias=False)
-    Precision("fp16_master").convert(net, CPU)
-    masters = MasterWeights(net)
-    seen: list[Tensor] = []
-
-    class Spy(torch.optim.SGD):
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            seen.append(self.param_groups[0]["params"][0].grad.clone())
-
-    update = Update(
-        Spy(masters.parameters(), lr=1.0), masters.parameters(), StaticLossScale(CPU, 2.0**20), Clip(), masters
-    )
-    net.weight.grad = torch.full((4, 4), 2.0**-10, dtype=FP16)
-    assert update.step().grad_norm.item() == 4 * 2.0**-30
-    assert torch.equal(seen[0], torch.full((4, 4), 2.0**-30))
 
 
 def pure_update(optimizer: Optimizer, scale: float, clip: Clip | None = None) -> tuple[nn.Parameter, Update]:
@@ -398,13 +341,6 @@ def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) 
     assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
 
 
-def test_a_checkpoint_with_weights_of_another_format_is_refused(tmp_path: Path) -> None:
-    trainer = conv_trainer("bf16_master")
-    checkpoint.write(tmp_path, Snapshot.of(trainer.state_dict(), {}, World()), None, World(), flush)
-    with pytest.raises(UserError, match=r"0.weight was torch.bfloat16, now torch.float32"):
-        load(tmp_path).restore(conv_trainer("fp32").model, None)
-
-
 def ledger_of(mode: str, microbatches: int) -> tuple[Ledger, int]:
     config = compose("recipe=bignet", "recipe.layers=12", "recipe.width=96", "data.samples=64", "device=cpu", "steps=3")
     sizes = {"batch_size": 4, "micro_batch_size": 4 // microbatches}
@@ -479,13 +415,6 @@ def test_the_trainer_rounds_every_step_by_its_number(monkeypatch: pytest.MonkeyP
 
 
 def test_contradictions_are_refused() -> None:
-    for mode in ("fp16_pure", "fp16_master"):
-        with pytest.raises(UserError, match=rf"scaler=none with precision={mode} silently loses.*scaler.force=true"):
-            Scaler().check(FORMATS[mode])
-        Scaler(force=True).check(FORMATS[mode])
-        assert isinstance(AutoScaler().build(FORMATS[mode], CPU), DynamicLossScale)
-    with pytest.raises(UserError, match=r"scaler=dynamic with precision=bf16_sr"):
-        compose("precision=bf16_sr", "scaler=dynamic")
     with pytest.raises(UserError, match=r"precision=bf16_sr.*parallel=fsdp.*use precision=bf16_master"):
         FSDP().check(Precision("bf16_sr"))
     with pytest.raises(UserError, match=r"param_dtype has no effect with precision=bf16_pure"):

@@ -98,18 +98,6 @@ def test_frozen_parameters_are_left_out_and_tied_ones_are_there_once() -> None:
     assert len(decayed) == 2
 
 
-def test_decay_pulls_on_matrices_alone() -> None:
-    model = nn.Linear(3, 3)
-    nn.init.ones_(model.weight)
-    nn.init.ones_(model.bias)
-    optimizer = Optimizer("AdamW", lr=0.1, weight_decay=0.5).build(model, CPU)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    assert torch.allclose(model.weight, torch.full((3, 3), 0.95))
-    assert torch.equal(model.bias, torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("name", "fused"), [("AdamW", True), ("Adam", True), ("SGD", True), ("RMSprop", None), ("NAdam", None)]
 )
@@ -117,15 +105,6 @@ def test_fused_where_torch_has_it(name: str, fused: bool | None) -> None:
     optimizer = Optimizer(name).build(net(), CPU)
     assert type(optimizer).__name__ == name
     assert optimizer.defaults.get("fused") == fused
-
-
-def test_fused_can_be_turned_off() -> None:
-    assert not Optimizer("AdamW", fused=False).build(net(), CPU).defaults["fused"]
-
-
-def test_options_reach_the_class_and_lists_become_tuples() -> None:
-    defaults = Optimizer("AdamW", lr=0.02, options={"betas": [0.8, 0.9], "eps": 1e-6}).build(net(), CPU).defaults
-    assert (defaults["betas"], defaults["eps"], defaults["lr"]) == ((0.8, 0.9), 1e-6, 0.02)
 
 
 def usable() -> list[str]:

@@ -64,23 +64,6 @@ def test_evaluation_has_the_averages_and_leaves_the_training_alone(mode: str) ->
     assert scores[-1] < 0.7 * scores[0]
 
 
-def test_the_score_is_that_of_the_averages() -> None:
-    trainer = trainer_of(*FREE, "optimizer.lr=0.1", "steps=8")
-    fit(trainer)
-    score = trainer.evaluate()["loss"]
-    with trainer.averaged():
-        averaged = copied(trainer.model.state_dict())
-    own = copied(trainer.model.state_dict())
-    optimizer_state = dict(trainer.optimizer.state)
-    trainer.optimizer.state.clear()  # without z the model's own weights are evaluated
-    assert trainer.evaluate()["loss"] != score
-    trainer.model.load_state_dict(averaged)
-    assert trainer.evaluate()["loss"] == score
-    trainer.model.load_state_dict(own)
-    trainer.optimizer.state.update(optimizer_state)
-    assert trainer.evaluate()["loss"] == score
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

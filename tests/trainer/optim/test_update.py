@@ -68,30 +68,6 @@ def test_clip_value_is_torchs_on_the_unscaled_gradients(max_value: float, loss_s
     assert (max(gradient.abs().max() for gradient in seen) == torch.tensor(max_value)) == (max_value < 1)
 
 
-def test_no_clip_measures_and_changes_nothing() -> None:
-    parameters = plain_gradients()
-    seen, reported = gradients_after(Clip(), LossScale(CPU))
-    assert torch.equal(reported, torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
-    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
-
-
-def test_the_norm_is_that_of_all_gradients_as_one_vector() -> None:
-    _, reported = gradients_after(Clip(), LossScale(CPU))
-    flat = torch.cat([parameter.grad.flatten() for parameter in plain_gradients()])
-    assert reported.item() == pytest.approx(flat.double().norm().item(), rel=1e-6)
-
-
-def test_gradients_are_cleared_to_none_after_a_step_and_after_a_skip() -> None:
-    net = model()
-    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), StaticLossScale(CPU), Clip())
-    update.backward(loss_of(net))
-    assert not update.step().skipped
-    assert all(parameter.grad is None for parameter in net.parameters())
-    update.backward(loss_of(net) * float("inf"))
-    assert update.step().skipped
-    assert all(parameter.grad is None for parameter in net.parameters())
-
-
 def test_one_infinite_element_is_enough() -> None:
     net = model()
     net[0].bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([4]), float("inf")))
@@ -156,43 +132,6 @@ def test_a_finite_norm_is_bitwise_that_of_torch_without_a_host_read() -> None:
     gradient = torch.randn(40, 40, generator=torch.Generator().manual_seed(0)) * 1e-3
     _, update = given(gradient.clone(), Clip(), on_device=True)
     assert torch.equal(update.step().grad_norm, torch.nn.utils.get_total_norm([gradient]))
-
-
-def test_microbatches_add_up() -> None:
-    net = model()
-    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), StaticLossScale(CPU, 1024.0), Clip())
-    for _ in range(4):
-        update.backward(loss_of(net) / 4)
-    reported = update.step().grad_norm
-    _, whole = gradients_after(Clip(), LossScale(CPU))
-    assert reported.item() == pytest.approx(whole.item(), rel=1e-6)
-
-
-def test_frozen_and_unused_parameters_do_not_change() -> None:
-    net = model()
-    net[0].weight.requires_grad_(False)
-    unused = nn.Parameter(torch.ones(3))
-    parameters = [*net.parameters(), unused]
-    update = Update(
-        torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1), parameters, LossScale(CPU), Clip()
-    )
-    frozen = net[0].weight.clone()
-    update.backward(loss_of(net))
-    assert not update.step().skipped
-    assert torch.equal(net[0].weight, frozen)
-    assert torch.equal(unused, torch.ones(3))
-
-
-def test_results_do_not_change_with_later_steps() -> None:
-    """They wait on the device until the log step reads them."""
-    net = model()
-    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), LossScale(CPU), Clip())
-    update.backward(loss_of(net))
-    good = update.step()
-    update.backward(loss_of(net) * float("nan"))
-    bad = update.step()
-    assert (bool(good.skipped), bool(bad.skipped)) == (False, True)
-    assert torch.isfinite(good.grad_norm)
 
 
 def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:

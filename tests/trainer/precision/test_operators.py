@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mantissa.formats import FORMATS
 from tests.helpers import Arrays, NoData, SmallConvNet, same_bits, start
@@ -150,28 +149,6 @@ def test_what_is_recomputed_has_the_same_policy(mode: str, precision: str) -> No
     seen = dtypes(again.model)
     assert same_bits(step(again), plain)
     assert {len(found) for found in seen.values()} == {2 * 2 + 8}  # two microbatches twice, and the evaluation
-
-
-class Softmaxes(TorchFunctionMode):
-    """Counts softmaxes."""
-
-    count = 0
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function is F.softmax
-        return function(*args, **(kwargs or {}))
-
-
-def test_any_mode_of_the_forward_pass_sees_what_is_recomputed_once() -> None:
-    block, x = Block(by_hand=False), torch.randn(2, 4, 16, requires_grad=True)
-    ActivationCheckpointing("blocks").apply([block])
-    with (mode := Softmaxes()):
-        loss = block(x).sum()
-    loss.backward()
-    assert mode.count == 2
-    with (mode := Softmaxes()):  # of the backward pass, too
-        block(x).sum().backward()
-    assert mode.count == 2
 
 
 @pytest.mark.parametrize(

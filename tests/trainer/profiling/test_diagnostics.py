@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
@@ -28,7 +27,6 @@ from trainer.profiling.diagnostics import Diagnostics, Numerics
 from trainer.run.start import train
 
 CPU = torch.device("cpu")
-CONF = Path(__file__).resolve().parents[3] / "conf" / "diagnostics"
 TINY = (
     "recipe=bignet",
     "recipe.width=8",
@@ -190,12 +188,6 @@ def test_stochastic_rounding_loses_single_updates_and_is_right_on_average() -> N
     assert training.meter.stochastic
 
 
-def test_adams_second_moment_underflows_in_pure_fp16() -> None:
-    found = after(Training("fp16_pure", "Adam", scale=64.0), 2)
-    assert found["head.weight"].moment_zero_share > 0.5
-    assert after(Training("bf16_pure", "Adam"), 2)["head.weight"].moment_zero_share == 0
-
-
 @pytest.mark.parametrize("mode", ["fp16", "fp16_pure", "fp16_master"])
 def test_a_skipped_step_is_not_measured(mode: str) -> None:
     training = Training(mode, scale=1024.0)
@@ -240,11 +232,6 @@ def test_the_sample_is_even_and_takes_every_column(shape: tuple[int, ...]) -> No
     assert len((sample[1:] - sample[:-1]).unique()) <= 1
     if tensor.ndim == 2:
         assert len((sample % shape[1]).unique()) == shape[1]
-
-
-def test_the_sample_of_channels_last_is_that_of_the_same_tensor_without() -> None:
-    tensor = torch.randn(64, 32, 7, 7)
-    assert torch.equal(_elements(tensor), _elements(tensor.to(memory_format=torch.channels_last)))
 
 
 def test_optimizers_that_mix_elements_are_refused() -> None:
@@ -343,19 +330,6 @@ def test_a_run_logs_every_measured_step_whatever_the_log_interval(tmp_path: Path
         assert 16 < metrics["numerics/scale_headroom_bits"] < 32
 
 
-def test_a_resumed_run_measures_the_same_steps(tmp_path: Path) -> None:
-    """From a run that measured nothing, and one that was stopped between a measurement and the next log step."""
-    options = ("deterministic=true", "log_every=7", "checkpoint.every=4", "eval_every=100", "diagnostics.every=3")
-    whole = run(tmp_path / "whole", *options, "diagnostics=numerics", "steps=12", "schedule=constant")
-    assert list(whole) == [3, 6, 9, 12]
-    folder = tmp_path / "parts"
-    assert run(folder, *options, "diagnostics=numerics", "steps=4", "schedule=constant") == {3: whole[3]}
-    config = json.loads((folder / "run" / "config.json").read_text())
-    (folder / "run" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "diagnostics" not in k}))
-    resumed = (*options, "diagnostics=numerics", "steps=12", "schedule=constant", "resume=auto")
-    assert run(folder, *resumed) == whole
-
-
 def test_without_meters_nothing_is_attached() -> None:
     trainer = trainer_of(*TINY)
     before = copied(vars(trainer.update))
@@ -378,10 +352,3 @@ def test_more_steps_between_measurements_than_steps_is_reported(caplog: pytest.L
     assert "diagnostics.every=50 is more than steps=40, so nothing is measured." in caplog.text
     with pytest.raises(UserError, match=r"diagnostics\.every=0"):
         Numerics(0)
-
-
-@pytest.mark.parametrize("diagnostics", [Diagnostics, Numerics])
-def test_the_yaml_files_have_the_defaults_of_the_classes(diagnostics: type[Diagnostics]) -> None:
-    loaded = OmegaConf.load(CONF / f"{diagnostics.kind}.yaml")
-    assert loaded.pop("defaults") == [f"{diagnostics.kind}_schema", "_self_"]
-    assert OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(diagnostics), loaded)) == diagnostics()

@@ -19,7 +19,7 @@ from tests.helpers import trainer_of
 from trainer.parallel.world import World
 from trainer.profiling import utilisation
 from trainer.profiling.datasheets import data_sheet
-from trainer.profiling.flops import ModelFlops, step_counter
+from trainer.profiling.flops import ModelFlops
 from trainer.profiling.utilisation import Utilisation
 from trainer.run.monitor import Monitor
 from trainer.run.record import observed
@@ -89,29 +89,6 @@ def test_it_is_torchs_count_of_forward_and_backward_without_what_is_recomputed(k
         model(x).sum().backward()
     scores_again = 2 * (2 * 2) * 6 * 6 * 4 if kernel is SDPBackend.FLASH_ATTENTION else 0
     assert found == whole.get_total_flops() - scores_again
-
-
-@pytest.fixture
-def older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.11, which has no formula for the CPU's kernel of attention."""
-    for place in ("", "_backward"):
-        kernel = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{place}")
-        monkeypatch.delitem(flop_registry, kernel, raising=False)
-
-
-@pytest.mark.usefixtures("older_torch")
-def test_all_that_a_step_computes_has_attention_in_every_torch_and_with_queries_in_groups() -> None:
-    heads, groups, queries, keys, width = 6, 2, 5, 7, 8
-    query = torch.randn(3, heads, queries, width, requires_grad=True)
-    key, value = (torch.randn(3, groups, keys, width, requires_grad=True) for _ in range(2))
-    product = 2 * 3 * heads * queries * keys * width
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        with step_counter() as forward:
-            attended = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-        assert forward.get_total_flops() == 2 * product
-        with step_counter() as backward:
-            attended.sum().backward()
-        assert backward.get_total_flops() == 5 * product  # the scores again
 
 
 def test_where_gradients_are_off_the_count_is_the_same() -> None:
@@ -245,17 +222,11 @@ def test_the_metric_log_has_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpu", "name", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
-        ("NVIDIA H200", "fp8", 1979),
         ("NVIDIA A100-SXM4-40GB", "tf32", 156),
-        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("NVIDIA L4", "bf16", 121),
-        ("Tesla T4", "fp16", 65),
         ("Tesla T4", "bf16", None),
-        ("Tesla V100-PCIE-32GB", "fp16", 112),
         ("NVIDIA GeForce RTX 4090", "fp8", 330.3),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "fp16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("AMD EPYC", "fp32", None),
     ],
 )
 def test_the_data_sheets(gpu: str, name: str, tflops: float | None) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from trainer.errors import UserError
 from trainer.profiling.profiler import MemoryProfiler, Profiler, Session, TorchProfiler
 
 CPU = torch.device("cpu")
-CONF = Path(__file__).resolve().parents[3] / "conf" / "profiler"
 
 
 def run(profiler: Profiler, folder: Path, steps: int, fail_at: int | None = None) -> Session:
@@ -131,11 +129,3 @@ def test_memory_warns_when_the_run_was_too_short(tmp_path: Path, caplog: pytest.
 def test_impossible_step_counts_are_refused(profiler: type[Profiler], options: dict[str, int], key: str) -> None:
     with pytest.raises(UserError, match=key):
         profiler(**options)
-
-
-@pytest.mark.parametrize("profiler", [Profiler, TorchProfiler, MemoryProfiler])
-def test_the_yaml_files_have_the_defaults_of_the_classes(profiler: type[Profiler]) -> None:
-    loaded = OmegaConf.load(CONF / f"{profiler.kind}.yaml")
-    assert loaded.pop("defaults") == [f"{profiler.kind}_schema", "_self_"]
-    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(profiler), loaded))
-    assert merged == profiler()

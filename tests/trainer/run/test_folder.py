@@ -23,6 +23,7 @@ RUN: dict[str, Any] = {
     "micro_batch_size": 8,
     "steps": 10,
     "device": "auto",
+    "optimizer.groups": {"*.bias": {"lr": 2}, "head": {"lr": 3}},
 }
 
 
@@ -35,13 +36,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {},
-        {"steps": 20},
-        {"loader": "plain", "loader.workers": 2},
-        {"device": "cpu"},
-        {"micro_batch_size": 4},
-    ],
+    [{}, {"steps": 20}, {"loader": "plain", "loader.workers": 2}, {"device": "cpu"}, {"micro_batch_size": 4}],
 )
 def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder, change: dict[str, Any]) -> None:
     check_same(folder, RUN | change)
@@ -55,6 +50,10 @@ def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder, c
         ({"recipe.image_size": 64}, "recipe.image_size was auto, now 64"),  # auto is a choice like any other
         ({"loader": "synthetic-on-device"}, "loader was pinned, now synthetic-on-device"),  # repeats a single batch
         ({"new_key": 1}, "new_key was None, now 1"),
+        (
+            {"optimizer.groups": {"head": {"lr": 3}, "*.bias": {"lr": 2}}},
+            "optimizer.groups was",
+        ),  # the last one decides
     ],
 )
 def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, Any], named: str) -> None:

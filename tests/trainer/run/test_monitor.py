@@ -31,22 +31,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Watched(Monitor):
-    """Keeps what it has to log."""
-
-    lines: list[tuple[int, dict[str, float]]]
-
-    def add(self, record: StepRecord) -> dict[str, float] | None:
-        metrics = super().add(record)
-        if metrics:
-            self.lines.append((record.step, metrics))
-        return metrics
+Lines = list[tuple[int, dict[str, float]]]
 
 
-def watch(
-    lines: list[tuple[int, dict[str, float]]], *, log_every: int = 4, last_step: int = 100, scaler: Scaler | None = None
-) -> Monitor:
-    monitor = Watched(
+def watch(*, log_every: int = 4, last_step: int = 100, scaler: Scaler | None = None) -> Monitor:
+    return Monitor(
         log_every=log_every,
         last_step=last_step,
         unit="tokens",
@@ -54,8 +43,11 @@ def watch(
         recovers=True,
         device=CPU,
     )
-    monitor.lines = lines
-    return monitor
+
+
+def lines_of(monitor: Monitor, records: list[StepRecord]) -> Lines:
+    """What it has to log."""
+    return [(each.step, metrics) for each in records if (metrics := monitor.add(each))]
 
 
 def record(step: int, loss: float = 1.0, skipped: bool = False, scale: float = 64.0, units: int = 10) -> StepRecord:
@@ -65,10 +57,7 @@ def record(step: int, loss: float = 1.0, skipped: bool = False, scale: float = 6
 
 
 def test_one_line_per_window_and_for_the_first_and_the_last_step() -> None:
-    lines: list[tuple[int, dict[str, float]]] = []
-    monitor = watch(lines, last_step=10)
-    for step in range(1, 11):
-        monitor.add(record(step, loss=float(step)))
+    lines = lines_of(watch(last_step=10), [record(step, loss=float(step)) for step in range(1, 11)])
     assert [step for step, _ in lines] == [1, 4, 8, 10]
     assert [metrics["loss"] for _, metrics in lines] == [1.0, 3.0, 6.5, 9.5]  # the mean over the window's steps
     assert [metrics["lr"] for _, metrics in lines] == [0.001, 0.004, 0.008, 0.01]
@@ -77,27 +66,26 @@ def test_one_line_per_window_and_for_the_first_and_the_last_step() -> None:
 
 
 def test_throughput_counts_the_window_and_leaves_out_what_was_paused(clock: Clock) -> None:
-    lines: list[tuple[int, dict[str, float]]] = []
-    monitor = watch(lines, log_every=2)
+    monitor = watch(log_every=2)
     clock.now += 50  # building
     monitor.start()
     clock.now += 30  # the first step warms up
-    monitor.add(record(1))
+    lines = lines_of(monitor, [record(1)])
     clock.now += 2
-    monitor.add(record(2))
+    lines += lines_of(monitor, [record(2)])
     clock.now += 3
     monitor.add(record(3))
     with monitor.paused():
         clock.now += 1000
     clock.now += 1
-    monitor.add(record(4, units=30))
+    lines += lines_of(monitor, [record(4, units=30)])
     assert [metrics["step_time_s"] for _, metrics in lines] == [30, 2, 2]
     assert [metrics["tokens_per_s"] for _, metrics in lines] == [pytest.approx(1 / 3), 5, 10]
     assert monitor.throughput() == (50 / 6, 2)
 
 
 def test_a_run_of_one_step_still_has_a_throughput(clock: Clock) -> None:
-    monitor = watch([])
+    monitor = watch()
     assert monitor.throughput() is None
     monitor.start()
     clock.now += 4
@@ -107,7 +95,7 @@ def test_a_run_of_one_step_still_has_a_throughput(clock: Clock) -> None:
 
 def test_steps_still_queued_on_the_device_are_waited_for_before_a_pause() -> None:
     """What the host waits for within the pause would be missing from the step time."""
-    monitor = watch([])
+    monitor = watch()
     monitor.add(record(1))
     monitor.add(record(2, loss=3.0))
     with monitor.paused():
@@ -120,7 +108,7 @@ def test_nothing_is_read_between_log_steps() -> None:
         def __torch_function__(cls, function: object, *rest: object) -> None:  # type: ignore[override]
             raise AssertionError(f"{function} waits for the device")
 
-    monitor = watch([], log_every=100)
+    monitor = watch(log_every=100)
     monitor.add(record(1))
     for step in range(2, 50):
         values = [torch.tensor(1.0).as_subclass(Untouchable) for _ in range(4)]
@@ -130,20 +118,16 @@ def test_nothing_is_read_between_log_steps() -> None:
 
 
 def test_skips_are_counted_and_a_loss_that_is_not_finite_is_logged_as_such() -> None:
-    lines: list[tuple[int, dict[str, float]]] = []
-    monitor = watch(lines)
-    monitor.add(record(1))
-    for step in (2, 3):
-        monitor.add(record(step, loss=math.nan, skipped=True))
-    monitor.add(record(4, scale=32.0))
-    _, metrics = lines[-1]
+    monitor = watch()
+    skipped = [record(step, loss=math.nan, skipped=True) for step in (2, 3)]
+    _, metrics = lines_of(monitor, [record(1), *skipped, record(4, scale=32.0)])[-1]
     assert metrics["skipped_steps"] == monitor.skipped_steps == 2
     assert math.isnan(metrics["loss"])
     assert metrics["loss_scale"] == 32
 
 
 def test_too_many_skips_in_a_row_are_counted_across_windows() -> None:
-    monitor = watch([], log_every=1, scaler=DynamicScaler(max_consecutive_skips=2))
+    monitor = watch(log_every=1, scaler=DynamicScaler(max_consecutive_skips=2))
     for step in (1, 2):
         monitor.add(record(step, skipped=True))
     monitor.add(record(3))
@@ -156,38 +140,31 @@ def test_too_many_skips_in_a_row_are_counted_across_windows() -> None:
 @pytest.mark.parametrize("floor", [1.0, 0.1])
 def test_an_overflow_at_the_floor_ends_the_run(floor: float) -> None:
     """The scale is fp32, and fp32's 0.1 is above the configured floor."""
-    monitor = watch([], log_every=1, scaler=DynamicScaler(init=2.0, floor_scale=floor))
+    monitor = watch(log_every=1, scaler=DynamicScaler(init=2.0, floor_scale=floor))
     monitor.add(record(1, skipped=True, scale=2 * floor))
     with pytest.raises(NonFiniteError, match=rf"step 2: .*scaler.floor_scale={floor:g}"):
         monitor.add(record(2, skipped=True, scale=floor))
 
 
 def test_state_continues_within_a_window() -> None:
-    whole: list[tuple[int, dict[str, float]]] = []
-    parts: list[tuple[int, dict[str, float]]] = []
     records = [record(step, loss=step / 3, skipped=step in (2, 6)) for step in range(1, 9)]
-    monitor = watch(whole)
-    for each in records:
-        monitor.add(each)
-    first, second = watch(parts), watch(parts)
-    for each in records[:6]:
-        first.add(each)
+    first, second = watch(), watch()
+    parts = lines_of(first, records[:6])
     first.collect()
     second.load_state_dict(first.state_dict())
     second.start()
-    for each in records[6:]:
-        second.add(each)
-    measured = {"tokens_per_s", "step_time_s", "memory_bytes"}
-    strip = [
-        [(step, {k: v for k, v in line.items() if k not in measured}) for step, line in lines]
-        for lines in (whole, parts)
-    ]
-    assert strip[0] == strip[1]
+    parts += lines_of(second, records[6:])
+
+    def unmeasured(lines: Lines) -> Lines:
+        measured = {"tokens_per_s", "step_time_s", "memory_bytes"}
+        return [(step, {key: line[key] for key in line.keys() - measured}) for step, line in lines]
+
+    assert unmeasured(parts) == unmeasured(lines_of(watch(), records))
     assert second.skipped_steps == 2
 
 
 def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
-    monitor = watch([], log_every=10, scaler=Scaler())
+    monitor = watch(log_every=10, scaler=Scaler())
     for step in range(1, 10):
         monitor.add(record(step, loss=float("nan") if step == 4 else 1.0, skipped=step >= 4))
     with pytest.raises(NonFiniteGradients, match="step 4") as raised:

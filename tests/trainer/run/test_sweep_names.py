@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from mantissa.display import loss
 from tests.helpers import CONF, compose
 from trainer.config.registration import register
-from trainer.run.sweep import Sweep, jobs_folder, name_of, swept_keys
+from trainer.run.sweep import Ended, Sweep, name_of, swept_keys
 
 
 def test_the_swept_keys_are_those_of_the_command_line() -> None:
@@ -60,10 +60,10 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
         common = {"status": "FINISHED", "best": {"step": 20.0, "value": best}, "final": {"valid/loss": 2 * best}}
         return common | {"unit": "tokens", "units_per_s": 12_345.0, "peak_memory_bytes": 3 * 2**20} | more
 
-    sweep = Sweep(["optimizer.lr"])
+    sweep = Sweep(["-m", "optimizer.lr=1,2,3"])
     for value, result in (("1", {}), ("2", summary(0.5)), ("3", summary(1.2e-5, run="bignet-fp32-s0-lr_3-2"))):
         sweep.begin(composed(), ["steps=3", f"optimizer.lr={value}"])
-        sweep.end(0, 0 if result else 3, stopped=False, summary=result)
+        sweep.end(0, Ended(0 if result else 3, result))
     lines = [line.split() for line in sweep.table().splitlines()]
     assert lines[0] == ["run", "optimizer.lr", "best", "at", "step", "final", "throughput", "peak", "memory", "status"]
     assert lines[1] == [
@@ -94,31 +94,23 @@ def test_small_losses_keep_their_digits(value: float | None, text: str) -> None:
     assert loss(value) == text
 
 
-def test_only_a_launcher_of_jobs_needs_a_folder(tmp_path: Path) -> None:
-    jobs = ["-m", "hydra/launcher=submitit_slurm", "seed=0,1"]
-    assert jobs_folder(["-m", "seed=0,1"]) is jobs_folder([*jobs, "hydra/launcher=basic"]) is None
-    assert jobs_folder(jobs) == Path.cwd() / "outputs" / ".jobs"
-    assert jobs_folder([*jobs, f"output_dir='{tmp_path}/my runs'"]) == tmp_path / "my runs" / ".jobs"
-
-
 def test_what_jobs_leave_is_in_the_table_of_the_command(tmp_path: Path) -> None:
-    arguments = ["-m", "hydra/launcher=submitit_slurm", "recipe=bignet", "seed=0,1,2", "seed=3,4,5"]
-    sweep = Sweep(swept_keys(arguments), tmp_path / ".jobs")
+    own = ["recipe=bignet", "seed=0,1,2", "seed=3,4,5", f"output_dir='{tmp_path}/my runs'"]
+    sweep = Sweep(["-m", "hydra/launcher=submitit_slurm", *own])
     with sweep.scratch() as scratch:
         pass
     assert sweep.jobs == Path(scratch)
+    assert sweep.jobs.parent == tmp_path / "my runs" / ".jobs"
     best = {"status": "FINISHED", "best": {"step": 2.0, "value": 0.5}}
-    for number, ended in enumerate([(0, False, best), (143, True, {})]):  # the last one's job is lost
+    for number, ended in enumerate([(0, best), (143, {})]):  # the last one's job is lost
         job = pickle.loads(pickle.dumps(sweep))
         config = job.begin(composed(f"seed={number + 3}"), [f"seed={number + 3}"])
         assert (config.run_name, config.resume) == (f"bignet-fp32-s{number + 3}", "same")
-        job.end(number, *ended)
-    assert not sweep.rows
-    sweep.collect(arguments)
+        job.end(number, Ended(*ended))
+    sweep.collect()
     assert [row.code for row in sweep.rows] == [0, 143, 1]
     lines = [line.split() for line in sweep.table().splitlines()]
     assert [(line[0], line[1], line[-1]) for line in lines[1:3]] == [
         ("bignet-fp32-s3", "3", "finished"), ("bignet-fp32-s4", "4", "stopped"),
     ]  # fmt: skip
     assert lines[3] == ["5", "5", "failed"]
-    assert sweep.stopped

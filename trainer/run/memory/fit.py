@@ -1,26 +1,32 @@
-"""Check before the start that a run fits into memory: choose ``micro_batch_size=auto``, or refuse the run."""
+"""Whether a run fits into memory, by forecast: ``micro_batch_size=auto`` before it starts, and what fits instead."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from mantissa.formats import BASIC
+from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
-from trainer.errors import OutOfMemory
-from trainer.hardware import Hardware, available_bytes
+from trainer.errors import OutOfMemory, UserError
+from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.profiling.ledger import MIB, STEADY
 from trainer.recipe import Recipe
-from trainer.run.memory.forecast import forecast, required_bytes, size_within
-from trainer.run.memory.shortage import USABLE, advice
+from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
 
+USABLE = 0.9
+"""Of what is free, since allocators waste some. A failed run needs too much, so what fits must need clearly less."""
 KEY = "micro_batch_size"
 
 log = logging.getLogger("mantissa")
@@ -56,7 +62,7 @@ def fit_plan(
         if rough is None or rough < free / 2:
             return size, ""
         log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
-        return _Search(config, resolved.plan.batching, int(USABLE * free)).choose(overrides)
+        return choose(config, resolved.plan.batching, int(USABLE * free), overrides)
 
     size, why = world.on_first(look)
     return resolved.with_micro_batch_size(size, why) if why else resolved
@@ -79,66 +85,128 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
     return 64 * sum(shape.numel() for shape in shapes) + micro_batch_size * a_sample
 
 
-@dataclass
-class _Search:
-    """The search for a microbatch that fits, by a few forecasts."""
+def choose(config: Config, batching: Batching, usable: int, overrides: Sequence[str]) -> tuple[int, str]:
+    """Return the microbatch that is forecast to fit into ``usable`` bytes, and why, if it is not that of ``batching``.
 
-    config: Config
-    """As composed."""
-    batching: Batching
-    usable: int
-    """Bytes."""
+    Raises:
+        OutOfMemory: see ``fit_plan``.
+    """
+    size = batching.micro_batch_size
+    try:
+        need = needed_bytes(config, batching, size)
+        fitting = size if need <= usable else _largest(config, batching, usable)
+    except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
+        log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
+        return size, ""
+    needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {usable / MIB:,.0f} can be used"
+    if fitting == size:
+        return size, ""
+    if config.micro_batch_size != "auto":
+        remedy = f"{KEY}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
+        log.warning("%s=%s; %s", KEY, needs, remedy)
+        return size, ""
+    if fitting:
+        return fitting, f"forecast to fit; {needs}"
+    raise OutOfMemory(
+        f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started.\n"
+        f"{what_fits(overrides, usable)}\nTo start it anyway, set {KEY}=1."
+    )
 
-    def choose(self, overrides: Sequence[str]) -> tuple[int, str]:
-        """Return the microbatch, and why, if it is not the plan's.
 
-        Raises:
-            OutOfMemory: see ``fit_plan``.
-        """
-        size, typed = self.batching.micro_batch_size, self.config.micro_batch_size != "auto"
-        try:
-            need = self.need(size)
-            fitting = size if need <= self.usable else self.largest(size, need)
-        except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
-            log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
-            return size, ""
-        needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {self.usable / MIB:,.0f} can be used"
-        if fitting == size:
-            return size, ""
-        if typed:
-            remedy = f"{KEY}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
-            log.warning("%s=%s; %s", KEY, needs, remedy)
-            return size, ""
-        if fitting:
-            return fitting, f"forecast to fit; {needs}"
-        raise OutOfMemory(
-            f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started.\n"
-            f"{advice(overrides, self.usable)}\nTo start it anyway, set {KEY}=1."
+def needed_bytes(config: Config, batching: Batching, size: int) -> int:
+    """Return the forecast of what one rank needs with microbatches of ``size``: its passes are a single process's."""
+    ranks = batching.ranks
+    alone = replace(config, parallel=Parallel(), batch_size=batching.batch_size // ranks, micro_batch_size=size)
+    ledger = forecast(alone)
+    if isinstance(config.parallel, FSDP):
+        steady = sum(ledger.at_peak[name] for name in STEADY)
+        ledger.peak_bytes -= steady - steady // ranks
+    return required_bytes(alone, ledger)
+
+
+def _largest(config: Config, batching: Batching, usable: float) -> int:
+    """Return the largest microbatch below that of ``batching`` which divides the batch and fits; 0 if none does."""
+    per_rank, least = batching.batch_size // batching.ranks, config.augment.micro_batch_multiple
+    sizes = [size for size in range(least, batching.micro_batch_size, least) if per_rank % size == 0]
+    fitting = bisect.bisect_right(sizes, usable, key=lambda size: needed_bytes(config, batching, size))
+    return sizes[fitting - 1] if fitting else 0
+
+
+def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
+    """Return the error to report in the place of ``error``, which the allocator raised: the forecast, and what fits.
+
+    Call it when the run is gone: what is free then is what a new one would find.
+    """
+    text = str(error)
+    found = re.search(r"tried to allocate (\d+) bytes", text)  # the CPU's, between file names and error codes
+    words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else (text or type(error).__name__)
+    return OutOfMemory(f"out of memory ({words.splitlines()[0]})\n{what_fits(overrides)}")
+
+
+def what_fits(overrides: Sequence[str], usable: float | None = None) -> str:
+    """Return the forecast of a step that needs too much, beside smaller ones, and which overrides are forecast to fit.
+
+    Where no single change is enough: the first that is of those that leave the model as it is, all together.
+
+    Args:
+        overrides: of the command line.
+        usable: bytes, where no microbatch fits: single changes are then not tried, but smaller models of the recipe;
+            None: of what is free.
+    """
+    try:
+        config = compose(overrides)
+        hardware = detect(config.device)
+        resolved = config.resolve(hardware)
+        typed = forecast(config)
+        batching, least = resolved.plan.batching, config.augment.micro_batch_multiple
+        blocks = ["activation_checkpointing=blocks"] if config.activation_checkpointing.mode == "none" else []
+        alone, smaller_models = [], []
+        if usable is None:
+            usable = USABLE * min(available_bytes(hardware.device), required_bytes(config, typed))
+            if batching.micro_batch_size > least:
+                alone.append(f"{KEY}={_largest(config, batching, usable) or least}")
+            alone += [*blocks, *(["precision=bf16"] if config.precision.format.half is None else [])]
+        else:
+            smaller_models = [f"{smaller} {KEY}={least}" for smaller in resolved.config.recipe.smaller()]
+        tried = list(_options(alone, overrides))
+        fitting = [option.label for option in tried if option.bytes <= usable]
+        if not fitting:
+            background = ["checkpoint.background=false"] if copies_on_device(config) else []
+            precisions = ["bf16_master", "bf16_sr"] if config.precision.mode in BASIC else []
+            together = [f"{KEY}={least}", *background, *blocks]
+            same_model = [" ".join([*together, f"precision={mode}"]) for mode in precisions]
+            for labels in (same_model, smaller_models):
+                fits = (option.label for option in _options(labels, overrides) if option.bytes <= usable)
+                fitting += itertools.islice(fits, 1)
+    except Exception:  # no forecast for this model, several processes, or not enough memory for a forecast
+        return (
+            "To need less, try half the micro_batch_size, activation_checkpointing=blocks, precision=bf16 or bf16_sr."
         )
+    columns = table([Forecast("this run", typed), *tried])
+    free = f"the {usable / MIB:.0f} MiB that can be used"
+    found = [f"Forecast to fit into {free}:", *(f"  {label}" for label in fitting)]
+    if not fitting:
+        found = [f"Nothing that was tried is forecast to fit into {free}; train a smaller model."]
+    return "\n".join(["forecast peak memory of this step and of smaller alternatives:\n", columns, "", *found])
 
-    def need(self, size: int) -> int:
-        """Return the bytes that one rank needs with microbatches of ``size``."""
-        ranks = self.batching.ranks
-        per_rank = self.batching.batch_size // ranks
-        # A rank's forward and backward passes are those of a single process.
-        config = replace(self.config, parallel=Parallel(), batch_size=per_rank, micro_batch_size=size)
-        ledger = forecast(config)
-        if isinstance(self.config.parallel, FSDP):
-            steady = sum(ledger.at_peak[name] for name in STEADY)
-            ledger.peak_bytes -= steady - steady // ranks
-        return required_bytes(config, ledger)
 
-    def largest(self, size: int, need: int) -> int:
-        """Return the largest microbatch below ``size`` that fits, 0 if none does, by the line through two forecasts."""
-        per_rank = self.batching.batch_size // self.batching.ranks
-        least = self.config.augment.micro_batch_multiple
-        sizes = [smaller for smaller in range(least, size, least) if per_rank % smaller == 0]
-        if not sizes:
-            return 0
-        needs = {sizes[-1]: self.need(sizes[-1])}
-        most = size_within(self.usable, (sizes[-1], needs[sizes[-1]]), (size, need))
-        likely = [smaller for smaller in sizes if smaller <= most]
-        for smaller in reversed(likely[-2:]):  # the line may be a little off
-            if (needs.get(smaller) or self.need(smaller)) <= self.usable:
-                return smaller
-        return 0
+@dataclass
+class _Option(Forecast):
+    """A run with further overrides."""
+
+    bytes: int = 0
+    """See ``required_bytes``."""
+
+
+def _options(labels: Iterable[str], overrides: Sequence[str]) -> Iterator[_Option]:
+    """Forecast the run with each of these further overrides; leave out what its recipe or this hardware has not got."""
+    for label in labels:
+        more = label.split()
+        changed = {override.partition("=")[0] for override in more}
+        kept = [override for override in overrides if override.partition("=")[0] not in changed]
+        try:
+            config = compose([*kept, *more])
+            ledger = forecast(config)
+        except UserError:
+            continue
+        yield _Option(label, ledger, bytes=required_bytes(config, ledger))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mantissa.display import columns
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch, Datasets
@@ -94,8 +95,7 @@ class Forecast:
         ledger = self.ledger
         cells = {name: f"{ledger.at_peak[name] / MIB:.1f}" if ledger.at_peak[name] else "" for name in CATEGORIES}
         cells["peak"] = f"{ledger.peak_bytes / MIB:.1f}"
-        if self is not first:
-            cells["ratio to first"] = f"{ledger.peak_bytes / first.ledger.peak_bytes:.2f}x"
+        cells["ratio to first"] = "" if self is first else f"{ledger.peak_bytes / first.ledger.peak_bytes:.2f}x"
         cells["reached in"] = ledger.peak_phase
         if self.measured_bytes is not None:
             cells["measured"] = f"{self.measured_bytes / MIB:.1f}"
@@ -103,26 +103,20 @@ class Forecast:
         return cells
 
 
-def table(forecasts: list[Forecast], width: int = 120) -> str:
+def table(forecasts: Sequence[Forecast], width: int = 120) -> str:
     """Return the forecasts side by side, as many as ``width`` characters hold, in MiB at the peak."""
-    cells = [each.rows(forecasts[0]) for each in forecasts]
-    names = [name for name in _ROWS if any(column.get(name) for column in cells)]
-    margin = max(map(len, names)) + 1
-    lines: list[str] = []
-    while cells:
-        widths = [max(11, len(each.label)) + 2 for each in forecasts]
-        fitting = max(1, sum(sum(widths[: count + 1]) <= width - margin for count in range(len(widths))))
-        shown = list(zip(forecasts, cells, widths, strict=True))[:fitting]
-        lines.append("MiB".ljust(margin) + "".join(each.label.rjust(size) for each, _, size in shown))
-        for name in names:
-            row = name.ljust(margin) + "".join(column.get(name, "").rjust(size) for _, column, size in shown)
-            lines.append(row.rstrip())
-        lines.append("")
-        forecasts, cells = forecasts[fitting:], cells[fitting:]
-    return "\n".join(lines[:-1])
-
-
-_ROWS = (*CATEGORIES, "peak", "ratio to first", "reached in", "measured", "error")
+    every = [each.rows(forecasts[0]) for each in forecasts]
+    names = [name for name in max(every, key=len) if any(cells.get(name) for cells in every)]
+    cell = max(11, *(len(each.label) for each in forecasts))
+    margin = max(map(len, names))
+    count = max(1, (width - margin) // (cell + 2))
+    blocks = []
+    for start in range(0, len(forecasts), count):
+        part = range(start, min(start + count, len(forecasts)))
+        rows = [["MiB".ljust(margin), *(forecasts[number].label.rjust(cell) for number in part)]]
+        rows += [[name, *(every[number].get(name, "").rjust(cell) for number in part)] for name in names]
+        blocks.append(columns(rows))
+    return "\n\n".join(blocks)
 
 
 def required_bytes(config: Config, ledger: Ledger) -> int:
@@ -130,12 +124,6 @@ def required_bytes(config: Config, ledger: Ledger) -> int:
     copied = ("weights", "buffers", "optimizer") if copies_on_device(config) else ()
     loaded = ("inputs",) if detect(config.device).device.type != "cuda" else ()
     return ledger.peak_bytes + sum(ledger.highest[name] for name in (*copied, *loaded))
-
-
-def size_within(limit_bytes: float, smaller: tuple[int, int], larger: tuple[int, int]) -> int:
-    """Return the largest microbatch within a limit, by the straight line through two forecasts: (microbatch, bytes)."""
-    slope = max(1.0, (larger[1] - smaller[1]) / (larger[0] - smaller[0]))
-    return math.floor(smaller[0] + (limit_bytes - smaller[1]) / slope)
 
 
 def copies_on_device(config: Config) -> bool:

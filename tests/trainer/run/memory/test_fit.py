@@ -1,4 +1,4 @@
-"""``micro_batch_size=auto`` shrinks to what is forecast to fit, is refused where nothing does, quick where all does."""
+"""What is forecast to fit: ``micro_batch_size=auto`` before the start, and the advice where memory ran out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import compose
 from trainer.config.schema import Config
@@ -16,10 +17,9 @@ from trainer.hardware import detect
 from trainer.parallel.world import World
 from trainer.profiling.ledger import MIB, STEADY, Ledger
 from trainer.recipe import Decision
-from trainer.run.memory import fit, shortage
-from trainer.run.memory.fit import fit_plan, rough_bytes
+from trainer.run.memory import fit
+from trainer.run.memory.fit import USABLE, choose, fit_plan, needed_bytes, out_of_memory, rough_bytes
 from trainer.run.memory.forecast import forecast, required_bytes
-from trainer.run.memory.shortage import USABLE
 from trainer.run.resume import as_before
 from trainer.run_folder import RunFolder
 
@@ -29,8 +29,7 @@ BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=8", "data.samples=6
 def fitted(
     monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str, world: World | None = None
 ) -> tuple[Plan, list[Decision]]:
-    for module in (fit, shortage):
-        monkeypatch.setattr(module, "available_bytes", lambda device: int(free_mib * MIB))
+    monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
     hardware = detect("cpu")
     resolved = config.resolve(hardware, world)
@@ -100,19 +99,57 @@ def test_what_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OutOfMemory) as caught:
         fitted(monkeypatch, smaller * 1.3, *job)
     assert caught.value.exit_code == 4
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("micro_batch_size=512 is forecast to need ")
-    assert lines[0].endswith("can be used, and no smaller one is forecast to fit; nothing was started.")
-    assert lines[1:3] == ["Forecast to fit:", "  recipe.width=512 micro_batch_size=1"]
+    text = str(caught.value)
+    assert text.startswith("micro_batch_size=512 is forecast to need ")
+    assert " can be used, and no smaller one is forecast to fit; nothing was started.\n" in text
+    assert options(text) == ["recipe.width=512 micro_batch_size=1"]
 
 
 def test_what_leaves_the_model_as_it_is_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     job = ["recipe=bignet", "recipe.layers=3", "recipe.width=512", "data.samples=64"]
-    options = ["micro_batch_size=1", "checkpoint.background=false", "activation_checkpointing=blocks"]
-    least = need_mib(*job, *options, "precision=bf16_master")
+    together = ["micro_batch_size=1", "checkpoint.background=false", "activation_checkpointing=blocks"]
+    least = need_mib(*job, *together, "precision=bf16_master")
     with pytest.raises(OutOfMemory) as caught:
         fitted(monkeypatch, least / USABLE * 1.02, *job, "micro_batch_size=auto", "precision=fp32")
-    assert str(caught.value).splitlines()[2] == f"  {' '.join(options)} precision=bf16_master"
+    assert options(str(caught.value))[0] == f"{' '.join(together)} precision=bf16_master"
+
+
+def options(text: str) -> list[str]:
+    """The overrides that a message says will fit."""
+    return [line.strip() for line in text.splitlines() if line.startswith("  ")]
+
+
+def advised(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str) -> str:
+    monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
+    error = RuntimeError("alloc_cpu.cpp: can't allocate memory: you tried to allocate 10485760 bytes. Error code 12")
+    ended = out_of_memory(error, [*BIGNET, "device=cpu", *overrides])
+    assert ended.exit_code == 4
+    assert str(ended).startswith("out of memory (tried to allocate 10.0 MiB)\n")
+    return str(ended)
+
+
+def test_where_memory_ran_out_the_largest_microbatch_that_fits_keeps_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = advised(monkeypatch, 10, "batch_size=6000", "micro_batch_size=6000")
+    size = int(options(text)[0].removeprefix("micro_batch_size="))
+    assert 6000 % size == 0
+    peaks = next(line for line in text.splitlines() if line.startswith("peak")).split()
+    assert float(peaks[2]) < 0.9 * 10 < float(peaks[1])
+    assert size > 1000  # and not the smallest
+
+
+def test_checkpointing_and_bf16_are_offered_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ["batch_size=4000", "micro_batch_size=4000", "recipe.layers=20"]
+    assert options(advised(monkeypatch, 10_000, *job))[1:] == ["activation_checkpointing=blocks", "precision=bf16"]
+    text = advised(monkeypatch, 10_000, *job, "activation_checkpointing=blocks", "precision=fp16")
+    assert [option.split("=")[0] for option in options(text)] == ["micro_batch_size"]
+    assert "precision=bf16" not in text
+    assert "Nothing that was tried is forecast to fit" in advised(monkeypatch, 0.01, "batch_size=512")
+
+
+@pytest.mark.parametrize("override", ["parallel=ddp", "recipe=unknown"])
+def test_without_a_forecast_there_still_is_advice(override: str) -> None:
+    error = out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"), [*BIGNET, override])
+    assert str(error).startswith("out of memory (CUDA out of memory. Tried 2 GiB.)\nTo need less, try half the micro_")
 
 
 class Two(World):
@@ -143,7 +180,7 @@ def test_fsdp_shares_weights_gradients_and_optimizer_state() -> None:
     needs = {}
     for mode in ("ddp", "fsdp"):
         config = compose(*BIGNET, f"parallel={mode}", "device=cpu")
-        needs[mode] = fit._Search(config, Batching(64, 32, 2), usable=0).need(32)
+        needs[mode] = needed_bytes(config, Batching(64, 32, 2), 32)
     assert needs["ddp"] - needs["fsdp"] == steady - steady // 2 > 0
 
 
@@ -168,6 +205,6 @@ def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mixup", "fitting"), [(0, 3), (0.2, 2)])
 def test_mixed_images_need_an_even_microbatch(mixup: float, fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit._Search, "need", lambda search, size: 100 * size)
-    search = fit._Search(compose("recipe=resnet", f"augment.mixup={mixup}"), Batching(6, 6), usable=350)
-    assert search.choose([])[0] == fitting
+    monkeypatch.setattr(fit, "needed_bytes", lambda config, batching, size: 100 * size)
+    config = compose("recipe=resnet", f"augment.mixup={mixup}")
+    assert choose(config, Batching(6, 6), 350, [])[0] == fitting

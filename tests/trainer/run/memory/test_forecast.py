@@ -107,13 +107,13 @@ def test_table_compares_with_the_first_column_and_wraps() -> None:
 
     text = table([column("one", 2**20, 2**21), column("two", 2**21)])
     assert text.splitlines() == [
-        "MiB                      one          two",
-        "weights                  1.0          2.0",
-        "peak                     1.0          2.0",
-        "ratio to first                      2.00x",
-        "reached in           forward      forward",
-        "measured                 2.0",
-        "error                 -50.0%",
+        "MiB                     one          two",
+        "weights                 1.0          2.0",
+        "peak                    1.0          2.0",
+        "ratio to first                     2.00x",
+        "reached in          forward      forward",
+        "measured                2.0",
+        "error                -50.0%",
     ]
     narrow = table([column("one", 2**20), column("two", 2**21), column("three", 2**21)], width=45)
     assert [line.split() for line in narrow.splitlines() if "MiB" in line] == [["MiB", "one", "two"], ["MiB", "three"]]
