@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
-from recipes.pretrained import is_kept
+from recipes.huggingface import is_kept
 from trainer.config.schema import Config
 from trainer.config.source import adopt
 from trainer.errors import UserError, nearest
