@@ -12,18 +12,18 @@ from typing import TypeVar
 import torch
 
 from mantissa.display import size
-from mantissa.doctor import range as gradients
 from mantissa.doctor.compiled import compiled_trials
 from mantissa.doctor.divergence import REPLAYS, STEPS, divergence, do_masters_cure
 from mantissa.doctor.exchange import overflow_of_sum
+from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.islands import Islands, price, search
-from mantissa.doctor.pairs import Pairs, measure
+from mantissa.doctor.pairs import Pairs, local_errors
 from mantissa.doctor.provenance import absorbed, find
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
+from mantissa.dtypes import OperatorManifest, manifest
 from mantissa.errors import is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Examined, Finding
 from mantissa.formats import FORMATS
-from mantissa.manifest import OperatorManifest, manifest
 from mantissa.step import Passes, Step
 from mantissa.updates import Counts, judge, keeps_16_bits
 
@@ -52,8 +52,6 @@ class Replay:
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
     updates: dict[str, Counts] = field(default_factory=dict)
     """What rounding did to each parameter's update; empty where it was skipped, or cannot be measured."""
-    missing: str = ""
-    """The run's format where this machine has not got it, and another one was examined."""
     folder: Path | None = None
     """Of the run; None: a check-up before a run."""
     failed: bool = False
@@ -127,7 +125,7 @@ class Diagnosis:
     """Of the sweep: what the run does."""
     findings: list[Finding] = field(default_factory=list)
     manifest: OperatorManifest | None = None
-    range: gradients.Range | None = None
+    range: Range | None = None
     pairs: Pairs | None = None
     islands: Islands | None = None
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -183,7 +181,7 @@ def diagnose(
         result.manifest = result.add(budget.take("manifest", lambda: _manifest(step)))
     fp32 = result.trial(FP32)
     if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
-        found = budget.take("range", lambda: gradients.measure(step))
+        found = budget.take("range", lambda: fp16_range(step))
         if found is not None and result.findings:  # what is found there has a cause, which is found already
             found.findings = []
         result.range = result.add(found)
@@ -213,7 +211,7 @@ def _manifest(step: Step) -> OperatorManifest:
 
 
 def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
-    found = measure(step, reference)
+    found = local_errors(step, reference)
     if found.findings:
         found.findings = absorbed(step.own(), found.findings)
     return found
@@ -319,7 +317,7 @@ def _cure(result: Diagnosis) -> None:
     finding = found[0]
 
     def healthy(fp32_modules: list[str]) -> bool:
-        return result.pairs is None or not measure(step, fp32_modules=fp32_modules).findings
+        return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
     islands = budget.take("islands", lambda: search(step, finding, healthy, budget.left))
     if islands is None:

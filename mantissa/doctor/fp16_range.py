@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.calls import relative_error
+from mantissa.doctor.module_calls import relative_error
 from mantissa.doctor.pairs import NOISE
+from mantissa.dtypes import DtypeRecorder
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
-from mantissa.manifest import DtypeRecorder
 from mantissa.step import Batch, Passes, Step, nudged, numbers_in
 
 LOWEST, HIGHEST = -75, 30
@@ -101,7 +101,7 @@ class Range(Examined):
         return f"scale: none holds all gradients; {above}, below 2^{self.lowest} the smallest are lost"
 
 
-def measure(step: Step) -> Range:
+def fp16_range(step: Step) -> Range:
     """Return the range of a step's gradients: those of layers, which are submodules with parameters of their own.
 
     A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
