@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -61,7 +62,7 @@ class DtypeRecorder(TorchDispatchMode):
         self._model = model
         self._modules = ModuleTracer(model)
         self._weights = weights or {}
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._calls: Counter[tuple[str, str, str, str, str]] = Counter()
         self._computed: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
         self.outputs: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
@@ -72,15 +73,14 @@ class DtypeRecorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._modules.__enter__()
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_hook(partial(self._returned, name)))
+            self._hooks.callback(module.register_forward_hook(partial(self._returned, name)).remove)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._modules.__exit__()
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))

@@ -107,14 +107,12 @@ def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
     """Restore the newest checkpoint before a step, and return its name, or ``the beginning``."""
     places = [folder.checkpoints, folder.path / FAILURE] if folder is not None else []
     saved = [(number, place) for place in places for number in store.steps(place) if number < step]
-    for number, place in sorted(saved, reverse=True):
-        path = store.find_verified(place, number)
-        reader = CheckpointReader(path)
-        weights = (tensor for name, tensor in reader.tensors().items() if name.startswith("weights/"))
-        if all(bool(tensor.isfinite().all()) for tensor in weights):  # else a step before it harmed them
-            trainer.restore(reader)
-            return path.name
-    return "the beginning"
+    if not saved:
+        return "the beginning"
+    number, place = max(saved)
+    path = store.find_verified(place, number)
+    trainer.restore(CheckpointReader(path))
+    return path.name
 
 
 class _NotFinite(Exception):

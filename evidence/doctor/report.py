@@ -43,7 +43,15 @@ def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:
     Raises:
         OSError: they cannot be written.
     """
-    folder, record = folder_of(diagnosis), verdict(diagnosis, command)
+    folder, step = folder_of(diagnosis), diagnosis.replay.step
+    assert isinstance(step, TrainerStep)
+    record = facts(diagnosis) | {
+        "recipe": step.config.recipe.name,
+        "hardware": step.hardware.facts(),
+        "versions": versions(),
+        "git": git_facts(),
+        "command": shlex.join(command),
+    }
     texts = {PAGE: page(diagnosis, record, figures(diagnosis))}
     texts |= {f"{name}.csv": _csv(rows) for name, rows in tables(diagnosis).items()}
     if folder.exists():
@@ -53,19 +61,6 @@ def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:
         write_text(folder / name, text)
     write_json(folder / VERDICT, record)
     return [folder / name for name in (*texts, VERDICT)]
-
-
-def verdict(diagnosis: Diagnosis, command: list[str]) -> dict[str, Any]:
-    """Return the content of ``verdict.json``."""
-    step = diagnosis.replay.step
-    assert isinstance(step, TrainerStep)
-    return facts(diagnosis) | {
-        "recipe": step.config.recipe.name,
-        "hardware": step.hardware.facts(),
-        "versions": versions(),
-        "git": git_facts(),
-        "command": shlex.join(command),
-    }
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from mantissa.display import size
 from mantissa.doctor.compiled import compiled_trials
-from mantissa.doctor.divergence import REPLAYS, STEPS, divergence, do_masters_cure
+from mantissa.doctor.divergence import REPLAYS, STEPS, divergence
 from mantissa.doctor.exchange import overflow_of_sum
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.islands import Islands, price, search
@@ -25,7 +25,7 @@ from mantissa.errors import is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Examined, Finding
 from mantissa.formats import FORMATS
 from mantissa.step import Passes, Step
-from mantissa.updates import Counts, judge, keeps_16_bits
+from mantissa.updates import Counts, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
@@ -247,7 +247,7 @@ def _sweep(result: Diagnosis) -> None:
         del passes
     if own.status == OK:
         step.scale = own.scale
-    if broken is None and step.ranks > 1:
+    if broken is None and 1 < step.ranks <= len(step.microbatches):
         result.findings += budget.take("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
         trials, findings = budget.take("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
@@ -290,21 +290,15 @@ def _train_on(result: Diagnosis) -> None:
         return
     if result.findings or not result.finite:
         return
-    fp32 = result.trial(FP32)
-    seconds = STEPS * (REPLAYS * (replay.seconds if fp32 is None else fp32.seconds) + replay.seconds)
+    seconds = STEPS * (REPLAYS * budget.spent.get(FP32, replay.seconds) + replay.seconds)
     if seconds > budget.left():
         budget.left_out.append(
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
         )
         return
-    batches = step.following(STEPS)
-    found = budget.take("divergence", lambda: divergence(step, batches))
-    if found is None:
-        return
-    if found.first and keeps_16_bits(step.format):
-        found.masters_cure = budget.take("divergence with masters", lambda: do_masters_cure(step, batches, found))
-    result.losses = found.losses
-    result.findings += found.findings
+    found = result.add(budget.take("divergence", lambda: divergence(step, step.following(STEPS))))
+    if found is not None:
+        result.losses = found.losses
 
 
 def _cure(result: Diagnosis) -> None:

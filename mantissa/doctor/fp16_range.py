@@ -207,7 +207,6 @@ def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list
     """Return those weight gradients that are noise: they change where weights change by one rounding of fp16."""
     if not layers:
         return []
-
     weights, unit = reference.weights, FP16.unit_roundoff
     changed = {name: nudged(each.float(), unit, torch.Generator().manual_seed(0)) for name, each in weights.items()}
     gradients: list[dict[str, Tensor]] = []
@@ -215,7 +214,7 @@ def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list
     for start in (weights, changed):
         reference.weights = start
         reference.attempt()
-        gradients.append({name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None})
+        gradients.append(reference.gradients_by_name())
     reference.weights = weights
     exact, other = gradients
     known = [layer for layer in layers if layer.name in exact]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.doctor.module_calls import Call, Different, Evaluated, Recording, relative_error
+from mantissa.doctor.module_calls import Call, Different, Evaluated, Recording, evaluate, record, relative_error
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Step, tensors
@@ -92,7 +92,7 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
     name = step.format.name
     if step.format.number is FP8:
         return Pairs(notes=[f"errors of modules: not judged with precision={name}"])
-    recording = Recording.of(step, reference or reference_dtype(step.format), fp32_modules)
+    recording = record(step, reference or reference_dtype(step.format), fp32_modules)
     result = Pairs()
     worst: dict[tuple[str, str], tuple[LocalError, Call]] = {}
     for call in recording.calls:
@@ -148,7 +148,8 @@ class _Comparison:
             call.skipped = "a submodule's result is not known"
         if call.skipped:
             return []
-        exact = self._recording.exact(call, [value.tensor for value in self._sources], self._cotangents)
+        sources = [value.tensor for value in self._sources]
+        exact = evaluate(self._recording.reference, call, sources, self._cotangents)
         for value, target in zip(call.returned.values, exact.targets, strict=False):
             value.tensor = target
         for number, value in enumerate(call.given.values):
@@ -179,8 +180,9 @@ class _Comparison:
         sources = [_saturated(value.tensor, value.low) for value in self._sources]
         cotangents = [None if gradient is None else gradient * scale for gradient in self._cotangents]
         with self._products:
-            found = self._recording.in_low(self._call, sources, cotangents)
-        dtype = self._recording.dtype
+            found = evaluate(self._recording.low, self._call, sources, cotangents)
+        # Divided in the reference's dtype, in which a small scale loses nothing.
+        dtype = next(self._recording.reference.model.parameters()).dtype
         return found._replace(gradients={name: g.to(dtype) / scale for name, g in found.gradients.items()})
 
     def _rounded(self) -> Evaluated:
@@ -196,7 +198,7 @@ class _Comparison:
             each.gradient if each.gradient is None else as_low(each.gradient, each.low) for _, each in self._targets
         ]
         with _rounded_weights(self._module, number):
-            return self._recording.exact(self._call, sources, cotangents)
+            return evaluate(self._recording.reference, self._call, sources, cotangents)
 
     def _rows(self, exact: Evaluated, changed: Evaluated, low: Evaluated, scale: float) -> list[LocalError]:
         forward, both = self._products.forward, self._products.forward + self._products.backward

@@ -103,12 +103,12 @@ def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, s
     assert lines[1].endswith("from the beginning")
 
 
-def test_weights_that_are_infinite_already_are_not_started_from(tmp_path: Path, said: Said) -> None:
+def test_weights_that_are_infinite_already_are_what_is_found(tmp_path: Path, said: Said) -> None:
     run = failed(tmp_path, "precision=fp32", "optimizer.lr=3e38", "checkpoint=none")
     assert (read_object(run / "failure.json")["step"], (run / "failure" / "step-00000001").is_dir()) == (2, True)
     code, lines = said(f"resume={run}", "check=ladder")
     assert code == 7
-    assert lines[0] == "taking 1 step again from the beginning …"
+    assert lines[0].endswith("from step-00000001")
     assert any(line.startswith("FOUND input, forward: ") for line in lines), lines
     assert any("is not finite before the step" in line for line in lines)
 
