@@ -131,8 +131,6 @@ class Diagnosis:
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Of the steps that ``divergence`` takes, by format."""
     notes: list[str] = field(default_factory=list)
-    checks: tuple[str, ...] = CHECKS
-    """That were asked for."""
 
     @property
     def finite(self) -> bool:
@@ -174,7 +172,7 @@ def diagnose(
     """
     step = replay.step
     budget = Budget(budget_s, step.free_bytes, say)
-    result = Diagnosis(replay, budget, notes=list(replay.notes), checks=checks)
+    result = Diagnosis(replay, budget, notes=list(replay.notes))
     if SWEEP in checks or not replay.finite:
         _sweep(result)
     if "manifest" in checks:

@@ -110,9 +110,10 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], drawn: Iterable[tuple[str
     """
     title = f"{diagnosis.verdict}: {record['recipe']} {record['precision']}, step {record['step']}"
     said = "\n".join([opening(diagnosis.replay), *lines(diagnosis)])
-    kinds = dict.fromkeys(finding.kind for finding in diagnosis.findings)
     body = f"<h1>{escape(title)}</h1><pre>{escape(said)}</pre>"
-    body += items(f"{kind}: {MEANINGS[kind]}" for kind in kinds) + plots(drawn)
+    if kinds := dict.fromkeys(finding.kind for finding in diagnosis.findings):
+        body += items(f"{kind}: {MEANINGS[kind]}" for kind in kinds)
+    body += plots(drawn)
     if rows := tables(diagnosis).get("manifest"):
         table = wide_table(list(rows[0]), ([str(value) for value in row.values()] for row in rows))
         body += f"<details><summary>What ran in which format ({len(rows):,} rows)</summary>{table}</details>"
