@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from evidence.budget import Budget, OutOfTime
 from evidence.claims.claims import Claim, load
 from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
-from evidence.claims.reasons import MOST, reasons
+from evidence.claims.reasons import reasons
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
 from trainer.errors import UserError
@@ -44,8 +43,8 @@ class Reproduction:
     """Called with each line of progress."""
     launch: Launch | None = None
     """See ``Runner``."""
-    budget: Budget | None = None
-    """Of time."""
+    until: float | None = None
+    """See ``Runner``."""
     git: dict[str, str] = field(init=False, default_factory=git_facts)
     done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     """The record of each claim that is tested, by its id."""
@@ -55,7 +54,7 @@ class Reproduction:
 
         Raises:
             UserError: no such claim, or a mistake in its file.
-            OutOfTime: it does not fit in the budget; the runs that are done are kept.
+            OutOfTime: there is no time left; the runs that are done are kept.
         """
         if name not in self.done:
             claim = load(name)
@@ -78,15 +77,10 @@ class Reproduction:
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
         seeds = list(range(claim.repeats))
-        runner = Runner(self.folder / self._key(claim), launch=self.launch, budget=self.budget)
+        runner = Runner(self.folder / self._key(claim), launch=self.launch, until=self.until)
         self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
         outcomes = runner.run_all(arms, seeds, lambda *run: self.report(outcome_line(*run)))
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
-        try:
-            why = reasons(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
-        except OutOfTime:
-            why = ["There was no time left for the runs under a profiler that explain it; the same command makes them."]
-            not_run["unexplained"] = True
         commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
         return self._record(
             claim,
@@ -94,7 +88,7 @@ class Reproduction:
             # Also where a run was of another commit, pulled in the meantime.
             git=self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {}),
             findings=[_plain(finding) | {"why": self._public(finding.why)} for finding in findings],
-            why=why,
+            why=reasons(findings, arms, outcomes),
             arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
             **not_run,
             failures=[
