@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.turns import in_turns
-from trainer.config.compose import quoted
+from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, write_json
 from trainer.tracking.plots import Series, read_series
@@ -92,7 +92,7 @@ Launch = Callable[[list[str], Path, float | None], int]
 
 def merged(*groups: Sequence[str]) -> list[str]:
     """Return overrides in which the last value of a key counts. Hydra itself refuses a group that is chosen twice."""
-    return list({text.partition("=")[0].lstrip("+~"): text for group in groups for text in group}.values())
+    return list({key_of(text): text for group in groups for text in group}.values())
 
 
 @dataclass

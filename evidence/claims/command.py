@@ -18,7 +18,7 @@ from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
 from evidence.claims.reproduce import Reproduction, machine_name, ordered, save
 from evidence.runs import TRAIN, OutOfTime, merged
-from trainer.config.compose import compose
+from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
@@ -124,8 +124,8 @@ def seconds_of(text: str) -> float:
 def _check_given(wanted: list[str], given: list[str]) -> None:
     """Refuse overrides that no claim asks for, before anything is run."""
     asked = {key for name in wanted for key in load(name).asks}
-    if others := [override for override in given if override.partition("=")[0] not in asked]:
-        near = nearest(others[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)
+    if others := [override for override in given if key_of(override) not in asked]:
+        near = nearest(key_of(others[0]), ReproduceOptions.__dataclass_fields__)
         raise UserError(
             f"{others[0]} is not an option{near}: a claim's file fixes all other options "
             f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"

@@ -19,6 +19,7 @@ from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import reasons
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
+from trainer.config.compose import key_of
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
@@ -124,7 +125,7 @@ class Reproduction:
     def _key(self, claim: Claim) -> str:
         """Return the name of the folder of these runs: another one for another file, commit, machine or torch."""
         torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
-        given = [override for override in self.given if override.partition("=")[0] in claim.asks]
+        given = [override for override in self.given if key_of(override) in claim.asks]
         parts = [claim.digest, self.git.get("commit"), machine_name(self.hardware), torch_version, threads, given]
         digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
         return f"{claim.id}-{'reduced-' * self.reduced}{digest[:10]}"
@@ -196,7 +197,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
     asked = {key: f"{key}=…" for key in claim.asks}  # the user's paths are private
-    overrides = [asked.get(override.partition("=")[0], override) for override in arm.overrides]
+    overrides = [asked.get(key_of(override), override) for override in arm.overrides]
     mine = [outcome for outcome in outcomes if outcome.arm == arm.label]
     names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]
     values = {name: [measured(outcome, name) for outcome in mine] for name in names}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from evidence.search.lr_range import FIRST, range_test
 from evidence.search.lr_report import write_report
-from trainer.config.compose import combinations, compose
+from trainer.config.compose import combinations, compose, key_of
 from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.errors import RunError, UserError
@@ -72,7 +72,7 @@ def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
     if options.steps <= 2 * FIRST:
         raise UserError(f"steps={options.steps} are too few for a curve; use more than {2 * FIRST}, such as steps=100")
     for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
+        key = key_of(override)
         if key == "optimizer.lr" or key.partition(".")[0] == "schedule" or key in ("resume", "epochs"):
             raise UserError(f"{override} has no effect: the test sets every rate and steps itself; leave it out")
     if launched_processes():
