@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import roofline as module
 from benchmarks.jobs import Job
+from benchmarks.operators import ATTENTION, ELEMENTWISE, GROUPS, PRODUCTS_GROUP, by_group, group
 from benchmarks.roofline import OUTSIDE, roofline
 from benchmarks.rows import Bench
-from evidence.operators import ATTENTION, ELEMENTWISE, GROUPS, PRODUCTS_GROUP, by_group, group
 from trainer.hardware import detect
 
 SMALL = Job(

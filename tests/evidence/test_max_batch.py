@@ -130,8 +130,6 @@ def test_errors_are_reported_before_any_trial(monkeypatch: pytest.MonkeyPatch) -
     job = ["recipe=bignet", "device=cpu", "data.samples=8"]
     with pytest.raises(UserError, match="leave it out"):
         largest_micro_batch([*job, "micro_batch_size=4"], 2**30)
-    with pytest.raises(UserError, match=r"the weights alone take 76.4 MiB, more than the budget leaves \(57.0 MiB\)"):
-        largest_micro_batch(job, 60 * 2**20)
 
 
 def test_out_of_memory_is_recognised_on_every_device() -> None:

@@ -79,7 +79,7 @@ def test_what_an_experiment_cannot_say_is_a_command_line(tmp_path: Path) -> None
     given = [*TINY, "~optimizer.options.betas"]
     written = write(advice(overrides=given), SENTENCE, tmp_path)
     assert (written.path, list(tmp_path.rglob("*.yaml"))) == (None, [])
-    assert "an experiment cannot say all of it (optimizer.options" in written.note
+    assert "cannot say all of it" in written.note
     assert "precision=bf16" in written.command
 
 

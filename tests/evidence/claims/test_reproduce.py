@@ -41,19 +41,14 @@ def test_a_cpu_is_named_with_its_bf16_instructions(flag: str, name: str) -> None
     assert machine_name(replace(CPU, name="AMD EPYC", cpu_cores=2, cpu_flags=frozenset({flag}))) == name
 
 
-def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+def test_a_claim_is_run_and_judged(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
     files("mine")
     record = reproduction(tmp_path, made_up).test("mine")
     assert record["verdict"] == CONFIRMED
     assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, ""]
     assert record["findings"][0]["median"] == 2.5
     assert record["arms"]["bf16"]["measures"]["speed"] == [250.0, 252.5, 255.0]
-    assert made_up.started[:6] == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
-    # of fp32's 2.125 ms a step 2 are products, of bf16's 0.625 ms half a millisecond
-    assert record["why"] == [
-        "Matrix products, convolutions and attention are 94% of the operator time of fp32 and 80% of bf16's; in bf16 "
-        "they take 0.25x the time, everything else 1.00x."
-    ]
+    assert made_up.started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
     path = save(record, tmp_path / "results")
     assert path == tmp_path / "results" / machine_name(CPU) / "mine.json"
     assert json.loads(path.read_text()) == record
@@ -119,18 +114,6 @@ def test_a_claim_may_combine_others(
     assert record["needs"] == (["an NVIDIA GPU"] if "needs" in two else [])
     assert (f"two was not tested: {WIDE}." in record["why"]) == ("arms" in two)
     assert f"**{combined}** on `here`, " in "\n".join(results._outcome("here", record, both))
-
-
-def test_what_torch_compile_fuses_counts_as_part_of_the_step(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine
-) -> None:
-    arms = {"fp32": "net precision=fp32", "bf16": "net precision=bf16 compile=default"}
-    files("mine", arms=arms, criteria=[SPEED])
-    # products take 2 of fp32's 3 ms a step, and 0.5 of bf16's 1 ms
-    assert reproduction(tmp_path, made_up).test("mine")["why"] == [
-        "Matrix products, convolutions and attention are 67% of the step time of fp32 and 50% of bf16's; in bf16 they "
-        "take 0.25x the time, everything else 0.50x."
-    ]
 
 
 def test_the_null_arm_is_named_only_beside_what_it_repeats(

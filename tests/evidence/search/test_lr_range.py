@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from evidence.search.lr_command import main as lr_range
 from evidence.search.lr_range import SMOOTHING, Curve, Exponential, range_test
+from evidence.search.lr_range import main as lr_range
 from tests.helpers import CPU, compose
 from trainer.errors import RunError, UserError
 from trainer.trainer import StepRecord, Trainer
@@ -99,17 +97,6 @@ def test_the_command_suggests_a_rate_and_leaves_no_run(tmp_path: Path, capsys: p
     assert all(1e-7 < rate < 100 for rate in rates)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.iterdir()] == ["lr_range"]
     folder = tmp_path / "lr_range" / "bignet"
-    assert sorted(path.name for path in folder.iterdir()) == ["lr_range.csv", "lr_range.json", "lr_range.png"]
-    with (folder / "lr_range.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["test"] for row in rows} == {"fp32", "bf16"}
-    recorded = json.loads((folder / "lr_range.json").read_text())
-    assert "lr_range.py recipe=bignet" in recorded["command"]
-    assert [sum(row["test"] == test["label"] for row in rows) for test in recorded["tests"]] == [
-        test["steps"] for test in recorded["tests"]
-    ]
-    for row in rows[:3]:
-        assert float(row["lr"]) == pytest.approx(1e-7 * 1e9 ** ((int(row["step"]) - 1) / 59))
     with Image.open(folder / "lr_range.png") as picture:
         assert picture.size == (960, 540)
 
@@ -130,7 +117,7 @@ def test_a_range_in_which_nothing_is_learnt_is_reported(tmp_path: Path) -> None:
         ("max=much", r"max=much must be a number"),
         ("optimizer.lr=1", r"optimizer.lr=1 has no effect"),
         ("schedule=wsd", r"schedule=wsd has no effect"),
-        ("parallel=ddp", r"leave out parallel=ddp|starts several|torchrun"),
+        ("parallel=ddp", r"leave out torchrun and parallel"),
         ("recipe.widht=3", r"did you mean 'recipe.width'"),
     ],
 )
