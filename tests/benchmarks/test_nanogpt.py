@@ -11,7 +11,7 @@ from benchmarks import nanogpt as module
 from benchmarks.jobs import shakespeare
 from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, Contestant, PlainShape, Point, _plain, nanogpt, race, race_rows
 from benchmarks.rows import Bench
-from recipes.gpt2_model import SHAPES
+from recipes.gpt2 import SHAPES
 from trainer.hardware import detect
 from trainer.trainer import Trainer
 
