@@ -46,21 +46,6 @@ def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_attention_has_the_forms_that_the_recipe_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.3)
-    small = ("data=synthetic", "data.vocab_size=500", "recipe.context=16")
-    gpt2 = varied("recipe=gpt2", "recipe.size=nano", *small)["recipe.attention"]
-    assert gpt2 == ["attention=eager"]
-    assert varied("recipe=bert", *small)["recipe.attention"] == ["attention=eager"]
-
-
-def test_what_the_user_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert varied(*SMALL, *FIXED, "micro_batch_size=4", "threads=1") == {}
-
-
 def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 4.9)
     plain, native = (replace(detect("cpu"), cpu_flags=frozenset(flags)) for flags in ((), ("amx_bf16",)))
@@ -70,16 +55,15 @@ def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.
     ):
         space, _ = space_of(SMALL, hardware)
         assert space.left_out["bf16"] == why
-    space, _ = space_of(SMALL, plain, "memory")
-    assert space.candidate(["precision=bf16"]).label == "bf16 (fp32 arithmetic)", (
-        "memory is the format's, the time beside it is not"
-    )
-    space, _ = space_of([*SMALL, "precision=bf16"], plain)
-    assert space.candidate().label == "bf16 (fp32 arithmetic)", "asked for by name"
+    space, _ = space_of(SMALL, plain, "memory")  # which is the format's; the time beside it is not
+    assert space.candidate(["precision=bf16"]).label == "bf16 (fp32 arithmetic)"
 
 
-def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert varied(*SMALL, *FIXED, "micro_batch_size=4", "threads=1") == {}
     hardware = replace(detect("cpu"), cpu_cores=8)
     monkeypatch.setattr("evidence.advice.candidates.torch.get_num_threads", lambda: 8)
     space, _ = space_of([*SMALL, *FIXED, "micro_batch_size=8"], hardware)
@@ -91,10 +75,8 @@ def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: 
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.5)
     monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda *_: None)
     found = varied(*SMALL, goal="memory", quality=True)
-    assert found["activation_checkpointing"] == [
-        "activation_checkpointing=blocks",
-        "activation_checkpointing=selective",
-    ]
+    key = "activation_checkpointing"
+    assert found[key] == [f"{key}=blocks", f"{key}=selective"]
     assert "bf16_master" in found["precision"]
     assert "bf16_pure" not in found["precision"]
 
@@ -107,9 +89,8 @@ def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
     assert reason.startswith("forecast to need")
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path, fresh: bool) -> None:
-    worker = Worker(Candidate("fp32"), [*SMALL, "recipe.width=64"], folder, fresh)
+def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path) -> None:
+    worker = Worker(Candidate("fp32"), [*SMALL, "recipe.width=64"], folder, True)
     try:
         _, warm_up_s, _ = worker.start(300)
         assert len(warm_up_s) >= 2
@@ -152,9 +133,7 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "tracking=local", "budget_minutes=3"]
     assert command.main(given) == 0
-    printed = capsys.readouterr().out
-    assert "fp32, train.py's default" in printed or "as fast as fp32" in printed
-    assert "experiment=advised_bignet_" in printed
+    assert "experiment=advised_bignet_" in capsys.readouterr().out
     assert len(list((tmp_path / "conf").rglob("advised_bignet_*.yaml"))) == 1
     (path,) = tmp_path.glob("advice/bignet-*/advice.json")
     content = json.loads(path.read_text())
@@ -186,7 +165,6 @@ def ended(content: dict[str, Any]) -> dict[str, Any]:
     ("given", "message"),
     [
         ("goal=fast", "goal=fast is not a goal"),
-        ("budget_minutes=0", "budget_minutes=0 must be a time above 0"),
         ("budget_minutes=inf", "must be a time above 0"),
         ("resume=outputs/x", "resume=outputs/x has no effect"),
         ("precision=fp32,bf16", "several values"),
