@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from evidence.advice.report import sentence
 from evidence.advice.schema import AHEAD, BUDGET, FAILED, LEFT_OUT, SEVERAL, Advice, Entry, _entry
 from evidence.advice.search import FINAL_TURNS, LEAST_PAIRS, MOST_FAULTS, PAIRS
 from mantissa.statistics import ratio_interval
@@ -50,7 +49,10 @@ def test_the_changes_that_help_are_combined_and_the_ratio_is_of_fresh_processes(
 
 
 def test_the_chance_between_processes_is_in_the_interval_and_advises_no_equal_setting() -> None:
-    """Processes of one setting differ by 1.7 %: intervals of their blocks alone would hold the truth in half of all."""
+    """Processes of one setting differ by 1.7 %: intervals of their blocks alone would hold the truth in half of all.
+
+    Another program slows down single blocks.
+    """
     among = space("fp32", "bf16", micro=["8", "16", "32"])
     wrong = sum(
         Machine(times({}), between=0.017, noise=0.01, seed=seed).advise(among=among, budget_s=300.0).winner != "fp32"
@@ -58,7 +60,11 @@ def test_the_chance_between_processes_is_in_the_interval_and_advises_no_equal_se
     )
     assert wrong <= 8, "a two-sided interval of 95 % is wrong on this side in one of forty"
     held = [
-        winner(Machine(times({"bf16": 0.8}), between=0.017, noise=0.01, seed=seed).advise(among=PAIR, budget_s=120.0))
+        winner(
+            Machine(times({"bf16": 0.8}), between=0.017, noise=0.01, spikes=0.03, seed=seed).advise(
+                among=PAIR, budget_s=120.0
+            )
+        )
         for seed in range(120)
     ]
     intervals = [entry.interval for entry in held if entry.interval]
@@ -70,11 +76,6 @@ def test_the_simplest_of_equal_settings_is_advised() -> None:
     found = Machine(times({"bf16": 0.5, "micro=32": 0.995}), compile_s=1.0).advise()
     assert (found.winner, found.stopped) == ("bf16", SEVERAL)
     assert "bf16, micro=32" in found.equal
-
-
-def test_single_blocks_that_another_program_slows_down_decide_nothing() -> None:
-    winners = [Machine(spikes=0.07, seed=seed).advise().winner for seed in range(20)]
-    assert sum(winner.startswith("bf16 + compile") for winner in winners) >= 19
 
 
 def test_a_choice_that_fresh_processes_do_not_confirm_is_not_advised() -> None:
@@ -110,15 +111,6 @@ def test_compiling_must_be_faster_in_a_whole_run_of_fresh_processes() -> None:
     assert compiled.run_interval.high < 1.0
 
 
-def test_where_the_default_compiles_a_short_run_does_not() -> None:
-    """The sentence then gives the ratio of whole runs: 10 s and 100 steps of 0.012 s over 100 of 0.02 s."""
-    compiled = space("fp32", compiles=True, compile=["off"])
-    found = Machine(times({"compile": 0.6}), noise=0.0).advise(among=compiled, steps=100)
-    assert (found.baseline, found.winner) == ("fp32 + compile", "fp32")
-    said = sentence(found)
-    assert said.startswith("fp32: 5.6x [5.6, 5.6] as fast as fp32 + compile in a run of 100 steps, compile time incl")
-
-
 def test_what_fails_or_hangs_is_named_and_the_others_go_on() -> None:
     broken = {"fp16": "RuntimeError: no such kernel", "bf16, attention=eager": "hangs", "bf16, micro=32": "later"}
     here = Machine(broken=broken)
@@ -130,6 +122,10 @@ def test_what_fails_or_hangs_is_named_and_the_others_go_on() -> None:
     assert found.winner.startswith("bf16")
     assert here.started.count("fp16") == 1
     assert here.alive == []
+    later = Machine()
+    later.advise(advice=again(found))
+    assert "bf16, attention=eager" in later.started, "what there was no time for is tried again"
+    assert "fp16" not in later.started
 
 
 def test_a_choice_that_fails_in_the_final_round_gives_its_place_to_the_next() -> None:
@@ -137,19 +133,6 @@ def test_a_choice_that_fails_in_the_final_round_gives_its_place_to_the_next() ->
     assert entries(found)[BEST].status == FAILED
     assert found.winner.startswith("bf16 + compile")
     assert len(winner(found).final) >= LEAST_PAIRS
-
-
-def test_a_start_that_the_budget_cuts_off_is_left_out_and_tried_again_with_a_larger_one() -> None:
-    among = space("fp32", "bf16", compile=["default"], micro=["32"])
-    here = Machine(times({"bf16": 0.5, "compile": 0.6}), broken={"bf16 + compile": "hangs"})
-    found = here.advise(among=among, budget_s=60.0)
-    entry = entries(found)["bf16 + compile"]
-    assert entry.status == LEFT_OUT
-    assert "did not end within" in entry.reason
-    assert found.stopped == BUDGET
-    assert not [label for label in here.started if "compile" in label and label != "bf16 + compile"]
-    more = Machine(times({"bf16": 0.5, "compile": 0.6})).advise(among=among, advice=again(found))
-    assert more.winner == "bf16 + compile"
 
 
 def test_a_default_that_fails_gives_its_place_to_the_first_that_works() -> None:
@@ -169,14 +152,6 @@ def test_where_all_fail_the_first_error_is_reported() -> None:
     with pytest.raises(RunError, match="the first error: fp32: error 0") as caught:
         Machine(broken=broken).advise()
     assert caught.value.exit_code == 1
-
-
-def test_a_budget_without_time_for_a_pair_ends_with_the_default_and_says_so() -> None:
-    here = Machine(start_s=30.0)
-    found = here.advise(budget_s=30.0)
-    assert (here.started, here.fresh) == (["fp32"], [])
-    assert (found.winner, found.stopped) == ("fp32", BUDGET)
-    assert entries(found)["bf16"].reason == "the budget had no time for it"
 
 
 @pytest.mark.parametrize(("budget_s", "start_s"), [(40.0, 1.0), (120.0, 3.0), (600.0, 1.0)])

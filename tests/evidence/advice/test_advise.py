@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,11 +22,6 @@ from trainer.hardware import detect
 
 SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", "data.samples=64", "device=cpu"]
 FIXED = ["compile=off", "precision=fp32", "optimizer.fused=auto"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("advice")
 
 
 def varied(*overrides: str, goal: str = "speed", quality: bool = False) -> dict[str, list[str]]:
@@ -89,37 +84,23 @@ def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
     assert reason.startswith("forecast to need")
 
 
-def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path) -> None:
-    worker = Worker(Candidate("fp32"), [*SMALL, "recipe.width=64"], folder, True)
-    try:
+def test_a_worker_takes_steps_counts_bytes_and_its_end_is_noticed(tmp_path: Path) -> None:
+    with closing(Worker(Candidate("fp32"), [*SMALL, "recipe.width=64"], tmp_path, True)) as worker:
         _, warm_up_s, _ = worker.start(300)
         assert len(warm_up_s) >= 2
         assert 0 < worker.block(3, 60) < 60
         # Weights, gradients and AdamW's two moments: four times 2 · (64² + 64) numbers of 4 bytes, and activations.
         steady = 4 * 2 * (64 * 64 + 64) * 4
         assert steady < worker.memory(60) < 2 * steady
-    finally:
-        worker.close()
-    broken = Worker(Candidate("bad", ("precision=bogus",)), SMALL, folder)
-    try:
-        with pytest.raises(Failed, match="precision=bogus is not a choice"):
-            broken.start(300)
-    finally:
-        broken.close()
-
-
-def test_a_worker_that_stops_or_dies_is_noticed(folder: Path) -> None:
-    worker = Worker(Candidate("fp32", ()), SMALL, folder)
-    try:
-        worker.start(300)
         os.kill(worker._process.pid, signal.SIGSTOP)
         with pytest.raises(Failed, match="its block did not end within 0 s"):
             worker.block(1, 0.05)
         os.kill(worker._process.pid, signal.SIGKILL)
         with pytest.raises(Failed, match="signal SIGKILL"):
             worker.block(1, 60)
-    finally:
-        worker.close()
+    broken = Worker(Candidate("bad", ("precision=bogus",)), SMALL, tmp_path)
+    with closing(broken), pytest.raises(Failed, match="precision=bogus is not a choice"):
+        broken.start(300)
 
 
 def test_the_command_answers_writes_and_repeats_its_answer(
@@ -141,7 +122,6 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert content["winner"] == labels[0]
     assert set(labels) >= {"fp32", "fp32, micro_batch_size=1"}
     assert json.dumps(asdict(read(path))) == json.dumps(content)
-    assert (path.parent / "advice.png").exists()
     outcomes = path.parent / "outcomes.jsonl"
     assert command.main(given) == 0
     again = capsys.readouterr().out
@@ -150,15 +130,11 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert json.loads(path.read_text()) == content
     assert len(outcomes.read_text().splitlines()) == 1
     monkeypatch.setattr(command, "_depends_on", lambda *_: content["depends_on"] | {"the code": "other"})
-    monkeypatch.setattr(command.Search, "run", lambda search: search.advice.__dict__.update(content | ended(content)))
+    ended = content | {"entries": [_entry(each) for each in content["entries"]]}
+    monkeypatch.setattr(command.Search, "run", lambda search: search.advice.__dict__.update(ended))
     assert command.main(given) == 0
     assert "measured again: the code changed since the earlier call" in capsys.readouterr().out
     assert len(outcomes.read_text().splitlines()) == 2, "an earlier outcome is never replaced"
-
-
-def ended(content: dict[str, Any]) -> dict[str, Any]:
-    """The entries of an advice that was read as JSON."""
-    return {"entries": [_entry(each) for each in content["entries"]]}
 
 
 @pytest.mark.parametrize(
