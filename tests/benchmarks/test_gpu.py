@@ -12,7 +12,7 @@ from benchmarks import gpu
 from benchmarks.bench import BenchOptions
 from evidence.claims.command import ReproduceOptions
 from trainer.config.compose import compose
-from trainer.config.options import parse, run
+from trainer.config.options import parse
 from trainer.files import write_json
 from trainer.hardware import detect
 
@@ -142,18 +142,3 @@ def test_a_process_ends_with_its_code_or_at_its_limit(tmp_path: Path) -> None:
     assert gpu.launch(line, log, 60.0, lambda: None) == 3
     assert log.read_text() == "said\n"
     assert gpu.launch([sys.executable, "-c", "import time; time.sleep(600)"], log, 0.0, lambda: None) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["only=test", "reduced=true"], "only=test is not a stage"),
-        (["device=cpu"], "there is no CUDA GPU here; set reduced=true to rehearse on a CPU"),
-        (["steps=3", "reduced=true"], "steps=3 is not an option; data.path=… of a claim is the only override"),
-    ],
-)
-def test_a_mistake_is_named(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(gpu.main, None, [*arguments, f"output_dir={tmp_path}"]) == 2
-    assert words in capsys.readouterr().err

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks import probe as probes
 from evidence.measures import PROBE_MEASURES
-from trainer.config.options import run
 from trainer.errors import UserError
 
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=8 data=synthetic data.vocab_size=64 batch_size=4 device=cpu"
@@ -66,18 +65,3 @@ def test_the_forecast_of_the_largest_batch_is_where_its_line_meets_the_budget(tm
     assert small["fixed_mib"] > 4 * 4 * 12 * 128**2 * 4 / 2**20  # weights, gradients and two moments of four blocks
     more = large["largest_batch"] - small["largest_batch"]
     assert more == pytest.approx(0.95 * 64 / small["mib_per_sample"], abs=1)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("gem size=4", "did you mean 'gemm'?"),
-        ("gemm size=0", "size=0 must be a whole number of at least 1"),
-        ("gemm precision=fp8 device=cpu", "precision=fp8 is not one of fp32, tf32, bf16, fp16"),
-        (f"max_batch by=magic {GPT2}", "by=magic is neither trials nor forecast"),
-        (f"clip_order order=during {GPT2}", "order=during is neither before nor after"),
-    ],
-)
-def test_mistakes_are_named(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(probes.main, None, text.split()) == 2
-    assert words in capsys.readouterr().err

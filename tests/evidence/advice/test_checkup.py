@@ -24,17 +24,14 @@ def in_this_process(command: list[str], log: Path, limit_s: float) -> int:
     return doctor(command[2:])
 
 
-def test_a_healthy_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path) -> None:
+def test_a_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path) -> None:
     given = [*BIGNET, "batch_size=64", "micro_batch_size=32", "precision=bf16", "tracking=local"]
     found = check(given, CPU, tmp_path, in_this_process)
     assert (found["faults"], found["healthy"], found["samples"]) == ([], True, 2)
     (report,) = tmp_path.glob("doctor/*/verdict.json")
     verdict = json.loads(report.read_text())
-    assert verdict["precision"] == "bf16"
     assert [rung["name"] for rung in verdict["ladder"]] == ["fp64", "fp32", "bf16"]
 
-
-def test_a_fault_is_named_and_an_earlier_report_does_not_count(tmp_path: Path) -> None:
     overflow = [*BIGNET, "precision=fp16", "recipe.loss_weight=1e9", "scaler=none", "scaler.force=true"]
     found = check(overflow, CPU, tmp_path, in_this_process)
     assert not found["healthy"]
@@ -44,7 +41,7 @@ def test_a_fault_is_named_and_an_earlier_report_does_not_count(tmp_path: Path) -
         raise subprocess.TimeoutExpired(command, limit_s)
 
     for launch, words in ((lambda *_: 7, "exit code 7; run it: python "), (hangs, "did not end within")):
-        gone = check(overflow, CPU, tmp_path, launch)  # it wrote nothing
+        gone = check(overflow, CPU, tmp_path, launch)  # the earlier report does not count
         assert (gone["faults"], gone["healthy"]) == ([], False)
         assert words in gone["missed"][0]
 
