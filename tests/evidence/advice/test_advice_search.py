@@ -84,6 +84,12 @@ def test_a_choice_that_fresh_processes_do_not_confirm_is_not_advised() -> None:
     (note,) = found.notes
     assert note.startswith("bf16 was the best until the final round, which did not confirm it: 0.91x")
     assert entries(found)["bf16"].speed == pytest.approx(1 / 1.1, rel=0.02)
+    slightly = Machine(times({"bf16": 0.5}), between=0.03, final=lambda label: 1.96 if label == "bf16" else 1.0)
+    found = slightly.advise(among=PAIR)
+    interval = entries(found)["bf16"].interval
+    assert interval is not None
+    assert interval.low < 1 < interval.mean
+    assert found.winner == "fp32", "its whole interval must be above 1"
 
 
 def test_a_short_run_is_not_compiled_and_it_says_when_it_would_pay() -> None:
