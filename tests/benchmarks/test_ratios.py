@@ -15,7 +15,7 @@ from benchmarks import loading, overhead, ratios
 from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.overhead import Turns, overheads
 from benchmarks.rows import Bench, Row
-from evidence.turns import Times
+from benchmarks.turns import Times
 from mantissa.formats import BASIC
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
