@@ -39,7 +39,7 @@ class Session:
     ) -> None:
         self.ledger: Ledger | None = None
         self.summary: str | None = None
-        """One line for the end of the run."""
+        """One line for the end of the run, where there is no ledger."""
         self._config, self._folder, self._device = config, folder, device
         self._model, self._optimizer, self._averages = model, optimizer, averages
         self._started = 0
@@ -124,7 +124,6 @@ class _MemorySession(Session):
         with self._allocator_history(), MemoryLedger(self._model, self._optimizer, self._averages) as recorder:
             yield
         self.ledger = recorder.report()
-        self.summary = self.ledger.sentence()
         record = {"step": step_index} | self.ledger.to_dict()
         (self._folder / "ledger.json").write_text(json.dumps(record, indent=1))
         (self._folder / "ledger.txt").write_text(self.ledger.text())
