@@ -251,7 +251,7 @@ def attempt(column: Config, mode: Parallel, activation: ActivationCheckpointing)
 
 def exchange() -> dict[str, Any]:
     """What every rank receives from work that only rank 0 did."""
-    world = parallel.join("cpu", 60)
+    world = DDP(timeout_s=60).world("cpu")
 
     def fails(error: BaseException) -> Any:
         raise error
