@@ -583,8 +583,8 @@ FAULTS = (
     Fault(
         "cuDNN's convolutions stay in TF32",
         "trainer/precision/modes.py",
-        "torch.backends.cudnn.conv.fp32_precision = fp32",
-        'torch.backends.cudnn.conv.fp32_precision = "tf32"',
+        "backend.fp32_precision = fp32",
+        'backend.fp32_precision = "tf32" if backend is backends.cudnn.conv else fp32',
         "tests/trainer/precision/test_precision.py::test_fp32_products_are_ieee_in_every_backend",
     ),
 )
