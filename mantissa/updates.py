@@ -123,7 +123,7 @@ class UpdateMeter:
 
     Args:
         model: in training.
-        update: its update, whose optimizer treats every element alone, see ``elementwise``.
+        update: its update, whose optimizer treats every element of a parameter alone.
         half: the 16-bit dtype that layers compute in; None: there is none.
     """
 
@@ -272,26 +272,6 @@ def _sampled_state(key: str, value: Any, shape: torch.Size) -> Any:
     if key != "step" and value.shape == shape:
         return _elements(value).to(torch.float32, copy=True)
     return value.clone()
-
-
-def elementwise(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Return whether an optimizer of torch.optim treats every element of a parameter alone, found by trial.
-
-    Not so Adafactor, which keeps sums of rows and columns, and Muon, which makes a whole matrix orthogonal.
-    """
-    matrix = torch.linspace(-1.0, 1.0, 24).view(4, 6)
-    updated = []
-    for first in (matrix, matrix.flatten()[::5]):
-        parameter = nn.Parameter(first.clone())
-        try:
-            optimizer = kind([parameter], **options)
-            for _ in range(2):
-                parameter.grad = parameter.detach() ** 2
-                optimizer.step()
-        except (TypeError, ValueError, RuntimeError):
-            return False
-        updated.append(parameter.detach())
-    return torch.allclose(updated[0].flatten()[::5], updated[1])
 
 
 def keeps_16_bits(format: Format) -> bool:

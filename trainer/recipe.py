@@ -46,24 +46,12 @@ class Decision(NamedTuple):
     why: str
 
 
-class SetOnce:
-    """A config whose fields do not change: ``dataclasses.replace`` makes another one.
-
-    (Hydra cannot compose dataclasses with ``frozen=True``: OmegaConf makes their nodes read-only.)
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in vars(self):
-            raise AttributeError(f"{type(self).__name__}.{name} does not change; use dataclasses.replace")
-        super().__setattr__(name, value)
-
-
 NO_OPTION = {"omegaconf_ignore": True}
 """Metadata of a config's field that users do not set."""
 
 
 @dataclass
-class DataSource(SetOnce):
+class DataSource:
     """The ``data`` config group. Its subclasses are kinds of data: text, images."""
 
     kind: ClassVar[str] = ""
@@ -81,7 +69,7 @@ class DataSource(SetOnce):
 
 
 @dataclass
-class Augment(SetOnce):
+class Augment:
     """The ``augment`` config group: what training changes about a sample at random. This base changes nothing.
 
     What it means for images is in ``recipes/data/images/augment.py``.
@@ -127,13 +115,14 @@ class FirstWeights:
 
 
 @dataclass
-class Recipe(SetOnce):
+class Recipe:
     """The ``recipe`` config group: model, data, loss and metrics of one family.
 
-    Subclasses are dataclasses whose fields are the user's options, and a recipe holds nothing else. What the data
-    decides, such as the vocabulary, is in what ``datasets`` returns (a subclass of Datasets, if the recipe needs
-    one); what the loss needs on the device is in the model. So methods take ``datasets: Any`` and ``model: Any``,
-    which a recipe narrows to its own types. The trainer calls the methods in the order of this class.
+    Subclasses are dataclasses whose fields are the user's options, and a recipe holds nothing else; as all configs, it
+    does not change: ``dataclasses.replace`` makes another one. What the data decides, such as the vocabulary, is in
+    what ``datasets`` returns (a subclass of Datasets, if the recipe needs one); what the loss needs on the device is in
+    the model. So methods take ``datasets: Any`` and ``model: Any``, which a recipe narrows to its own types. The
+    trainer calls the methods in the order of this class.
     """
 
     name: ClassVar[str] = ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Replay
-from mantissa.updates import UpdateMeter, elementwise
+from mantissa.updates import UpdateMeter
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
@@ -21,7 +21,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
-from trainer.optim.classes import optimizer_class
+from trainer.optim.classes import is_elementwise
 from trainer.parallel.single import Parallel
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
@@ -144,8 +144,7 @@ def take(trainer: Trainer, step: int, began: str) -> Replay:
     microbatches = next(batches)
     start = TrainerStep.of(trainer, microbatches)
     start.others = [following[0] for following in start.following(1 + OTHERS)[1:]]
-    options = config.optimizer
-    metered = elementwise(optimizer_class(options.name), options.options)
+    metered = is_elementwise(config.optimizer.name)
     meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
     reset_peak_memory(hardware.device)
     clock = time.monotonic()
@@ -163,7 +162,7 @@ def take(trainer: Trainer, step: int, began: str) -> Replay:
         memory_bytes=peak_memory_bytes(hardware.device),
         began=began,
         updates=meter.results() if meter is not None and not skipped else {},
-        notes=[] if metered else [f"updates: not measured with optimizer.name={options.name}"],
+        notes=[] if metered else [f"updates: not measured with optimizer.name={config.optimizer.name}"],
     )
 
 

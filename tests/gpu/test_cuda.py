@@ -6,6 +6,7 @@ import json
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import Precision
 from trainer.profiling import rates
 from trainer.profiling.datasheets import data_sheet
+from trainer.profiling.ledger import MemoryLedger
 from trainer.run.monitor import Monitor
 from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer
@@ -298,7 +300,9 @@ def test_the_thread_that_prepares_batches_changes_none() -> None:
 
 def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     trainer = on_gpu(*BIGNET[:-1], "profiler=memory")
-    session = trainer.config.profiler.start(tmp_path, trainer.model, trainer.optimizer, trainer.device)
+    session = trainer.config.profiler.start(
+        tmp_path, trainer.device, partial(MemoryLedger, trainer.model, trainer.optimizer)
+    )
     trainer.model.train()
     for index, step in enumerate(trainer.batches()):
         with session.step(index):

@@ -25,8 +25,6 @@ STATE_FILE = "state.json"
 KINDS = ("model", "optimizer", "rng")
 """For each there is one file, or one file per rank."""
 
-_PART = re.compile(rf"({'|'.join(KINDS)})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors")
-
 
 class InvalidCheckpoint(Exception):
     """A file of a checkpoint does not hold what it should; the message begins with the file's name."""
@@ -112,17 +110,14 @@ def read_manifest(folder: Path) -> Manifest:
     if not (known and type(step) is int and isinstance(score, int | float | None) and isinstance(hashes, dict)):
         raise InvalidCheckpoint(f"{MANIFEST_FILE} does not hold a step, a score and the SHA-256 of files")
     manifest = Manifest(step, score, hashes)
-    for name in hashes:  # one that leads out of the folder, for example
-        if name != STATE_FILE and not _PART.fullmatch(name):
-            raise InvalidCheckpoint(f"{MANIFEST_FILE}: {name!r:.80} is not a file of a checkpoint")
-    if STATE_FILE not in hashes:
-        raise InvalidCheckpoint(f"{STATE_FILE} is missing")
+    names = {STATE_FILE}
     for kind in KINDS:
         parts = manifest.files(kind)
-        if not parts:
-            raise InvalidCheckpoint(f"{kind}.safetensors is missing")
-        if parts != [rank_file(kind, rank, len(parts)) for rank in range(len(parts))]:
+        if not parts or parts != [rank_file(kind, rank, len(parts)) for rank in range(len(parts))]:
             raise InvalidCheckpoint(f"{MANIFEST_FILE}: the files of {kind} are not one, or one for each rank")
+        names.update(parts)
+    if wrong := sorted(hashes.keys() ^ names):  # one that leads out of the folder, for example
+        raise InvalidCheckpoint(f"{MANIFEST_FILE}: {wrong[0]!r:.80} is missing, or is not a file of a checkpoint")
     return manifest
 
 

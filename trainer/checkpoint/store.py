@@ -132,7 +132,7 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     Raises:
         CheckpointNotWritten: on every rank, if one of them failed; nothing is left behind.
     """
-    target = folder / _name(snapshot.step)
+    target = path_of(folder, snapshot.step)
     temporary = folder / f".{target.name}.partial"
     on_all_ranks = partial(_on_all_ranks, world, temporary)
     on_all_ranks(partial(_prepare, folder, temporary) if world.first else None)
@@ -151,8 +151,7 @@ def steps(folder: Path) -> list[int]:
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's folder; None: it is no such name."""
-    name = match[1] if (match := _ASIDE.fullmatch(path.name)) else path.name
-    return int(name.removeprefix("step-")) if STEP_NAME.fullmatch(name) else None
+    return int(path.name.removeprefix("step-")) if STEP_NAME.fullmatch(path.name) else None
 
 
 def best_step(folder: Path) -> int | None:
@@ -173,15 +172,15 @@ def prune(folder: Path, keep: int) -> None:
     _clear_up(folder)
     saved = steps(folder)
     for step in set(saved[:-keep]) - {best_step(folder)}:
-        removed = folder / f".{_name(step)}.partial"  # what a kill leaves of it is no checkpoint, and is removed later
-        path_of(folder, step).rename(removed)
+        kept = path_of(folder, step)
+        # What a kill leaves of it under this name is no checkpoint, and is removed later.
+        removed = kept.rename(folder / f".{kept.name}.partial")
         shutil.rmtree(removed)
 
 
 def path_of(folder: Path, step: int) -> Path:
     """Return where the checkpoint of ``step`` is."""
-    path, aside = folder / _name(step), folder / f".{_name(step)}.old"
-    return aside if aside.is_dir() and not path.is_dir() else path
+    return folder / f"step-{step:08d}"
 
 
 def find_verified(folder: Path, step: int | None = None) -> Path:
@@ -208,12 +207,7 @@ def find_verified(folder: Path, step: int | None = None) -> Path:
     return path
 
 
-_ASIDE = re.compile(rf"\.({STEP_NAME.pattern})\.old")
 _PARTIAL = re.compile(rf"\.{STEP_NAME.pattern}\.partial")
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _on_all_ranks(world: World, temporary: Path, work: Callable[[], Any] | None) -> list[Any]:
@@ -255,36 +249,15 @@ def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any
     write_json(temporary / MANIFEST_FILE, manifest)
     for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
         flush(path)
-    _replace(target, temporary, flush)
-
-
-def _replace(target: Path, new: Path, flush: Flush) -> None:
-    """Rename ``new`` to ``target``. An earlier ``target`` stays complete, under a name that is read, until then."""
-    aside = target.with_name(f".{target.name}.old")
-    replaces = target.is_dir()
-    if replaces:
-        target.rename(aside)
-    try:
-        new.rename(target)
-    except OSError:
-        if replaces:
-            aside.rename(target)
-        raise
+    temporary.rename(target)  # an OSError where the step is saved already
     flush(target.parent)
-    if replaces:
-        shutil.rmtree(aside)
 
 
 def _clear_up(folder: Path) -> None:
-    """Remove what a killed process left of a checkpoint; what it had set aside gets its name back."""
+    """Remove what a killed process left of a checkpoint."""
     for path in sorted(folder.iterdir()):
         if _PARTIAL.fullmatch(path.name):
             shutil.rmtree(path)
-        elif found := _ASIDE.fullmatch(path.name):
-            if (folder / found[1]).exists():
-                shutil.rmtree(path)
-            else:
-                path.rename(folder / found[1])
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -14,13 +14,13 @@ from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
-from trainer.recipe import NO_OPTION, SetOnce
+from trainer.recipe import NO_OPTION
 from trainer.run_folder import default_name
 from trainer.tracking.options import Tracking
 
 
 @dataclass
-class RunConfig(SetOnce):
+class RunConfig:
     """The options of the run around the steps: what is measured, reported and kept, and where."""
 
     profiler: Profiler = field(default_factory=Profiler)

@@ -22,13 +22,13 @@ from trainer.parallel.world import World
 from trainer.precision import calls
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler
-from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, FirstWeights, Recipe, SetOnce
+from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, FirstWeights, Recipe
 
 _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
 
 
 @dataclass
-class StepConfig(SetOnce):
+class StepConfig:
     """All options of a ``Trainer``. It does not change: ``resolve`` returns another one."""
 
     recipe: Recipe

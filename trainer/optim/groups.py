@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 from trainer.optim.decay import decayed
 from trainer.precision.names import matching
-
-_SETTINGS = ("lr", "weight_decay")
 
 
 def check_patterns(patterns: Any) -> None:
@@ -27,19 +25,15 @@ def check_patterns(patterns: Any) -> None:
         key = f"optimizer.groups: {pattern}"
         if isinstance(pattern, float):
             raise UserError(f"{key} is read as a number, not as a name; write {pattern}.* for what is in it")
-        if not isinstance(settings, Mapping) or not settings:
-            raise UserError(f"{key} must have lr, weight_decay or both, as in '{{{pattern}: {{lr: 0.1}}}}'")
+        if not isinstance(settings, Mapping) or not settings or not settings.keys() <= {"lr", "weight_decay"}:
+            raise UserError(f"{key} must have lr, weight_decay or both and no more, as in '{{{pattern}: {{lr: 0.1}}}}'")
         for name, value in settings.items():
-            if name not in _SETTINGS:
-                raise UserError(f"{key} cannot have {name}, only lr and weight_decay{nearest(name, _SETTINGS)}")
             number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else value
-            if name == "lr" and not 0 < number < math.inf:
+            if not 0 <= number < math.inf or (name == "lr" and number == 0):
                 raise UserError(
-                    f"{key} has lr={value}, which must be a number above 0 that multiplies optimizer.lr; use "
-                    "freeze=[…] for what is not to be trained"
+                    f"{key} has {name}={value}; weight_decay must be a number of at least 0, and lr one above 0 that "
+                    "multiplies optimizer.lr (freeze=[…] is for what is not to be trained)"
                 )
-            if name == "weight_decay" and not 0 <= number < math.inf:
-                raise UserError(f"{key} has weight_decay={value}, which must be a number of at least 0")
 
 
 def parameter_groups(

@@ -1,21 +1,101 @@
-"""Several processes: DDP and FSDP2 wrap the model and decide when gradients are summed."""
+"""Several processes: what they exchange on the host, and DDP and FSDP2, which wrap the model and sum gradients."""
 
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from mantissa.formats import BF16, FORMATS, FP16, STOCHASTIC
-from trainer.errors import UserError
+from trainer.errors import Interrupted, RunError, UserError
 from trainer.parallel.single import Parallel
-from trainer.parallel.world import World, join, launched_local_rank, launched_processes
+from trainer.parallel.world import World, launched_local_rank, launched_processes
 from trainer.precision.modes import Precision
+
+T = TypeVar("T")
+
+
+class ProcessWorld(World):
+    """Several processes, joined by torch.distributed."""
+
+    def __init__(self, device_type: str, timeout_s: float) -> None:
+        """Join the job that torchrun describes in the environment.
+
+        Args:
+            device_type: ``cpu`` (gloo) or ``cuda`` (NCCL for tensors on the GPU, gloo for those on the host).
+            timeout_s: seconds to wait for another rank before the job fails.
+        """
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+            device = torch.device("cuda", launched_local_rank()[0]) if device_type == "cuda" else None
+            timeout = timedelta(seconds=timeout_s)
+            # A restarted job can use the same store, which still holds the addresses of the earlier processes.
+            meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", meeting)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device
+            )
+        self._writers: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def sums(self, *values: int) -> list[int]:
+        total: list[int] = self.add(torch.tensor(values, dtype=torch.int64)).tolist()
+        return total
+
+    def largest_of(self, values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def add(self, tensor: Tensor) -> Tensor:
+        total = tensor.cpu()
+        dist.all_reduce(total)
+        return total
+
+    def copy_from_first(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._writers)
+        return values
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        outcome: list[Any] = [None, None]
+        bug: Exception | None = None
+        if self.first:
+            try:
+                outcome[0] = work()
+            except (RunError, Interrupted) as error:
+                outcome[1] = error
+            except Exception as error:  # the others must not wait for a result that never comes
+                bug, outcome[1] = error, RunError(f"rank 0 failed: {error}")
+        dist.broadcast_object_list(outcome, 0)
+        if bug is not None:
+            raise bug
+        if outcome[1] is not None:
+            outcome[1].shared = True
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
+
+    def first_then_others(self, work: Callable[[], T]) -> T:
+        results: list[T] = []
+
+        def prepare() -> None:  # its result stays on rank 0, and need not be picklable
+            results.append(work())
+
+        self.on_first(prepare)
+        return results[0] if self.first else work()
 
 
 @dataclass
@@ -35,7 +115,12 @@ class SeveralProcesses(Parallel):
             raise UserError(
                 f"device={device} with parallel={self.kind}: each process has its own device; use cuda, cpu or auto"
             )
-        if on_gpu and launched_processes():  # before joining: NCCL would fail on a GPU that is not there
+        if not launched_processes():
+            raise UserError(
+                "this parallel mode needs several processes: start them with "
+                "torchrun --nproc-per-node=2 scripts/train.py …, or use parallel=single"
+            )
+        if on_gpu:  # before joining: NCCL would fail on a GPU that is not there
             number, processes = launched_local_rank()
             if processes > torch.cuda.device_count():
                 raise UserError(
@@ -43,7 +128,7 @@ class SeveralProcesses(Parallel):
                     f"use --nproc-per-node={torch.cuda.device_count()}"
                 )
             torch.cuda.set_device(number)
-        return join("cuda" if on_gpu else "cpu", self.timeout_s)
+        return ProcessWorld("cuda" if on_gpu else "cpu", self.timeout_s)
 
 
 @dataclass
@@ -115,18 +200,12 @@ class FSDP(SeveralProcesses):
             )
         if self.param_dtype is None:
             return
-        if precision.format.half_weights:
+        usable = precision.format.number in (BF16, FP16) and not precision.format.half_weights
+        if not usable or self.param_dtype != precision.mode:
             raise UserError(
-                f"parallel.param_dtype has no effect with precision={precision.mode}, "
-                "whose weights are 16-bit; remove it"
+                f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the two must be equal, bf16 "
+                "or fp16; remove it, or change one of them"
             )
-        if self.param_dtype != precision.mode:
-            raise UserError(
-                f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the weights would be "
-                "rounded to another dtype than the run is named after; remove it, or make the two equal (bf16 or fp16)"
-            )
-        if precision.format.number not in (BF16, FP16):
-            raise UserError(f"parallel.param_dtype={self.param_dtype} must be bf16 or fp16, or left out")
         if precision.fp32_modules:
             raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; remove one")
 

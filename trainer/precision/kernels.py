@@ -195,19 +195,18 @@ def use(dtype: torch.dtype, forms: Forms) -> None:
     a process that never asks for it, only the operators that some format asks for, and nothing is left when none does.
     No other thread may compute meanwhile: torch's registry is not safe against that.
     """
-    global _library
+    global _library, _replaced
     _in_use.pop(dtype, None)
     if forms:
         _in_use[dtype] = {name: frozenset(each) for name, each in forms.items()}
     wanted = {name for formats in _in_use.values() for name in formats}
     if wanted == _replaced:
         return
-    _replaced.clear()
     if _library is not None:
         _library._destroy()
         _library = None
+    _replaced = wanted
     if wanted:
-        _replaced.update(wanted)
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.11 warns that a kernel is replaced
@@ -320,22 +319,16 @@ def _image_layout(input: Tensor, weight: Tensor, *options: Any) -> torch.memory_
     return layout
 
 
-def _convolutions() -> dict[str, tuple[Any, ...]]:
-    found = {}
+def _convolutions(backward: bool = False) -> dict[str, tuple[Any, ...]]:
+    found: dict[str, tuple[Any, ...]] = {}
     for width, kernel, groups in ((16, 3, 1), (32, 1, 1), (32, 3, 32)):
         for layout in (torch.contiguous_format, torch.channels_last):
             x = _random(4, width, 16, 16).to(memory_format=layout)
             weight = _random(width, width // groups, kernel, kernel).to(memory_format=layout)
-            options = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
-            found[_kinds(x, weight, groups)] = (x, weight, None, *options)
+            arguments = (x, weight, None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
+            form = _kinds(x, weight, groups)
+            found[form] = (x.neg(), *arguments, [True, True, False]) if backward else arguments
     return found
-
-
-def _convolutions_backward() -> dict[str, tuple[Any, ...]]:
-    return {
-        form: (x.neg(), x, weight, None, *options, [True, True, False])
-        for form, (x, weight, _, *options) in _convolutions().items()
-    }
 
 
 def _forms_of_backward(args: Sequence[Any]) -> tuple[str, ...]:
@@ -352,16 +345,13 @@ def _forms_of_backward(args: Sequence[Any]) -> tuple[str, ...]:
     return (_kinds(x, weight, groups),)
 
 
-def _attention() -> dict[str, tuple[Any, ...]]:
+def _attention(backward: bool = False) -> dict[str, tuple[Any, ...]]:
     # Half as many tokens, of half the size, would favour fp32 twice over where the processor has instructions.
-    query, key, value = (_random(1, 256, 2, 64).transpose(1, 2) for _ in range(3))
-    return {"any": (query, key, value, 0.0, True)}
-
-
-def _attention_backward() -> dict[str, tuple[Any, ...]]:
-    (arguments,) = _attention().values()
-    output, logsumexp = getattr(torch.ops.aten, _FLASH).default(*arguments)
-    return {"any": (output.neg(), *arguments[:3], output, logsumexp, *arguments[3:])}
+    factors, options = [_random(1, 256, 2, 64).transpose(1, 2) for _ in range(3)], (0.0, True)
+    if not backward:
+        return {"any": (*factors, *options)}
+    output, logsumexp = getattr(torch.ops.aten, _FLASH).default(*factors, *options)
+    return {"any": (output.neg(), *factors, output, logsumexp, *options)}
 
 
 def _attention_backward_in_fp32(
@@ -384,10 +374,6 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
 
 
-def _any_form(args: Sequence[Any]) -> tuple[str, ...]:
-    return ("any",)
-
-
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS = {
     "mm": Operator(("mm", "mm.out", "addmm", "addmm.out"), _matmuls, _matmul_form),
@@ -400,13 +386,17 @@ OPERATORS = {
     ),
     "convolution_backward": Operator(
         ("convolution_backward",),
-        _convolutions_backward,
+        functools.partial(_convolutions, backward=True),
         _forms_of_backward,
         layout=lambda args: _image_layout(*args[1:3], None, *args[4:10]),
     ),
-    "attention": Operator((_FLASH,), _attention, _any_form, rounded=1),
+    "attention": Operator((_FLASH,), _attention, lambda args: ("any",), rounded=1),
     "attention_backward": Operator(
-        (f"{_FLASH}_backward",), _attention_backward, _any_form, operands=5, in_fp32=_attention_backward_in_fp32
+        (f"{_FLASH}_backward",),
+        functools.partial(_attention, backward=True),
+        lambda args: ("any",),
+        operands=5,
+        in_fp32=_attention_backward_in_fp32,
     ),
 }
 """What is replaced: what takes most of a step in 16 bits where the processor lacks instructions. Layer norm, batch norm

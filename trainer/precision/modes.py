@@ -123,15 +123,11 @@ class Precision:
             warnings.simplefilter("ignore")
             torch.backends.cuda.matmul.allow_tf32 = tf32
             torch.backends.cudnn.allow_tf32 = tf32
-        torch.backends.fp32_precision = fp32  # type: ignore[attr-defined]
-        torch.backends.cuda.matmul.fp32_precision = fp32
-        torch.backends.cudnn.fp32_precision = fp32
-        torch.backends.cudnn.conv.fp32_precision = fp32  # type: ignore[attr-defined]
-        torch.backends.cudnn.rnn.fp32_precision = fp32  # type: ignore[attr-defined]
-        torch.backends.mkldnn.fp32_precision = "ieee"
-        torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
-        torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-        torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        backends: Any = torch.backends
+        for backend in (backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn):
+            backend.fp32_precision = fp32
+        for backend in (backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+            backend.fp32_precision = "ieee"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a fresh autocast context for one forward pass and its loss.

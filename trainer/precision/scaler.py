@@ -130,10 +130,11 @@ class Scaler:
         return LossScale(device)
 
 
+@dataclass
 class Scaling(Scaler):
     """The base of the choices that scale the loss, and so skip the steps that overflow."""
 
-    max_consecutive_skips: int  # a field of the subclasses, which decide where it stands in config.json
+    max_consecutive_skips: int = 25
 
     def __post_init__(self) -> None:
         check_number("scaler.max_consecutive_skips", self.max_consecutive_skips)
@@ -159,7 +160,6 @@ class StaticScaler(Scaling):
 
     kind: ClassVar[str] = "static"
     scale: float = 1024.0
-    max_consecutive_skips: int = 25
 
     def __post_init__(self) -> None:
         if not 0 < self.scale <= _LARGEST:
@@ -182,7 +182,6 @@ class DynamicScaler(Scaling):
     """Consecutive finite steps before the scale grows."""
     floor_scale: float = 2.0**-10
     """The smallest scale; an overflow at this scale ends the run."""
-    max_consecutive_skips: int = 25
 
     def __post_init__(self) -> None:
         if not 0 < self.init <= _LARGEST:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.display import dtype_name
-from mantissa.updates import Counts, UpdateMeter, elementwise, ratio
+from mantissa.updates import Counts, UpdateMeter, ratio
 from trainer.errors import UserError, check_number
-from trainer.optim.classes import optimizer_class
+from trainer.optim.classes import is_elementwise
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Update
 from trainer.parallel.world import World
@@ -78,7 +78,7 @@ class Numerics(Diagnostics):
         check_number("diagnostics.every", self.every)
 
     def check(self, optimizer: Optimizer) -> None:
-        if not elementwise(optimizer_class(optimizer.name), optimizer.options):
+        if not is_elementwise(optimizer.name):
             raise UserError(
                 f"diagnostics=numerics cannot measure optimizer.name={optimizer.name}, whose update of one element "
                 "depends on other elements; use diagnostics=none, or an optimizer such as AdamW"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
 
 from trainer.errors import check_number
 from trainer.profiling.ledger import Ledger, MemoryLedger
@@ -28,20 +27,11 @@ class Session:
     Steps are counted from the start of this process, so a resumed run is profiled like a fresh one.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        averages: Iterable[Tensor],
-    ) -> None:
+    def __init__(self, config: Any, folder: Path, device: torch.device, recorder: Callable[[], MemoryLedger]) -> None:
         self.ledger: Ledger | None = None
         self.summary: str | None = None
-        """One line for the end of the run."""
-        self._config, self._folder, self._device = config, folder, device
-        self._model, self._optimizer, self._averages = model, optimizer, averages
+        """One line for the end of the run, where there is no ledger."""
+        self._config, self._folder, self._device, self._recorder = config, folder, device, recorder
         self._started = 0
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
@@ -121,10 +111,9 @@ class _MemorySession(Session):
     @contextmanager
     def _recorded(self, step_index: int) -> Iterator[None]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with self._allocator_history(), MemoryLedger(self._model, self._optimizer, self._averages) as recorder:
+        with self._allocator_history(), self._recorder() as recorder:
             yield
         self.ledger = recorder.report()
-        self.summary = self.ledger.sentence()
         record = {"step": step_index} | self.ledger.to_dict()
         (self._folder / "ledger.json").write_text(json.dumps(record, indent=1))
         (self._folder / "ledger.txt").write_text(self.ledger.text())
@@ -157,16 +146,9 @@ class Profiler:
     kind: ClassVar[str] = "none"
     session: ClassVar[type[Session]] = Session
 
-    def start(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        averages: Iterable[Tensor] = (),
-    ) -> Session:
-        """Begin a session whose files go to ``folder/profile``. ``averages``: the averaged weights, if any."""
-        return self.session(self, folder / "profile", model, optimizer, device, averages)
+    def start(self, folder: Path, device: torch.device, recorder: Callable[[], MemoryLedger]) -> Session:
+        """Begin a session whose files go to ``folder/profile``; ``recorder`` makes a ledger of the training."""
+        return self.session(self, folder / "profile", device, recorder)
 
 
 @dataclass

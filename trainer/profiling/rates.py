@@ -17,18 +17,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
 from trainer.cache import cached
-from trainer.errors import UserError
-from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor
+from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor, threads
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
 _LARGEST_ON_CPU = 4096
 _ENOUGH_S = 0.005
 """What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
-_TIMES = (4, 20)
-_ENOUGH_IN_ALL_S = 0.5
-_AGREE = 1.03
-"""The ratio of the two shortest times from which on they agree: other work on the machine did not slow them."""
+_ENOUGH_IN_ALL_S = 0.2
 
 
 def product_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
@@ -37,130 +33,86 @@ def product_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[
     Measured are the three matmuls of a linear layer in training, of square matrices: forward, the gradient of the
     input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
     which matters where a processor has no instructions for the format. On a CPU the higher of two rates counts: of one
-    thread by its CPU time, and of all of torch's threads. The shortest of several times counts. This takes some 0.1 to
-    0.5 s for a format, once for each device, number of threads and torch.
+    thread by its CPU time, and of all of torch's threads. The shortest of several times counts. This takes up to a
+    second for a format, once for each device, number of threads and torch.
 
     Args:
         hardware: the device.
         numbers: names of ``mantissa.formats.NUMBERS``.
     """
-    of = _of(hardware)
-    return {
-        name: _rate(NUMBERS[name], hardware.device, of) for name in numbers if hardware.support(name) != UNAVAILABLE
-    }
+    rates = {}
+    for name in (name for name in numbers if hardware.support(name) != UNAVAILABLE):
+        of, number = _of(hardware) | {"format": name}, NUMBERS[name]
+        if kernels.in_use(number.dtype, "mm"):
+            of["arithmetic"] = "fp32"
+        rates[name] = cached("products", of, partial(measure, number, hardware.device))
+    return rates
 
 
 def slowdown(mode: str, hardware: Hardware) -> float:
-    """Return the time of a matmul in a precision mode over fp32's; on a CPU by one thread's CPU time.
-
-    (With all threads, one of the two could have been measured while other programs ran, and the other not.)
-
-    Raises:
-        UserError: this device does not have the mode.
-    """
-    number, of, alone = FORMATS[mode].number, _of(hardware), hardware.device.type == "cpu"
-    if hardware.support(number.name) == UNAVAILABLE:
-        raise UserError(f"precision={mode} is not available on {hardware.name}; use precision=fp32")
-    if number is FP32:
-        return 1.0
-    if alone:
-        of |= {"threads": 1, "by": "CPU time"}
-    return _rate(FP32, hardware.device, of, alone) / _rate(number, hardware.device, of, alone)
+    """Return the time of a matmul in a precision mode, which the device has, over fp32's."""
+    number = FORMATS[mode].number.name
+    rates = product_rates(hardware, (FP32.name, number))
+    return rates[FP32.name] / rates[number]
 
 
-def _rate(number: Number, device: torch.device, of: dict[str, Any], alone: bool = False) -> float:
-    """Return what ``measure`` returns, or has returned for the same ``of`` and kernels."""
-    of = of | {"format": number.name}
-    if kernels.in_use(number.dtype, "mm"):
-        of["arithmetic"] = "fp32"
-    return cached("products", of, partial(measure, number, device, alone))
-
-
-def measure(number: Number, device: torch.device, alone: bool = False) -> float:
-    """Measure the rate of matmuls in one format, in 10^12 FLOP/s; see ``product_rates``.
-
-    ``alone``: on a CPU, of one thread.
-    """
-    threads = torch.get_num_threads()
+def measure(number: Number, device: torch.device) -> float:
+    """Measure the rate of matmuls in one format, in 10^12 FLOP/s; see ``product_rates``."""
     with unset_fake_temporarily(), torch.no_grad(), torch.autocast(device.type, enabled=False):
         if device.type != "cpu":
-            rate = _Matmuls(number, device, time.perf_counter).rate()
+            rate = rate_of(number, device, time.perf_counter)
         else:
             # One thread's own time does not count the work of other programs, which keep several threads waiting for
             # each other. On a busy machine it is the better figure, although of one thread only.
-            try:
-                torch.set_num_threads(1)
-                own = _Matmuls(number, device, time.thread_time)
-                rate = own.rate()
-            finally:
-                torch.set_num_threads(threads)
-            if threads > 1 and not alone:
-                rate = max(rate, _Matmuls(number, device, time.perf_counter, own.size).rate())
+            with threads(1):
+                rate = rate_of(number, device, time.thread_time)
+            if torch.get_num_threads() > 1:
+                rate = max(rate, rate_of(number, device, time.perf_counter))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the run's own allocations begin afresh
     return rate
 
 
-class _Matmuls:
-    """The matmuls of one format, of a size that gives an exact time.
+def rate_of(number: Number, device: torch.device, clock: Callable[[], float]) -> float:
+    """Return 10^12 FLOP/s by a clock, of the shortest of several times.
 
-    The size grows until they take long enough and their rate no longer rises, so a slow format is measured on small
-    matrices.
+    The size of the matrices grows until they take long enough and their rate no longer rises, so a slow format is
+    measured on small ones.
     """
-
-    def __init__(self, number: Number, device: torch.device, clock: Callable[[], float], size: int = _SMALLEST) -> None:
-        self.number = number
-        self.device = device
-        self.clock = clock
-        self.size = size
-        self.repeats = 1
-        largest, before = _largest(device), 0.0
+    size, largest, before = _SMALLEST, _largest(device), 0.0
+    with _fp32_matmuls(number, device):
         while True:
-            self._prepare()
-            seconds = min(self._seconds() for _ in range(2))
-            rate = self._flop / seconds
-            if self.size >= largest or seconds >= 10 * _ENOUGH_S or (seconds >= _ENOUGH_S and rate < 1.2 * before):
+            matmuls = _matmuls(number, device, size)
+            flop = 2.0 * size**3 * len(matmuls)
+            seconds = min(_seconds(matmuls, 1, clock) for _ in range(2))
+            rises = flop / seconds >= 1.2 * before
+            if size >= largest or seconds >= 10 * _ENOUGH_S or (seconds >= _ENOUGH_S and not rises):
                 break
-            self.size, before = 2 * self.size, rate
-        self.repeats = max(1, math.ceil(_ENOUGH_S / seconds))
+            size, before = 2 * size, flop / seconds
+        repeats = math.ceil(_ENOUGH_S / seconds)
+        until, times = time.perf_counter() + _ENOUGH_IN_ALL_S, [seconds]
+        while len(times) < 4 or time.perf_counter() < until:
+            times.append(_seconds(matmuls, repeats, clock))
+    return flop / min(times) / 1e12
 
-    def rate(self) -> float:
-        """Return 10^12 FLOP/s, of the shortest of several times."""
-        began, times = time.perf_counter(), [self._seconds()]
-        least, most = _TIMES
-        while len(times) < most:
-            times.append(self._seconds())
-            shortest, next_one = sorted(times)[:2]
-            late = time.perf_counter() > began + _ENOUGH_IN_ALL_S
-            if late or (len(times) >= least and next_one <= _AGREE * shortest):
-                break
-        return self._flop / min(times) / 1e12
 
-    @property
-    def _flop(self) -> float:
-        return 2.0 * self.size**3 * len(self._matmuls)
+def _seconds(matmuls: list[Callable[[], Tensor]], repeats: int, clock: Callable[[], float]) -> float:
+    matmuls[0]()[0, 0].item()  # waits for the device
+    began = clock()
+    for _ in range(repeats):
+        for matmul in matmuls:
+            result = matmul()
+    result[0, 0].item()
+    return (clock() - began) / repeats
 
-    def _prepare(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)  # random: a GPU is faster where all bits are equal
-        x, weight, upstream = (
-            torch.randn(self.size, self.size, device=self.device, generator=generator) for _ in range(3)
-        )
-        self._matmuls: list[Callable[[], Tensor]]
-        if self.number is FP8:
-            self._matmuls = [_scaled(x, weight)]
-            return
-        x, weight, upstream = (each.to(self.number.dtype) for each in (x, weight, upstream))
-        self._matmuls = [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
 
-    def _seconds(self) -> float:
-        with _fp32_matmuls(self.number, self.device):
-            _wait(self._matmuls[0]())
-            began = self.clock()
-            for _ in range(self.repeats):
-                for matmul in self._matmuls:
-                    result = matmul()
-            _wait(result)
-            return (self.clock() - began) / self.repeats
+def _matmuls(number: Number, device: torch.device, size: int) -> list[Callable[[], Tensor]]:
+    generator = torch.Generator(device).manual_seed(0)  # random: a GPU is faster where all bits are equal
+    x, weight, upstream = (torch.randn(size, size, device=device, generator=generator) for _ in range(3))
+    if number is FP8:
+        return [_scaled(x, weight)]
+    x, weight, upstream = (each.to(number.dtype) for each in (x, weight, upstream))
+    return [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
 
 
 def _scaled(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
@@ -168,10 +120,6 @@ def _scaled(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     scale = torch.ones((), device=x.device)
     x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
     return lambda: torch._scaled_mm(x, weight, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
-def _wait(result: Tensor) -> None:
-    result[0, 0].item()
 
 
 def _largest(device: torch.device) -> int:

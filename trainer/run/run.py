@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from contextlib import closing, nullcontext, suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from mantissa.display import finite, loss
@@ -21,6 +22,7 @@ from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
 from trainer.profiling.energy import EnergyMeter
+from trainer.profiling.ledger import MemoryLedger
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision
 from trainer.run import report
@@ -111,8 +113,8 @@ class Run:
             resume_step = saved.step if saved else None
             self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, resume_step)
         profiler = self.config.profiler if self.world.first else Profiler()
-        averages = trainer.average.held().values()
-        self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device, averages)
+        recorder = partial(MemoryLedger, trainer.model, trainer.optimizer, trainer.average.held().values())
+        self.profiler = profiler.start(folder.path, trainer.device, recorder)
         half = self.config.precision.half
         self.diagnostics = self.config.diagnostics.start(
             trainer.model, trainer.update, half, self.plan.steps, self.world

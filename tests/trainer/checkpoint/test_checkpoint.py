@@ -15,7 +15,7 @@ from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.store import Checkpoint, Snapshot
+from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.determinism import random_state, set_random_state
 from trainer.errors import NonFiniteError, UserError
@@ -203,7 +203,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    for module, broken in ((checkpoint, "sha256"), (files, "flush"), (checkpoint, "_replace")):
+    for module, broken in ((checkpoint, "sha256"), (files, "flush"), (Path, "rename")):
 
         def pull_the_plug(*of: object) -> str:
             raise KeyboardInterrupt
@@ -219,43 +219,12 @@ def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_there_is_always_an_intact_checkpoint_while_a_step_is_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed before any change of a name, the one before or the new one is found, and the next save clears up."""
-    write(tmp_path / "now", 1, note="first")
-    net = Net(0)
-    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
-    steps(net, optimizer, 1)
-    rename, rmtree = Path.rename, shutil.rmtree
-    killed = changes = 0
-
-    def at_once(path: Path, *arguments: Any) -> None:
-        nonlocal changes, killed
-        changes += 1
-        if changes > killed:
-            raise KeyboardInterrupt
-        (rmtree if not arguments else rename)(path, *arguments)
-
-    notes = []
-    for killed in range(9):
-        folder = tmp_path / str(killed)
-        shutil.copytree(tmp_path / "now", folder)
-        changes = 0
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", at_once)
-            patch.setattr(shutil, "rmtree", at_once)
-            try:
-                save(folder, 1, net, optimizer, {"note": "second"})
-            except KeyboardInterrupt:
-                notes.append(load(folder).progress["note"])
-                assert (checkpoint.steps(folder), load(folder, 1).step) == ([1], 1)
-            else:
-                break
-        save(folder, 2, net, optimizer, {"note": "third"})
-        assert load(folder, 1).progress["note"] == notes[-1]
-        assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
-    assert notes == ["first", "first", "second"]
+def test_a_step_that_is_saved_already_stays_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path, 1, note="first")
+    with pytest.raises(CheckpointNotWritten, match="step-00000001"):
+        write(tmp_path, 1, note="second")
+    assert load(tmp_path, 1).progress["note"] == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_new_names_are_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

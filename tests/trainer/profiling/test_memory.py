@@ -81,7 +81,6 @@ def test_every_byte_of_two_linears_in_fp32() -> None:
     }
     assert ledger.peak_bytes == sum(ledger.at_peak.values())
     assert ledger.highest["activations"] == 4 * BATCH * (HIDDEN + OUT) + 4
-    assert sum(ledger.half_at_peak.values()) == 0
 
 
 def test_every_byte_of_two_linears_under_autocast() -> None:
@@ -95,7 +94,6 @@ def test_every_byte_of_two_linears_under_autocast() -> None:
     copied_input, hidden, out = 2 * BATCH * WIDE, 2 * BATCH * HIDDEN, 2 * BATCH * OUT
     forward_end = copied_input + hidden + out
     assert forward_end <= ledger.highest["activations"] <= forward_end + 2 * out + 8
-    assert ledger.half_at_peak["autocast_copies"] == ledger.at_peak["autocast_copies"] > 0
 
 
 class Tied(nn.Module):
@@ -179,20 +177,3 @@ def test_bignet_agrees_with_torchs_own_tracker(batch: int, bf16: bool, mib: floa
     assert ledger.peak_bytes == snapshot["Total"]
     # The published figures leave out the batch itself.
     assert (ledger.peak_bytes - ledger.at_peak["inputs"]) / 2**20 == pytest.approx(mib, abs=2.2)
-
-
-def test_the_sentence_reports_what_autocast_cannot_save() -> None:
-    with FakeTensorMode():
-        model = bignet()
-        small = record(model, sgd(model), [torch.randn(512, 1000)])
-        large = record(model, sgd(model), [torch.randn(8192, 1000)])
-        large_bf16 = record(model, sgd(model), [torch.randn(8192, 1000)], bf16=True)
-    assert "% are weights and gradients, whose dtypes autocast does not change" in small.sentence()
-    assert small.sentence().endswith("; try a larger micro_batch_size.")
-    # The saving it promises is an upper bound on what autocast then saves.
-    working = large.at_peak["activations"] + large.at_peak["temporary"]
-    assert f"autocast can save at most {working / 2 / 2**20:.1f} MiB ({working / 2 / large.peak_bytes:.1%})." in (
-        large.sentence()
-    )
-    assert 0 < large.peak_bytes - large_bf16.peak_bytes <= working / 2
-    assert f"{20 * 1001000 * 2 / 2**20:.1f} MiB of copies of weights" in large_bf16.sentence()
