@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.language_model import LossHead, torch_can_chunk
-from tests.helpers import Arrays, NoData, start
+from tests.helpers import Arrays, KeptGradients, NoData, start
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.hardware import Hardware
 from trainer.optim.optimizer import Optimizer
-from trainer.optim.update import Clip
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, Scaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
@@ -50,22 +49,12 @@ class Tagging(Recipe):
         return LossOutput(F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100), {})
 
 
-@dataclass
-class Copy(Clip):
-    """Changes nothing and keeps the gradients, which the step clears."""
-
-    gradients: list[Tensor] = field(default_factory=list)
-
-    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
-        self.gradients[:] = [gradient.clone() for gradient in gradients]
-
-
 def gradient_and_loss(micro_batch_size: int) -> tuple[Tensor, float]:
-    copy = Copy()
+    kept = KeptGradients()
     config = Config(
         Tagging(),
         NoData(),
-        clip=copy,
+        clip=kept,
         optimizer=Optimizer("SGD", lr=0.1),
         device="cpu",
         batch_size=SAMPLES,
@@ -73,7 +62,7 @@ def gradient_and_loss(micro_batch_size: int) -> tuple[Tensor, float]:
     )
     trainer = start(config)
     record = trainer.train_step(next(trainer.batches()))
-    return torch.cat([gradient.flatten() for gradient in copy.gradients]), record.loss.item()
+    return torch.cat([gradient.flatten() for gradient in kept.gradients]), record.loss.item()
 
 
 def relative(one: Tensor, other: Tensor) -> float:
@@ -119,11 +108,11 @@ class Counted(Recipe):
 
 
 def output_gradient(mode: str, chunked: bool = False, scaler: Scaler | None = None) -> tuple[Tensor, float]:
-    copy = Copy()
-    options: dict[str, Any] = {"precision": Precision(mode), "scaler": scaler or AutoScaler(), "clip": copy}
+    kept = KeptGradients()
+    options: dict[str, Any] = {"precision": Precision(mode), "scaler": scaler or AutoScaler(), "clip": kept}
     trainer = start(Config(Counted(chunked=chunked), NoData(), device="cpu", steps=1, **options))
     record = trainer.train_step(next(trainer.batches()))
-    return copy.gradients[0].double(), record.loss.item()
+    return kept.gradients[0].double(), record.loss.item()
 
 
 CHUNKED = pytest.param(True, marks=pytest.mark.skipif(not torch_can_chunk(), reason="this torch cannot"), id="chunked")
