@@ -42,7 +42,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
 def test_a_rate_is_measured_on_this_machine(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_ENOUGH_IN_ALL_S", 0.05)
     generators, threads = torch.get_rng_state(), torch.get_num_threads()
-    backend = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    backend = torch.backends.mkldnn.matmul.fp32_precision
     hardware = detect("cpu")
     found = rates.product_rates(hardware, [name])
     assert list(found) == [name]
@@ -50,49 +50,43 @@ def test_a_rate_is_measured_on_this_machine(name: str, cache: Path, monkeypatch:
     assert rates.product_rates(hardware, [name]) == found  # to the last bit: from the cache
     assert torch.equal(torch.get_rng_state(), generators)
     assert torch.get_num_threads() == threads
-    assert torch.backends.mkldnn.matmul.fp32_precision == backend  # type: ignore[attr-defined]
+    assert torch.backends.mkldnn.matmul.fp32_precision == backend
+
+
+class Fake(rates._Matmuls):
+    """Takes ``seconds`` a FLOP for the three matmuls, every second time three times as long."""
+
+    seconds, slow = 1e-11, False
+
+    def _prepare(self) -> None:
+        self._matmuls = [lambda: torch.zeros(1, 1)] * 3
+
+    def _seconds(self) -> float:
+        self.slow = not self.slow
+        return self.size**3 * self.seconds * (3 if self.slow else 1)
 
 
 def test_the_rate_counts_three_matmuls_of_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device that takes n³ / 10^11 s for the three matmuls, every second time three times as long."""
-    now, slow = 0.0, False
-
-    class Fake(rates._Matmuls):
-        def _prepare(self) -> None:
-            self._matmuls = [lambda: torch.zeros(1, 1)] * 3
-
-        def _seconds(self) -> float:
-            nonlocal slow
-            slow = not slow
-            return self.size**3 / 1e11 * (3 if slow else 1)
-
-    matmuls = Fake(FP32, CPU, lambda: now)
+    matmuls = Fake(FP32, CPU, lambda: 0.0)
     assert matmuls.rate() == pytest.approx(0.6)
     assert matmuls.size == 1024  # 5 ms are reached at 1024, and the rate was as high before
-
-
-def test_a_slow_format_is_measured_on_small_matrices() -> None:
-    class Slow(rates._Matmuls):
-        def _prepare(self) -> None:
-            self._matmuls = [lambda: torch.zeros(1, 1)] * 3
-
-        def _seconds(self) -> float:
-            return 6.0 * self.size**3 / 0.001e12
-
-    assert Slow(FP16, CPU, lambda: 0.0).size == 256
+    monkeypatch.setattr(Fake, "seconds", 2e-9)  # a slow format
+    assert Fake(FP16, CPU, lambda: 0.0).size == 256
 
 
 def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    hardware = PLAIN_CPU
-    assert rates.product_rates(hardware) == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
-    assert rates.product_rates(hardware, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
+    assert rates.product_rates(PLAIN_CPU) == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
+    assert rates.product_rates(PLAIN_CPU, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
     assert measured == ["fp32", "bf16", "fp16"]
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    rates.product_rates(hardware, ["fp32"])
+    rates.product_rates(PLAIN_CPU, ["fp32"])
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    rates.product_rates(hardware, ["fp32"])
-    assert measured[3:] == ["fp32", "fp32"]
+    rates.product_rates(PLAIN_CPU, ["fp32"])
+    kernels.use(torch.bfloat16, kernels.choose(torch.bfloat16, "fp32", PLAIN_CPU))  # in fp32 arithmetic
+    for _ in range(2):
+        rates.product_rates(PLAIN_CPU, ["bf16"])
+    assert measured[3:] == ["fp32", "fp32", "bf16"]
 
 
 def test_a_slowdown_is_of_one_threads_own_time(measured: list[str]) -> None:
@@ -101,11 +95,3 @@ def test_a_slowdown_is_of_one_threads_own_time(measured: list[str]) -> None:
     assert measured == ["fp32 alone", "fp16 alone"]  # not with all threads, which other programs hold up
     with pytest.raises(UserError, match=r"precision=fp8 is not available on an old CPU; use precision=fp32"):
         rates.slowdown("fp8", PLAIN_CPU)
-
-
-def test_the_rate_in_fp32_arithmetic_is_another_one(measured: list[str]) -> None:
-    rates.product_rates(PLAIN_CPU, ["bf16"])
-    kernels.use(torch.bfloat16, kernels.choose(torch.bfloat16, "fp32", PLAIN_CPU))
-    rates.product_rates(PLAIN_CPU, ["bf16"])
-    rates.product_rates(PLAIN_CPU, ["bf16"])
-    assert measured == ["bf16", "bf16"]
