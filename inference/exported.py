@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.pretrained import RECIPES
+from recipes.huggingface import RECIPES
 from trainer.config.registration import groups
 from trainer.errors import UserError
 from trainer.files import BEST, read_object

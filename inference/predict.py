@@ -49,8 +49,8 @@ class Photos(FolderImages):
     """
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
-        super().__init__({"": [str(file) for file in files]}, [""], config["image_size"])
-        part = config["evaluated_part"]
+        super().__init__({"": [str(file) for file in files]}, [""])
+        self.image_size, part = config["image_size"], config["evaluated_part"]
         self.augment = ImageAugment() if part == 1 else ImageNet(evaluated=part)
         self.readable = torch.ones(len(files), dtype=torch.bool)
         """Of those decoded so far, in this process."""

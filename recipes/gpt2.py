@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from recipes.gpt2_model import ACTIVATIONS, SHAPES, dropouts, new_gpt2
 from recipes.huggingface import check_dropout
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.errors import UserError
 from trainer.recipe import Sizes
+
+
+class Shape(NamedTuple):
+    """The numbers that make one GPT-2."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+
+
+# Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2; mini is ours, nano is that of
+# nanoGPT's example for a CPU (README of karpathy/nanoGPT).
+SHAPES = {
+    "nano": Shape(4, 4, 128, 64),
+    "mini": Shape(6, 6, 384, 256),
+    "124M": Shape(12, 12, 768, 1024),
+    "350M": Shape(24, 16, 1024, 1024),
+    "774M": Shape(36, 20, 1280, 1024),
+    "1558M": Shape(48, 25, 1600, 1024),
+}
+
+# In one kernel each, where transformers' gelu_new, the name that GPT-2's own config has, takes eight.
+ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
 
 
 @dataclass
@@ -43,16 +66,29 @@ class GPT2(LanguageRecipe):
             )
 
     def network(self, vocabulary: int, context: int) -> Any:
-        """Return GPT-2 with random weights, or the pretrained one."""
-        if self.pretrained:
-            from transformers import GPT2LMHeadModel
+        """Return transformers' GPT-2 in fp32: with random weights, or the pretrained one."""
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-            own = self.pretrained_config().activation_function
-            activation = ACTIVATIONS["tanh"] if own == "gelu_new" else own  # the same function
-            options = {**dropouts(self.dropout), "activation_function": activation}
-            return self.open_pretrained(GPT2LMHeadModel, vocabulary, **options)
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
         activation = ACTIVATIONS[self.gelu]
-        return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self.attention, activation)
+        if self.pretrained:
+            own = self.pretrained_config().activation_function
+            activation = activation if own == "gelu_new" else own  # the same function
+            return self.open_pretrained(GPT2LMHeadModel, vocabulary, activation_function=activation, **dropouts)
+        shape = SHAPES[self.size]
+        config = GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=context,
+            n_embd=shape.width,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation=self.attention,
+            activation_function=activation,
+            **dropouts,
+        )
+        return GPT2LMHeadModel(config)
 
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
         return list(model.network.transformer.h)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -11,19 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.data.text.pretrained import Pretrained
+from recipes.data.text.pretrained import Pretrained, located
 from recipes.data.text.source import TextDatasets, TextSource, TokenData, Tokenizer
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer, token_tables
 from recipes.lora import LoRA, with_adapters
-from recipes.pretrained import open_pretrained, pretrained_config
 from trainer.data.contract import Dataset
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, first_line, nearest
+from trainer.files import TOKENIZER
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
+RECIPES = ("gpt2", "llama", "bert", "t5")
+"""The recipes that open folders of transformers' models; a recipe's name is transformers' own for the type of model."""
+_REMEDY = "give a folder written by save_pretrained, or leave it out to train from random weights"
+
+
+def is_kept(source: str) -> bool:
+    """Return whether a folder is what a run keeps of a pretrained model to be resumed: config and tokenizer.
+
+    The weights are those of the run's checkpoint.
+    """
+    folder = Path(source).expanduser()
+    return folder.name == TOKENIZER and (folder / "config.json").is_file()
 
 
 def check_dropout(dropout: float) -> None:
@@ -91,14 +104,66 @@ class SizedRecipe(Recipe):
         return tokens
 
     def pretrained_config(self) -> Any:
-        """Return transformers' config of the pretrained model. Raises UserError where there is none of this kind."""
-        assert self.pretrained
-        return pretrained_config(self.pretrained, self.name)
+        """Return transformers' config of ``pretrained``; no weights are read.
+
+        Raises:
+            UserError: there is none, or it is of another kind than the recipe.
+        """
+        from transformers import AutoConfig
+
+        with self._opening() as place:
+            config = AutoConfig.from_pretrained(**place)
+        if (other := config.model_type) != self.name:
+            use = f"use recipe={other}" if other in RECIPES else f"recipes open {', '.join(RECIPES)}"
+            raise UserError(f"recipe.pretrained={self.pretrained} is of type {other}, not {self.name}; {use}")
+        return config
 
     def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
-        """Return the pretrained model as transformers' class ``cls``, see ``recipes.pretrained.open_pretrained``."""
+        """Return the model of ``pretrained`` in fp32, its tables of token ids resized to ``vocabulary``.
+
+        Rows that are added get the mean of the others. Their logits then lie where the others' do: the published
+        GPT-2's are near -35, and a row of small random numbers, whose logit is near 0, would take all the probability.
+
+        Args:
+            cls: transformers' class of the model. Layers that the source lacks, such as a head, are random.
+            vocabulary: rows of the tables.
+            options: of the config, such as dropout.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
         assert self.pretrained
-        return open_pretrained(self.pretrained, self.name, cls, vocabulary, self.attention, **options)
+        if torch.get_default_device().type == "meta" or is_kept(self.pretrained):  # only the shapes are needed
+            config = self.pretrained_config()
+            config.vocab_size, config._attn_implementation = vocabulary, self.attention
+            for name, value in options.items():
+                setattr(config, name, value)
+            config.dtype = torch.float32
+            return cls(config)
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        with self._opening() as place:
+            # Transformers would load the weights in whatever dtype they were saved.
+            model = cls.from_pretrained(**place, dtype=torch.float32, attn_implementation=self.attention, **options)
+        own = model.config.vocab_size
+        if vocabulary == own:
+            return model
+        model.resize_token_embeddings(vocabulary, mean_resizing=False)
+        with torch.no_grad():
+            for layer in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+                layer.weight[own:] = layer.weight[:own].mean(0)
+        return model
+
+    @contextmanager
+    def _opening(self) -> Iterator[dict[str, Any]]:
+        """Give the arguments of ``from_pretrained``, whose errors become the user's."""
+        key = f"recipe.pretrained={self.pretrained}"
+        place = located(str(self.pretrained), key, _REMEDY)
+        try:
+            yield place
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key} cannot be opened as a {self.name} ({first_line(error)}); {_REMEDY}") from error
 
     def cut(
         self,
@@ -211,7 +276,7 @@ class SizedRecipe(Recipe):
                 continue
             rows = weights[name]  # exported without padding, or those of a checkpoint with any padding
             if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
-                known = rows[:vocabulary]  # of the rest the mean of these, see recipes.pretrained.open_pretrained
+                known = rows[:vocabulary]  # of the rest the mean of these, see ``open_pretrained``
                 weights[name] = torch.cat([known, known.mean(0).expand(len(own) - vocabulary, -1)])
         return with_adapters(weights, model), []
 

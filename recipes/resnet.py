@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
+from trainer.checkpoint.weights import fill
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
@@ -140,8 +140,7 @@ class ResNet(Recipe):
             datasets = replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
         if self.mean is None or self.std is None:
             return datasets
-        mean, std = pretrained.normalisation({"mean": self.mean, "std": self.std})
-        return replace(datasets, mean=mean, std=std)
+        return replace(datasets, mean=tuple(self.mean), std=tuple(self.std))
 
     def decided(self, datasets: ImageDatasets) -> list[Decision]:
         """Return what becomes of the pretrained weights."""
@@ -149,13 +148,8 @@ class ResNet(Recipe):
             return []
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
         new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
-        if self.mean is not None:
-            how = f"by recipe.mean and recipe.std ({colours})"
-        elif Path(self.pretrained).expanduser().exists() and not pretrained.exported_config(self.pretrained):
-            how = f"as weights of ImageNet need it ({colours}); set recipe.mean and recipe.std for others"
-        else:
-            how = f"as it needs ({colours})"
-        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised {how}"
+        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised with {colours}; "
+        why += "set recipe.mean and recipe.std where the weights need others"
         return [Decision("recipe.pretrained", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
@@ -164,10 +158,12 @@ class ResNet(Recipe):
         model: Any = architectures.build(self.arch, datasets.image_size, outputs)
         if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
             found = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
-            pretrained.start_from(found, model, self.arch, datasets, outputs, self.pretrained)
+            weights, _ = self.fitted(found.state, model, datasets, {"classes": found.classes})
+            remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
+            fill(model, weights, f"recipe.pretrained={self.pretrained}", remedy)
         model.normalise = Normalise(datasets.mean, datasets.std)
-        weights = objective.class_weights(self.class_weights, datasets, outputs)
-        model.class_weights = None if weights is None else objective.ClassWeights(weights)
+        factors = objective.class_weights(self.class_weights, datasets, outputs)
+        model.class_weights = None if factors is None else objective.ClassWeights(factors)
         classifier: nn.Module = model.to(memory_format=torch.channels_last) if self.channels_last else model
         return classifier
 
@@ -213,6 +209,8 @@ class ResNet(Recipe):
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights, but a new head where the classes are others."""
         outputs, own = self._outputs(datasets), model.state_dict()
+        counts = {name: own[name] for name in own.keys() - weights.keys() if name.endswith("num_batches_tracked")}
+        weights = weights | counts  # which old files lack
         head = pretrained.new_head(weights, about.get("classes"), self.arch, datasets, outputs)
         if not head:
             return weights, []
@@ -231,7 +229,7 @@ class ResNet(Recipe):
             "image_size": datasets.image_size,
             "mean": list(datasets.mean),
             "std": list(datasets.std),
-            "evaluated_part": datasets.augment.evaluated_part(),
+            "evaluated_part": datasets.augment.evaluated,
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
             "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
             "an image of that size as it is",
@@ -268,7 +266,7 @@ class Normalise:
     It is not a module, and its tensors are not buffers: nothing saves, counts, exchanges or converts them.
     """
 
-    def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> None:
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         # In units of the uint8 pixels, so that it takes one subtraction and one product.
         self.mean = torch.tensor(mean, device="cpu").reshape(1, 3, 1, 1) * 255
         self.factor = 1 / (torch.tensor(std, device="cpu").reshape(1, 3, 1, 1) * 255)

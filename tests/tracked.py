@@ -14,20 +14,22 @@ from safetensors.torch import save_file
 
 from trainer.checkpoint.schema import FORMAT, KINDS, sha256
 from trainer.files import write_json
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
 
-OPTIONS = {each.name for each in fields(Tracking)}
+OPTIONS = {each.name for each in fields(Tracking)} - {"experiment"}
 
 
-def open_tracker(path: Path, **options: Any) -> Tracker:
-    """Open a tracker; ``options`` are those of ``Tracking`` and of ``Tracker``."""
+def open_tracker(path: Path, resume_step: int | None = None, **options: Any) -> Tracker:
+    """Open a tracker; ``options`` are those of ``Tracking`` and of ``RunInfo``."""
     path.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {"system_metrics": False, "flush_every_s": 0.05, "patience_s": 300.0}
     run: dict[str, Any] = {"experiment": "e", "params": {"seed": 0}, "tags": {"precision": "bf16"}}
+    run["checkpoints"] = config["checkpoints"] = options.pop("checkpoints", "last")
     for key, value in options.items():
         (config if key in OPTIONS else run)[key] = value
-    return Tracker(Tracking(**config), path, run_name=path.name, **run)
+    return Tracker(Tracking(**config), path, RunInfo(name=path.name, **run), resume_step)
 
 
 def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> Tracker:

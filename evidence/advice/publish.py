@@ -60,7 +60,6 @@ def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[
     }
     parent = store.publish(
         client,
-        uri,
         experiment,
         f"advice: {advice.recipe}",
         advice.key,
@@ -74,7 +73,6 @@ def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[
         if entry.status != LEFT_OUT:
             store.publish(
                 client,
-                uri,
                 experiment,
                 entry.label,
                 hashlib.sha256(f"{advice.key}-{entry.label}".encode()).hexdigest()[:32],  # labels may hold quotes

@@ -41,10 +41,10 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
         return []
     try:
         client = connect(uri)
-        parent = _parent(client, result, uri, delivered, files)
+        parent = _parent(client, result, delivered, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"upload of the comparison failed ({first_line(error)}); run the same command again to retry"]
-    (base, _), experiment = page_of(uri), delivered[0][1]["experiment_id"]
+    base, experiment = page_of(uri), delivered[0][1]["experiment_id"]
     return [
         shown_at(uri, experiment, parent),
         "its runs side by side:",
@@ -53,13 +53,12 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
 
 
 def _parent(
-    client: MlflowClient, result: Result, uri: str, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
+    client: MlflowClient, result: Result, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
 ) -> str:
     comparison = result.comparison
     plan = json.loads((comparison.folder / PLAN_FILE).read_text(encoding="utf-8"))
     run = publish(
         client,
-        uri,
         client.get_experiment(delivered[0][1]["experiment_id"]).name,
         f"compare-{comparison.name}",
         plan["key"],
@@ -75,7 +74,6 @@ def _parent(
         tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms},
         files=files,
         children={record["run_id"]: {"arm": outcome.arm} for outcome, record in delivered},
-        ended_s=max(client.get_run(record["run_id"]).info.end_time for _, record in delivered) / 1000,
     )
     return str(run.info.run_id)
 

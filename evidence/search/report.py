@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import optuna
@@ -69,7 +70,7 @@ def _cells(trial: FrozenTrial, keys: list[str]) -> list[str]:
 
 
 def publish_search(
-    config: Config, search: Search, metric: str, status: str, params: dict[str, str] | None = None
+    config: Config, search: Search, metric: str, status: str, params: Mapping[str, str] = {}
 ) -> tuple[str | None, str]:
     """Create the run of the whole search in MLflow, or bring it up to date. Several processes share it.
 
@@ -98,7 +99,6 @@ def publish_search(
         with search.alone():  # else two processes would create two
             run = publish(
                 client,
-                uri,
                 experiment,
                 f"search-{search.study.study_name}",
                 known["mlflow_key"],

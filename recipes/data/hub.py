@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import DecodedImages, held_out, unreadable
+from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import hub_reachable
 from recipes.data.text.split import Corpus, Split, split_rows
 from trainer.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 VALIDATION = ("validation", "valid", "val", "dev", "test")
 """What datasets call the split to validate on, the best first."""
@@ -87,24 +83,21 @@ class Hub(TokenizedText, ImageSource):
             classes = list(train.features[label].names)
         else:
             classes = [str(value) for value in sorted(value for value in train.unique(label) if value is not None)]
-        if len(classes) < 2:
-            raise UserError(f"data.name={self.name} has images of one class only; two are needed")
         labels = self._labels(train, label, classes, f"data.train_split={self.train_split}")
         train_set, valid_set, origin = self._image_splits(splits, train, label, classes, labels)
-        if not len(valid_set):
-            raise UserError(f"data.name={self.name} has too few images of each class for a validation set")
-        size = image_size or min(*train_set.image(0).size, 224)
-        test_set = None
+        parts = {"training": train_set, "validation": valid_set}
         if self.test is not None:
             held = self._split(splits, "test", self.test)
-            test_set = self._images(held, self._labels(held, label, classes, f"data.test={self.test}"))
-        augment = self.augment.choose(train_set.shorter_side())
-        for each in filter(None, (train_set, valid_set, test_set)):
-            each.image_size, each.augment = size, augment
-        counts = f"{len(train_set):,} training and {len(valid_set):,} validation images ({origin})"
-        text = f"{self.name}: {counts}, {len(classes)} classes, {size} × {size}"
-        return ImageDatasets(
-            train_set, valid_set, text, True, test=test_set, classes=classes, image_size=size, augment=augment
+            parts["test"] = self._images(held, self._labels(held, label, classes, f"data.test={self.test}"))
+        size = image_size or min(*train_set.image(0).size, 224)
+        return self.opened(
+            f"{self.name} ({origin})",
+            f"data.name={self.name}",
+            parts,
+            classes,
+            size,
+            train_set.shorter_side(),
+            decodes=True,
         )
 
     def _valid_splits(self, splits: Mapping[str, Any]) -> list[str]:
@@ -255,15 +248,8 @@ class HubImages(DecodedImages):
         self.where, self.encoded, self.column, self.rows = where, encoded, column, rows
         self.labels = torch.from_numpy(labels[rows])
 
-    @contextmanager
-    def open(self, index: int) -> Iterator[Image.Image]:
-        from PIL import Image
-
+    def stored(self, index: int) -> tuple[Any, str, str]:
         row = int(self.rows[index])
-        stored = self.encoded[row][self.column]
-        damage: tuple[type[Exception], ...] = (*unreadable(), TypeError)  # the last: a row without an image
-        try:
-            with Image.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])) as image:
-                yield image
-        except damage as error:
-            raise UserError(f"{self.where}: the image of row {row} cannot be decoded ({error})") from error
+        stored = self.encoded[row][self.column] or {"path": None, "bytes": b""}  # of a row without an image
+        file = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
+        return file, f"{self.where}: the image of row {row}", ""

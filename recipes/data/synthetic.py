@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -15,7 +13,7 @@ from torch import Tensor
 from recipes.data.images.pixels import ArrayImages
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.source import TextSource, TokenData
-from recipes.data.text.tokenizers import write_fast_tokenizer
+from recipes.data.text.tokenizers import OwnTokenizer, word_level
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import UserError
 
@@ -60,8 +58,9 @@ class Synthetic(TextSource, ImageSource):
             return np.stack([first, (7 * first + 3) % self.vocab_size], axis=1).reshape(-1).astype(kind)
 
         description = f"synthetic: {TRAIN_TOKENS:,} tokens, vocabulary {self.vocab_size:,}"
-        words = NumberTokenizer(self.vocab_size)
-        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), words, description)
+        # ``<123>`` stands for 123.
+        numbers = word_level({f"<{number}>": number for number in range(self.vocab_size)}, r"<\d+>")
+        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), OwnTokenizer(numbers, "numbers"), description)
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Return noise over a coarse pattern that depends on the class; by default 224 × 224 pixels.
@@ -69,7 +68,6 @@ class Synthetic(TextSource, ImageSource):
         An epoch repeats a pool of 256 images, so a batch takes one copy.
         """
         size = image_size or 224
-        augment = self.augment.choose(None)
         pattern = np.random.default_rng(0).integers(0, 128, (self.classes, 3, PATTERN_CELLS, PATTERN_CELLS), np.uint8)
         cells = np.arange(size) * PATTERN_CELLS // size
 
@@ -77,16 +75,15 @@ class Synthetic(TextSource, ImageSource):
             labels = np.arange(count) % self.classes
             images = np.random.default_rng(seed).integers(0, 128, (count, 3, size, size), np.uint8)
             images += pattern[labels][:, :, cells[:, None], cells]
-            return ArrayImages(images, labels, size, augment, length)
+            return ArrayImages(images, labels, length)
 
-        half, spread = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
-        description = f"synthetic: {self.samples:,} images of {size} × {size}, {self.classes} classes"
-        train = pool(1, IMAGE_POOL, self.samples)
-        valid = pool(2, IMAGE_POOL // 4, max(self.samples // 8, 1))
+        parts = {
+            "training": pool(1, IMAGE_POOL, self.samples),
+            "validation": pool(2, IMAGE_POOL // 4, max(self.samples // 8, 1)),
+        }
         names = [str(label) for label in range(self.classes)]
-        return ImageDatasets(
-            train, valid, description, classes=names, image_size=size, mean=half, std=spread, augment=augment
-        )
+        half, spread = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
+        return self.opened(self.kind, self.kind, parts, names, size, None, mean=half, std=spread)
 
     def vectors(self, width: int) -> Datasets:
         """Return normal inputs ``x`` and a smooth low-rank teacher's targets ``y``: float32, B × width."""
@@ -117,28 +114,3 @@ class Vectors:
         """Return ``x`` and ``y``, float32, B × width."""
         rows = torch.tensor([sample.index for sample in samples])
         return {"x": self.x[rows], "y": self.y[rows]}
-
-
-class NumberTokenizer:
-    """Tokens without a text of their own: ``<123>`` stands for 123."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        """Return the numbers in angle brackets that are in the vocabulary; other text has no tokens."""
-        return [number for word in re.findall(r"<(\d+)>", text) if (number := int(word)) < self.vocab_size]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return each id in angle brackets; ids beyond the vocabulary are left out."""
-        return "".join(f"<{number}>" for number in ids if 0 <= number < self.vocab_size)
-
-    def save(self, folder: Path) -> None:
-        """Write a folder that AutoTokenizer opens: ``<123>`` is 123, an error for any other text."""
-        import tokenizers
-        from tokenizers import Regex, decoders, models, pre_tokenizers
-
-        tokenizer = tokenizers.Tokenizer(models.WordLevel({f"<{id}>": id for id in range(self.vocab_size)}))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>"), "isolated")
-        tokenizer.decoder = decoders.Fuse()
-        write_fast_tokenizer(tokenizer, folder)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from recipes.data.images.source import ImageDatasets
 from recipes.vision import architectures
-from trainer.checkpoint.weights import fill
 from trainer.errors import UserError, first_line, nearest
 from trainer.files import read_object
 
-Colours = tuple[float, float, float]
 DEFAULT = "DEFAULT"
 """The weights that the library recommends."""
 _FILE = "give a file or the best/ of a run: recipe.pretrained=weights.pth"
@@ -32,8 +29,8 @@ class Weights:
 
     state: dict[str, Tensor]
     """By the names of the model, on the CPU."""
-    mean: Colours
-    std: Colours
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     """Of the images they were trained on, as in ``ImageDatasets``."""
     classes: list[str] | None
     """The names of the head's outputs, where they are known."""
@@ -94,13 +91,8 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     state = _read(path / "model.safetensors" if path.is_dir() else path)
     state = {name: tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
     if about:
-        return Weights(state, *normalisation(about), about["classes"])
+        return Weights(state, tuple(about["mean"]), tuple(about["std"]), about["classes"])
     return Weights(state, *_normalisation(arch), None)
-
-
-def normalisation(about: Mapping[str, Any]) -> tuple[Colours, Colours]:
-    """Return ``mean`` and ``std`` of an exported ``config.json``, or of a run's ``images.json``."""
-    return _colours(about["mean"]), _colours(about["std"])
 
 
 def new_head(
@@ -112,21 +104,6 @@ def new_head(
     head = [name for name, shape in shapes.items() if shape != other[name]]
     fits = all(name in state and state[name].shape == shapes[name] for name in head)
     return [] if fits and classes in (None, datasets.classes) else head
-
-
-def start_from(
-    weights: Weights, model: nn.Module, arch: str, datasets: ImageDatasets, outputs: int, where: str
-) -> None:
-    """Overwrite the weights of a new model, but for the head where the classes are others.
-
-    Raises:
-        UserError: they are of another architecture, or for images of another size; ``where`` is ``recipe.pretrained``.
-    """
-    own = model.state_dict()
-    kept = [name for name in own if name.endswith("num_batches_tracked") and name not in weights.state]
-    kept += new_head(weights.state, weights.classes, arch, datasets, outputs)
-    remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
-    fill(model, weights.state | {name: own[name] for name in kept}, f"recipe.pretrained={where}", remedy)
 
 
 def _published(arch: str, name: str, image_size: int) -> Weights:
@@ -154,13 +131,13 @@ def _published(arch: str, name: str, image_size: int) -> Weights:
     return Weights(state, *_normalisation(arch, name), None)
 
 
-def _normalisation(arch: str, name: str = DEFAULT) -> tuple[Colours, Colours]:
+def _normalisation(arch: str, name: str = DEFAULT) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of the images that published weights of this architecture were trained on."""
     if arch.startswith(architectures.TIMM):
         import timm
 
         config = timm.get_pretrained_cfg(arch.removeprefix(architectures.TIMM))
-        return (_colours(config.mean), _colours(config.std)) if config else (IMAGENET_MEAN, IMAGENET_STD)
+        return (tuple(config.mean), tuple(config.std)) if config else (IMAGENET_MEAN, IMAGENET_STD)
     import torchvision
 
     if arch in ("googlenet", "inception_v3"):  # torchvision converts to this inside of the model (transform_input)
@@ -169,12 +146,7 @@ def _normalisation(arch: str, name: str = DEFAULT) -> tuple[Colours, Colours]:
     if published is None:
         return IMAGENET_MEAN, IMAGENET_STD
     transform = published.transforms()
-    return _colours(transform.mean), _colours(transform.std)
-
-
-def _colours(values: Any) -> Colours:
-    red, green, blue = map(float, values)
-    return red, green, blue
+    return tuple(transform.mean), tuple(transform.std)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from benchmarks.nanogpt import (
     race_rows,
 )
 from benchmarks.rows import Bench, Row
-from recipes.gpt2_model import SHAPES
+from recipes.gpt2 import SHAPES
 from trainer.hardware import detect
 from trainer.trainer import Trainer
 

@@ -14,6 +14,7 @@ import pytest
 from tests import shortcuts
 from tests.serving import serve_ui
 from trainer.files import write_json
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.mlflow.store import connect
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
@@ -79,14 +80,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         run.mkdir()
         module = {"module": "wte", "type": "Embedding", "weights": "float32", "compute": "float32", "output": "float32"}
         write_json(run / "precision.json", {"modules": [module, module | {"module": "h.0.attn"}]})
-        tracker = Tracker(
-            Tracking(uri=uri, system_metrics=False, flush_every_s=0.1, patience_s=300),
-            run,
-            experiment="gpt2",
-            run_name=run.name,
-            params={"precision.mode": precision, "optimizer.lr": 6e-4},
-            tags={"precision": precision, "hardware": "a test's CPU"},
+        info = RunInfo(
+            "gpt2",
+            run.name,
+            {"precision.mode": precision, "optimizer.lr": 6e-4},
+            {"precision": precision, "hardware": "a test's CPU"},
         )
+        tracker = Tracker(Tracking(uri=uri, system_metrics=False, flush_every_s=0.1, patience_s=300), run, info)
         for step in range(1, 21):
             tracker.log(step, {"loss": loss + (20 - step) / 10, "tokens_per_s": 1000.0 + step})
         tracker.log(20, {"valid/loss": loss + 0.5})

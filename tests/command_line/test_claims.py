@@ -1,9 +1,8 @@
-"""Every claim's file runs end to end at its reduced size, through the real command lines, and decides nothing."""
+"""Claims run end to end at their reduced size, through the real command lines, and decide nothing."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,48 +14,24 @@ from evidence.claims.claims import load, names
 from evidence.claims.reproduce import Reproduction
 from evidence.measures import TIMED
 from evidence.runs import Launch
+from trainer.config.compose import compose
 from trainer.hardware import detect
-
-Trained = dict[frozenset[tuple[str, str]], tuple[Path, str, int]]
-
-
-@pytest.fixture(scope="module")
-def trained() -> Trained:
-    """By overrides: the run folder, what was printed and the exit code of what some arm has trained already."""
-    return {}
 
 
 @pytest.fixture
-def launch(train: Callable[..., Any], trained: Trained) -> Launch:
-    """What a Runner calls in place of a process of its own: the same command line, in this process.
-
-    Arms that differ only in their names are trained once; at the reduced size there are many.
-    """
+def launch(train: Callable[..., Any]) -> Launch:
+    """What a Runner calls in place of a process of its own: the same command line, in this process."""
 
     def run(command: list[str], log: Path, limit_s: float | None) -> int:
         script, *arguments = command[1:]
         if script.endswith("probe.py"):
             probe.measure(arguments)
             return 0
-        given = dict(argument.partition("=")[::2] for argument in arguments)
-        folder = Path(given.pop("output_dir").strip("'")) / given.pop("run_name")
-        what = frozenset(given.items())
-        if what not in trained:
-            done = train(*arguments)
-            trained[what] = (folder, done.out + done.err, int(done.code))
-        ran, printed, code = trained[what]
-        if ran != folder:
-            shutil.copytree(ran, folder, dirs_exist_ok=True)
-        log.write_text(printed)
-        return code
+        done = train(*arguments)
+        log.write_text(done.out + done.err)
+        return int(done.code)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of tokens: the same text for all claims."""
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +41,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"data.path={path}"
 
 
-@pytest.mark.parametrize("name", [name for name in names() if not load(name).combines])
-def test_every_claim_runs_reduced(
-    name: str,
-    launch: Launch,
-    text: str,
-    folder: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MANTISSA_CACHE", str(cache))
-    reported: list[str] = []
+def of_new_kinds() -> list[str]:
+    """Claims that together have every measure and every probe."""
+    chosen: list[str] = []
+    seen: set[str] = set()
+    for name in names():
+        claim = load(name)
+        probes = {word for setup in claim.setups.values() for word in setup.split() if word.startswith("probe=")}
+        if kinds := {criterion.measure for criterion in claim.criteria}.union(probes) - seen:
+            chosen.append(name)
+            seen |= kinds
+    return chosen
+
+
+@pytest.mark.parametrize("name", of_new_kinds())
+def test_claims_of_every_kind_run_reduced(name: str, launch: Launch, text: str, folder: Path) -> None:
     reproduction = Reproduction(
-        detect("cpu"), folder / "runs", [text], reduced=True, report=reported.append, launch=launch
+        detect("cpu"), folder / "runs", [text], reduced=True, report=lambda _: None, launch=launch
     )
     record = reproduction.test(name)
     assert record["verdict"] == "reduced: no verdict"
@@ -92,3 +71,14 @@ def test_every_claim_runs_reduced(
     json.dumps(record, allow_nan=False)
     assert "To be" not in json.dumps(record)
     assert str(folder) not in json.dumps(record["arms"])
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("reduced", [False, True])
+def test_every_arm_of_every_claim_composes(name: str, reduced: bool, text: str) -> None:
+    claim = load(name)
+    if reduced:
+        claim.reduce()
+    for arm in claim.runs(list(claim.arms), [text], "cpu", memory_ledger=False):
+        if not arm.script.endswith("probe.py"):
+            compose(arm.overrides)

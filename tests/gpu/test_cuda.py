@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mantissa.formats import NUMBERS
-from recipes.gpt2_model import SHAPES, Shape
+from recipes.gpt2 import SHAPES, Shape
 from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of
 from tests.parallel.conftest import TORCHRUN, environment
 from tests.parallel.ranks import flag_obeyed

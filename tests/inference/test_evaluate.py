@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from mlflow import MlflowClient
+from PIL import Image
 from sklearn.metrics import precision_recall_fscore_support
 from transformers import AutoTokenizer
 
@@ -22,6 +23,7 @@ from inference.exported import find
 from inference.setting import configure
 from inference.textbytes import bytes_of_tokens
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
+from recipes.resnet import ResNet
 from tests.command_line.conftest import _command
 from tests.inference.conftest import SIZES, photo, script
 from trainer.data.contract import SampleId
@@ -52,17 +54,24 @@ def test_the_best_metrics_of_the_run_come_out_again(name: str, here: Path, tmp_p
     assert f"loss {expected['loss']:.4f}" in done.out
 
 
-def test_results_are_in_the_run_folder_unless_another_is_given(here: Path) -> None:
+def test_results_are_in_the_run_folder_unless_another_is_given(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    loss = ResNet.loss
+
+    def watched(self: ResNet, model: Any, batch: Any) -> Any:
+        output = loss(self, model, batch)
+        seen.append((torch.is_inference_mode_enabled(), output.loss_sum.requires_grad, model.training))
+        return output
+
+    monkeypatch.setattr(ResNet, "loss", watched)
     assert evaluate("run=outputs/images").code == 0
+    assert set(seen) == {(True, False, False)}  # no graph is made
     folder = Path("outputs/images/evaluation")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *("classes.csv", "confusion.csv", "confusion.png", "evaluation.json")
-    ]
+    names = ["classes.csv", "confusion.csv", "confusion.png", "evaluation.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     rows = list(csv.reader((folder / "confusion.csv").read_text(encoding="utf-8").splitlines()))
     assert rows[0] == ["class \\ given", "bright", "dark", "grey"]
     assert sum(int(cell) for row in rows[1:] for cell in row[1:]) == results(folder)["samples"]
-    from PIL import Image
-
     with Image.open(folder / "confusion.png") as picture:
         assert min(picture.size) > 300
 
@@ -80,22 +89,6 @@ def test_the_table_of_classes_is_scikit_learns() -> None:
         assert [row.precision or 0, row.recall, row.f1, row.samples] == pytest.approx(values)
     many = class_scores(np.eye(40, dtype=np.int64), [f"class{number}" for number in range(40)])
     assert len(table(many).splitlines()) == 31
-
-
-def test_no_graph_is_made(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.resnet import ResNet
-
-    seen = []
-    loss = ResNet.loss
-
-    def watched(self: ResNet, model: Any, batch: Any) -> Any:
-        output = loss(self, model, batch)
-        seen.append((torch.is_inference_mode_enabled(), output.loss_sum.requires_grad, model.training))
-        return output
-
-    monkeypatch.setattr(ResNet, "loss", watched)
-    assert evaluate("run=outputs/images", f"output={tmp_path}").code == 0
-    assert set(seen) == {(True, False, False)}
 
 
 def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(here: Path, tmp_path: Path) -> None:
@@ -258,13 +251,8 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
 
 
 def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:
-    tuned = (
-        "recipe=bert",
-        "recipe.pretrained=outputs/bert/best",
-        "recipe.context=32",
-        "data=text",
-        "data.path=other.txt",
-    )
+    tuned = ["recipe=bert", "recipe.pretrained=outputs/bert/best", "recipe.context=32"]
+    tuned += ["data=text", "data.path=other.txt"]
     done = _command(*tuned, *SIZES, "steps=2", "run_name=tuned", f"output_dir={tmp_path}")
     assert done.code == 0, done.err
     assert evaluate(f"run={tmp_path}/tuned").code == 0

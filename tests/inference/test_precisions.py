@@ -55,17 +55,3 @@ def test_precisions_are_compared_on_twenty_batches_of_the_same_samples(here: Pat
         assert difference != 0  # it did compute in 16 bits
         assert found[name]["costs"]["loss"]["mean"] == pytest.approx(difference, rel=1e-3)
     assert found["bf16"]["metrics"]["loss"] != found["bf16_pure"]["metrics"]["loss"]
-
-
-def test_modules_in_fp32_lower_the_cost(here: Path, tmp_path: Path) -> None:
-    fp32 = "precision.fp32_modules=[*]"
-    done = evaluate("-m", "run=outputs/gpt2", "precision=fp32,bf16", fp32, f"output={tmp_path}")
-    assert done.code == 2  # fp32 has no such option
-    losses = []
-    for options in ((), (fp32,)):
-        assert evaluate("run=outputs/gpt2", "precision=bf16", *options, f"output={tmp_path}").code == 0
-        losses.append(json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["loss"])
-    assert evaluate("run=outputs/gpt2", "precision=fp32", f"output={tmp_path}").code == 0
-    exact = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["loss"]
-    assert losses[1] == pytest.approx(exact, rel=1e-7)
-    assert losses[0] != losses[1]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from recipes.gpt2_model import SHAPES, Shape
+from recipes.gpt2 import SHAPES, Shape
 
 
 @pytest.fixture(autouse=True)

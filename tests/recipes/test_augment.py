@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes.data.hub import Hub
-from recipes.data.images.arrays import Digits, Idx
+from recipes.data.images.arrays import Digits
 from recipes.data.images.augment import AutomaticAugment, ImageAugment, ImageNet, Light, View
 from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import square
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.synthetic import Synthetic
 from tests.helpers import CPU, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.contract import Datasets, SampleId
 from trainer.recipe import Decision
 
 
@@ -60,36 +57,6 @@ def test_auto_does_not_augment_small_and_synthetic_images(side: int | None, kind
     assert Light(shift=0.25).choose(side) == Light(shift=0.25)
     mixed = AutomaticAugment(mixup=0.2, cutmix=1.0, erasing=0.1).choose(side)
     assert (mixed.kind, mixed.mixup, mixed.cutmix, mixed.erasing) == (kind, 0.2, 1.0, 0.1)
-
-
-def write_idx(folder: Path, side: int) -> Path:
-    """20 images of two classes in MNIST's format."""
-    pixels = np.random.default_rng(0).integers(0, 256, (20, side, side), dtype=np.uint8)
-    for name, magic, array in (("images-idx3", 3, pixels), ("labels-idx1", 1, np.arange(20, dtype=np.uint8) % 2)):
-        header = bytes([0, 0, 8, magic]) + np.array(array.shape, ">u4").tobytes()
-        (folder / f"train-{name}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
-    return folder
-
-
-def write_folder(folder: Path, height: int, width: int) -> Path:
-    for index in range(8):
-        (folder / "ab"[index % 2]).mkdir(exist_ok=True)
-        noise(height, width, index).save(folder / "ab"[index % 2] / f"{index}.png")
-    return folder
-
-
-def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Path) -> None:
-    auto = AutomaticAugment()
-    assert opened(Digits(), auto, 224).augment == ImageAugment()
-    assert opened(Synthetic(classes=2), auto, 64).augment == ImageAugment()
-    assert opened(Idx(path=str(write_idx(tmp_path, 28))), auto, 224).augment == ImageAugment()
-    assert opened(Idx(path=str(write_idx(tmp_path, 64))), auto, 32).augment == ImageNet()
-    for name, height, width, chosen in (("small", 63, 200, ImageAugment()), ("large", 200, 64, ImageNet())):
-        (tmp_path / name).mkdir()
-        folder = str(write_folder(tmp_path / name, height, width))
-        assert opened(ImageFolder(path=folder), auto, 224).augment == chosen
-        data = opened(Hub(name=folder, cache_dir=str(tmp_path / "cache")), auto, 32)
-        assert data.augment == data.train.augment == data.valid.augment == chosen
 
 
 # -------------------------------------------------------------------------- the same images, however stored
@@ -234,22 +201,3 @@ def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> No
     assert not any(key.startswith("data.augment") for key in flatten(config))
     _, config, decisions = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
     assert (decisions, flatten(config)["augment"]) == ([], "none")
-
-
-def test_the_choice_is_recorded_of_a_recipe_that_wraps_the_images() -> None:
-    class Wrapped(Dataset):
-        augment = True  # a name that a user may choose for something else
-
-        def __init__(self, images: Dataset) -> None:
-            self.images = images
-
-        def __len__(self) -> int:
-            return len(self.images)
-
-        def batch(self, samples: list[SampleId]) -> Batch:
-            return self.images.batch(samples)
-
-    config = compose("recipe=resnet", "data=digits").resolve(CPU).config
-    datasets = config.open_datasets()
-    _, decisions = config.with_data(Datasets(Wrapped(datasets.train), datasets.valid, "wrapped"), CPU)
-    assert [choice[:2] for choice in decisions] == [("augment", "none")]

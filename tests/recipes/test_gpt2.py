@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2LMHeadModel
 
-from recipes.gpt2 import GPT2
-from recipes.gpt2_model import SHAPES, Shape, new_gpt2
+from recipes.gpt2 import GPT2, SHAPES, Shape
 from recipes.language import TokenWindows
 from recipes.language_model import LossHead, torch_can_chunk
 from tests.helpers import trainer_of
@@ -150,73 +150,6 @@ def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_fai
     assert GPT2().metrics(1e4, {}, 1)["perplexity"] == math.inf
 
 
-def words(folder: Path, vocabulary: int = 90) -> None:
-    """A tokenizer of so many words, as transformers saves one."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocabulary)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-
-
-@pytest.fixture
-def shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
-    """A GPT-2 whose logits lie near -36 as those of the published one do, with its tokenizer, and a text."""
-    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
-    torch.manual_seed(0)
-    gpt2 = new_gpt2(SHAPES["tiny"], 90, 16, 0.0)
-    with torch.no_grad():
-        gpt2.transformer.ln_f.weight[0], gpt2.transformer.ln_f.bias[0] = 0, 72
-        gpt2.transformer.wte.weight[:, 0] = -0.5
-    gpt2.save_pretrained(tmp_path / "shifted")
-    words(tmp_path / "shifted")
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{(index * index) % 90}" for index in range(4000)))
-    return tmp_path / "shifted", str(text)
-
-
-def fine_tuned(shifted: tuple[Path, str], *overrides: str) -> Any:
-    folder, text = shifted
-    return trainer_of("recipe=gpt2", f"recipe.pretrained={folder}", "data=text", f"data.path={text}",
-                      "batch_size=4", "steps=1", "eval_samples=64", *overrides)  # fmt: skip
-
-
-def test_fine_tuning_starts_from_the_pretrained_models_own_loss(shifted: tuple[Path, str]) -> None:
-    from transformers import GPT2LMHeadModel
-
-    trainer = fine_tuned(shifted)
-    windows = trainer.datasets.valid
-    tokens = windows.batch([SampleId(index, None) for index in range(min(64, len(windows)))])["tokens"]
-    with torch.no_grad():
-        logits = GPT2LMHeadModel.from_pretrained(shifted[0])(tokens[:, :-1]).logits
-    assert logits.median() == pytest.approx(-36, abs=1)
-    own = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
-    assert trainer.model.gpt2.config.vocab_size == 128
-    assert trainer.evaluate()["loss"] == pytest.approx(own, rel=1e-5)
-    assert fine_tuned(shifted, "recipe.vocabulary_multiple=1").evaluate()["loss"] == pytest.approx(own, rel=1e-5)
-
-
-def test_tokens_that_the_pretrained_model_does_not_know_start_as_its_average_one(shifted: tuple[Path, str]) -> None:
-    words(shifted[0], 94)
-    trainer = fine_tuned(shifted)
-    rows = trainer.model.gpt2.transformer.wte.weight
-    assert trainer.datasets.vocabulary == trainer.model.gpt2.lm_head.vocabulary == 94
-    assert torch.allclose(rows[90:94], rows[:90].mean(0).expand(4, -1))
-    assert trainer.evaluate()["loss"] == pytest.approx(math.log(90), abs=0.5)
-
-
-def test_token_ids_of_the_pretrained_model_that_its_tokenizer_lacks_stay_in_the_softmax(
-    shifted: tuple[Path, str], tmp_path: Path
-) -> None:
-    words(shifted[0], 80)
-    Path(shifted[1]).write_text("w1 w5 w7 " * 400)
-    trainer = fine_tuned(shifted)
-    assert trainer.datasets.vocabulary == 90
-    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
-    assert fine_tuned((tmp_path / "best", shifted[1])).model.gpt2.lm_head.vocabulary == 90
-
-
 def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     trainer = trainer_of(*TINY)
     trainer.model.eval()
@@ -241,13 +174,17 @@ def test_gelu_is_the_function_that_the_option_names(kind: str, approximate: str,
 
 
 def test_a_pretrained_gelu_takes_one_kernel_and_stays_the_same_function(tmp_path: Path) -> None:
-    before = new_gpt2(SHAPES["tiny"], 90, 16, 0.0, activation="gelu_new")
+    def of_activation(name: str) -> Any:
+        config = GPT2(size="tiny").network(90, 16).config
+        config.activation_function = name
+        return GPT2LMHeadModel(config)
+
+    before = of_activation("gelu_new")
     before.save_pretrained(tmp_path)
-    words(tmp_path)
     after = GPT2(pretrained=str(tmp_path)).network(90, 16)
     assert after.config.activation_function == "gelu_pytorch_tanh"
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
         assert torch.allclose(before.eval()(tokens).logits, after.eval()(tokens).logits, atol=1e-5)
-    new_gpt2(SHAPES["tiny"], 90, 16, 0.0, activation="relu").save_pretrained(tmp_path)
+    of_activation("relu").save_pretrained(tmp_path)
     assert GPT2(pretrained=str(tmp_path)).network(90, 16).config.activation_function == "relu"

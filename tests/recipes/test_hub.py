@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,43 +77,29 @@ def texts(data: TokenData) -> tuple[str, str]:
     return train, valid
 
 
-def test_text_with_its_own_validation_split(stories: Path) -> None:
-    data = Hub(name=str(stories), tokenizer="bpe", vocab_size=400).tokens(None)
-    train, valid = texts(data)
-    assert train.split("<|endoftext|>") == STORIES[:280]
-    assert valid.split("<|endoftext|>") == STORIES[280:]
-    assert isinstance(data.train, np.memmap)
-    assert "for validation (the dataset's split validation)" in data.description
+def test_which_split_is_validated_on(stories: Path) -> None:
+    def opened(**options: str) -> tuple[str, str, str]:
+        data = Hub(name=str(stories), tokenizer="bytes", **options).tokens(None)
+        return *texts(data), data.description
 
-
-def test_without_a_validation_split_the_test_split_is_used_unless_another_is_named(stories: Path) -> None:
-    (stories / "validation.jsonl").rename(stories / "test.jsonl")
-    data = Hub(name=str(stories), tokenizer="bytes").tokens(None)
-    assert STORIES[280] in texts(data)[1]
-    assert "(the dataset's split test)" in data.description
-    (stories / "validation.jsonl").write_text(json.dumps({"id": 1, "story": "Validation. " * 9}))
-    assert "Validation. " in texts(Hub(name=str(stories), tokenizer="bytes").tokens(None))[1]
-    named = Hub(name=str(stories), tokenizer="bytes", valid_split="test").tokens(None)
-    assert STORIES[280] in texts(named)[1]
-    assert "(the dataset's split test)" in named.description
-
-
-def test_a_test_split_is_kept_for_the_end(stories: Path) -> None:
-    (stories / "validation.jsonl").rename(stories / "test.jsonl")
-    data = Hub(name=str(stories), tokenizer="bytes", test="test").tokens(None)
-    train, valid = texts(data)
-    assert data.test is not None
-    assert data.tokenizer.decode(data.test.tolist()).startswith(STORIES[280])
-    assert STORIES[280] not in train + valid
-    assert "for testing" in data.description
-
-
-def test_the_training_split_named_for_validation_is_divided(stories: Path) -> None:
-    data = Hub(name=str(stories), tokenizer="bytes", valid_split="train").tokens(None)
-    train, valid = texts(data)
+    train, valid, description = opened()
+    assert "for validation (the dataset's split validation)" in description
+    assert (train, valid) == ("\n".join(STORIES[:280]), "\n".join(STORIES[280:]))
+    train, valid, _ = opened(valid_split="train")  # which is divided
     assert sum(story in valid for story in STORIES[:280]) == 28
     assert sum(story in train for story in STORIES[:280]) == 252
     assert STORIES[280] not in train + valid
+    (stories / "validation.jsonl").rename(stories / "test.jsonl")
+    _, valid, description = opened()
+    assert STORIES[280] in valid
+    assert "(the dataset's split test)" in description
+    data = Hub(name=str(stories), tokenizer="bytes", test="test").tokens(None)
+    assert data.test is not None
+    assert data.tokenizer.decode(data.test.tolist()).startswith(STORIES[280])
+    assert STORIES[280] not in "".join(texts(data))  # it is kept for the end
+    (stories / "validation.jsonl").write_text(json.dumps({"id": 1, "story": "Validation. " * 9}))
+    assert "Validation. " in opened()[1]
+    assert STORIES[280] in opened(valid_split="test")[1]
 
 
 def write_rows(path: Path, rows: list[str]) -> Path:
@@ -160,13 +146,8 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     assert bytes(data.train.tolist() + data.valid.tolist()).decode() == text
 
 
-def test_the_second_time_opens_the_cache_and_changed_files_do_not(
-    stories: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "mantissa")
-    for _ in range(2):
-        Hub(name=str(stories), tokenizer="bytes").tokens(None)
-    assert len(caplog.records) == 1
+def test_changed_files_are_not_opened_from_the_cache(stories: Path) -> None:
+    Hub(name=str(stories), tokenizer="bytes").tokens(None)
     rows = (stories / "train.jsonl").read_text()
     (stories / "train.jsonl").write_text(rows.replace("Story", "Fable"))
     changed = Hub(name=str(stories), tokenizer="bytes").tokens(None)
@@ -214,36 +195,28 @@ def test_train_and_valid_share_nothing_and_miss_nothing(parquet: Path) -> None:
     assert data.classes == ["cat", "dog"]
 
 
-def test_a_named_validation_split(pictures: Path, tmp_path: Path) -> None:
-    root = tmp_path / "both"
-    root.mkdir()
-    pictures.rename(root / "train")
-    (root / "test" / "dog").mkdir(parents=True)
-    picture(1).save(root / "test" / "dog" / "x.png")
-    (root / "test" / "cat").mkdir()
-    picture(2).save(root / "test" / "cat" / "y.png")
-    for valid_split in ("test", None):
-        data = Hub(name=str(root), valid_split=valid_split).images(16)
-        assert (len(data.train), len(data.valid)) == (40, 2)
-        assert sorted(data.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist()) == [0, 1]
-        assert "(the dataset's split test)" in data.description
-    data = Hub(name=str(root), valid_split="train").images(16)
-    assert (len(data.train), len(data.valid)) == (36, 4)
-    assert "(0.1 of each class)" in data.description
-
-
-def test_a_test_split_without_labels_is_not_validated_on_unless_it_is_named(tmp_path: Path) -> None:
+def labelled(folder: Path, names: list[str], **splits: list[int]) -> Hub:
+    """Splits of images with these labels, -1 for none."""
     from datasets import ClassLabel, Dataset, Features
     from datasets import Image as ImageFeature
 
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
-    for split, labels in (("train", [0, 1] * 5), ("test", [-1] * 4)):
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
+    for split, labels in splits.items():
         rows = {"image": [picture(i) for i in range(len(labels))], "label": labels}
-        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "both" / f"{split}.parquet")
-    data = Hub(name=str(tmp_path / "both")).images(8)
+        Dataset.from_dict(rows, features=features).to_parquet(folder / "labelled" / f"{split}.parquet")
+    return Hub(name=str(folder / "labelled"))
+
+
+def test_a_test_split_is_validated_on_unless_it_has_no_labels(tmp_path: Path) -> None:
+    whole = labelled(tmp_path / "whole", ["a", "b"], train=[0, 1] * 5, test=[1, 0]).images(8)
+    assert whole.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist() == [1, 0]
+    assert "(the dataset's split test)" in whole.description
+    source = labelled(tmp_path, ["a", "b"], train=[0, 1] * 5, test=[-1] * 4)
+    data = source.images(8)
     assert (len(data.train), len(data.valid)) == (8, 2)
+    assert "(0.1 of each class)" in data.description
     with pytest.raises(UserError, match=r"data\.valid_split=test: row 0 has the label -1"):
-        Hub(name=str(tmp_path / "both"), valid_split="test").images(8)
+        replace(source, valid_split="test").images(8)
 
 
 def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:
@@ -253,24 +226,11 @@ def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:
         train.batch([SampleId(index, None) for index in range(len(train))])
 
 
-@pytest.mark.parametrize(
-    ("names", "labels", "message"),
-    [
-        (["a", "b"], [0, 1, -1, 0], "data.train_split=train: row 2 has the label -1"),
-        (["a"], [0, 0], "one class only"),
-    ],
-)
-def test_labels_outside_the_classes_and_a_single_class(
-    names: list[str], labels: list[int], message: str, tmp_path: Path
-) -> None:
-    from datasets import ClassLabel, Dataset, Features
-    from datasets import Image as ImageFeature
-
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
-    rows = {"image": [picture(i) for i in range(len(labels))], "label": labels}
-    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "unlabelled.parquet")
-    with pytest.raises(UserError, match=message):
-        Hub(name=str(tmp_path / "unlabelled.parquet")).images(8)
+def test_labels_outside_the_classes_and_a_single_class(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.train_split=train: row 2 has the label -1"):
+        labelled(tmp_path, ["a", "b"], train=[0, 1, -1, 0]).images(8)
+    with pytest.raises(UserError, match="one class only"):
+        labelled(tmp_path, ["a"], train=[0, 0]).images(8)
 
 
 # --- user errors
@@ -319,3 +279,14 @@ def test_files_that_do_not_open(tmp_path: Path, file: str, content: bytes, messa
         (tmp_path / "data" / file).write_bytes(content)
     with pytest.raises(UserError, match=f"data.name=.*data.*{file}.* {message}"):
         Hub(name=str(tmp_path / "data" / file)).tokens(None)
+
+
+def test_what_is_not_in_the_cache_is_not_asked_for_where_the_hub_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own client would try again and again, for minutes."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"data.name=some/one is not in .* cannot be reached; data=python_docs"):
+        Hub(name="some/one", tokenizer="bytes").tokens(None)

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import logging
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from recipes.data.hub import Hub
 from recipes.data.images.arrays import Digits, Idx
-from recipes.data.images.augment import ImageNet
+from recipes.data.images.augment import AutomaticAugment, ImageAugment, ImageNet
 from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import held_out, square
-from recipes.data.images.source import ImageDatasets
+from recipes.data.images.source import ImageDatasets, ImageSource
+from recipes.data.synthetic import Synthetic
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -28,15 +31,15 @@ def plain(count: int, start: int = 0) -> list[SampleId]:
     return [SampleId(index, None) for index in range(start, start + count)]
 
 
-def save(folder: Path, files: list[str]) -> Path:
+def save(folder: Path, files: list[str], height: int = 40, width: int = 60) -> Path:
     for seed, name in enumerate(files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        noise(40, 60, seed).save(folder / name)
+        noise(height, width, seed).save(folder / name)
     return folder
 
 
-def animals(folder: Path, each: int = 10) -> Path:
-    return save(folder, [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(each)])
+def animals(folder: Path, each: int = 10, height: int = 40, width: int = 60) -> Path:
+    return save(folder, [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(each)], height, width)
 
 
 def files_of(data: ImageDatasets) -> tuple[set[str], set[str]]:
@@ -79,12 +82,6 @@ def test_which_digits_are_held_out_does_not_change() -> None:
     rows = np.flatnonzero(held_out(load_digits().target, 0.2))
     assert (len(rows), rows[:5].tolist()) == (355, [33, 36, 37, 40, 44])
     assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16] == "f169ac7f88a60561"
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])
-def test_a_fraction_that_leaves_one_side_empty_is_refused(fraction: float) -> None:
-    with pytest.raises(UserError, match=r"data\.valid_fraction"):
-        Digits(valid_fraction=fraction)
 
 
 # ---------------------------------------------------------------------------------------- imagefolder
@@ -132,8 +129,8 @@ def test_a_folder_batch_holds_the_crops_of_its_files(tmp_path: Path) -> None:
     [
         ([], r"no images in .*\.jpg, .*\.png"),
         (["loose.png"], "holds the images directly; data.path must be a folder with one folder of images per class"),
-        (["cat/a.png", "cat/b.png"], r"one class only \(cat\)"),
-        (["cat/a.png", "dog/b.png"], "one image per class"),
+        (["cat/a.png", "cat/b.png"], "one class only"),
+        (["cat/a.png", "dog/b.png"], "none can be kept for validation"),
         (["train/cat/a.png", "train/dog/b.png", "val/cow/c.png"], "the class cow, which"),
     ],
 )
@@ -144,34 +141,26 @@ def test_folders_that_cannot_work_are_refused(tmp_path: Path, files: list[str], 
 
 
 @pytest.mark.parametrize("source", [ImageFolder, Idx])
-def test_a_path_that_is_missing_or_no_folder_is_refused_at_once(source: type, tmp_path: Path) -> None:
+def test_options_that_cannot_work_are_refused_at_once(source: type, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing required option: data\.path"):
         source()
     with pytest.raises(UserError, match=r"data\.path=.*nowhere is not a folder"):
         source(path=str(tmp_path / "nowhere"))
+    for fraction in (0.0, 1.0, -1.0):
+        with pytest.raises(UserError, match=r"data\.valid_fraction"):
+            source(path=str(tmp_path), valid_fraction=fraction)
 
 
-def test_a_file_that_is_no_image_is_named_at_the_start(tmp_path: Path) -> None:
-    (animals(tmp_path) / "dog" / "4.png").write_text("not an image")
-    with pytest.raises(UserError, match=r"dog/4\.png cannot be read .*data\.skip_corrupt=true"):
-        ImageFolder(path=str(tmp_path)).images(16)
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-200])
-
-
-def test_a_truncated_image_is_named_when_it_is_decoded(tmp_path: Path) -> None:
-    truncate(animals(tmp_path) / "dog" / "4.png")
+def test_a_damaged_image_is_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = animals(tmp_path) / "dog" / "4.png"
+    file.write_bytes(file.read_bytes()[:-200])  # which shows when it is decoded
     data = ImageFolder(path=str(tmp_path)).images(16)
     damaged = next(part for part in (data.train, data.valid) if any(b"dog/4" in file for file in part.files))
     with pytest.raises(UserError, match=r"dog/4\.png cannot be decoded .*data\.skip_corrupt=true"):
         damaged.batch(plain(len(damaged)))
-
-
-def test_corrupt_images_are_skipped_if_requested_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    truncate(animals(tmp_path) / "dog" / "4.png")
-    (tmp_path / "cat" / "2.png").write_text("not an image")
+    (tmp_path / "cat" / "2.png").write_text("not an image")  # which shows at the start
+    with pytest.raises(UserError, match=r"cat/2\.png cannot be read .*data\.skip_corrupt=true"):
+        ImageFolder(path=str(tmp_path)).images(16)
     with caplog.at_level(logging.WARNING, "mantissa"):
         data = ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
     assert len(data.train) + len(data.valid) == 18
@@ -192,8 +181,8 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return bytes([0, 0, 8, array.ndim]) + shape + array.astype(np.uint8).tobytes()
 
 
-def write_pair(folder: Path, part: str, count: int, ending: str = "") -> tuple[np.ndarray, np.ndarray]:
-    images = np.random.default_rng(count).integers(0, 256, (count, 12, 12), dtype=np.uint8)
+def write_pair(folder: Path, part: str, count: int, ending: str = "", side: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    images = np.random.default_rng(count).integers(0, 256, (count, side, side), dtype=np.uint8)
     labels = np.arange(count) % 3
     for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
         content = idx_bytes(array)
@@ -252,8 +241,21 @@ def test_damaged_idx_files_are_named(tmp_path: Path, file: str, content: bytes |
         Idx(path=str(tmp_path)).images(None)
 
 
-def test_real_mnist(shared_data: Path) -> None:
-    data = Idx(path=str(shared_data / "mnist-10k")).images(None)
-    assert (len(data.train) + len(data.valid), len(data.classes), data.image_size) == (10_000, 10, 28)
-    assert data.mean[0] == pytest.approx(0.1307, abs=0.005)  # as published for the 60,000
-    assert data.std[0] == pytest.approx(0.3081, abs=0.005)
+# ------------------------------------------------------------------------------------------ all sources
+
+
+def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Path) -> None:
+    def chosen(source: ImageSource, size: int) -> ImageAugment:
+        data = replace(source, augment=AutomaticAugment()).images(size)
+        assert data.augment == data.train.augment == data.valid.augment
+        return data.augment
+
+    assert chosen(Digits(), 224) == ImageAugment()
+    assert chosen(Synthetic(classes=2), 64) == ImageAugment()
+    for side, augment in ((28, ImageAugment()), (64, ImageNet())):
+        write_pair(tmp_path, "train", 30, side=side)
+        assert chosen(Idx(path=str(tmp_path)), 96 - side) == augment
+    for name, height, width, augment in (("small", 63, 200, ImageAugment()), ("large", 200, 64, ImageNet())):
+        folder = str(animals(tmp_path / name, 4, height, width))
+        assert chosen(ImageFolder(path=folder), 224) == augment
+        assert chosen(Hub(name=folder, cache_dir=str(tmp_path / "cache")), 32) == augment

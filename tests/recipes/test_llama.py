@@ -3,9 +3,7 @@ from __future__ import annotations
 import torch
 
 from tests.helpers import fit, trainer_of
-from trainer.hardware import Hardware
 
-GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 TINY = ["recipe=llama", "recipe.layers=2", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2", "recipe.ffn=48"]
 TINY += ["recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ from trainer.trainer import Trainer
 WORDS = 90
 
 
-def words(folder: Path, special: dict[str, str], more: Sequence[str] = ()) -> dict[str, int]:
-    """Write a tokenizer of 90 words, in front of which its special tokens stand; return the ids."""
-    names = [*special.values(), *more, *(f"w{index}" for index in range(WORDS))]
+def words(folder: Path, special: dict[str, str], more: Sequence[str] = (), count: int = WORDS) -> dict[str, int]:
+    """Write a tokenizer of so many words, in front of which its special tokens stand; return the ids."""
+    names = [*special.values(), *more, *(f"w{index}" for index in range(count))]
     tokenizer = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", **special).save_pretrained(folder)
@@ -85,9 +86,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     return recipe, path
 
 
-def options(recipe: str, path: Path, *more: str) -> list[str]:
+def options(recipe: str, path: Path, *more: str, words: int = WORDS) -> list[str]:
     text = path.parent / "text.txt"
-    text.write_text(" ".join(f"w{(index * index) % WORDS}" for index in range(3000)))
+    text.write_text(" ".join(f"w{(index * index) % words}" for index in range(3000)))
     data = ["data=text", f"data.path={text}", f"data.cache_dir={path.parent / 'cache'}", "device=cpu"]
     return [f"recipe={recipe}", f"recipe.pretrained={path}", "recipe.context=32", "batch_size=4", "steps=3",
             "eval_samples=8", *data, *more]  # fmt: skip
@@ -195,6 +196,27 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> No
     words(tmp_path / "model", {"pad_token": "[PAD]"})
     with pytest.raises(UserError, match="its tokenizer has no cls_token, which recipe=bert needs"):
         trainer_of(*options("bert", tmp_path / "model"))
+
+
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("known", [WORDS + 5, WORDS - 10])
+def test_token_ids_of_model_and_tokenizer_may_differ(known: int, folder: tuple[str, Path], tmp_path: Path) -> None:
+    """Ids that only the tokenizer has start as the average one; those that only the model has stay in the softmax."""
+    recipe, path = folder
+    gpt2 = GPT2LMHeadModel.from_pretrained(path)
+    with torch.no_grad():  # logits near -36, as of the published model: those of random rows would lie near 0
+        gpt2.transformer.ln_f.weight[0], gpt2.transformer.ln_f.bias[0] = 0, 72
+        gpt2.transformer.wte.weight[:, 0] = -0.5
+    gpt2.save_pretrained(path)
+    words(path, {"eos_token": "<|end|>"}, count=known)
+    trainer = trainer_of(*options(recipe, path, words=min(known, WORDS)))
+    vocabulary = max(known, WORDS) + 1
+    assert trainer.datasets.vocabulary == trainer.model.gpt2.lm_head.vocabulary == vocabulary
+    rows = trainer.model.gpt2.transformer.wte.weight
+    assert torch.allclose(rows[WORDS + 1 : vocabulary], rows[: WORDS + 1].mean(0).expand(vocabulary - WORDS - 1, -1))
+    assert own_loss(trainer) < 2 * math.log(WORDS)
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
+    assert trainer_of(*options(recipe, tmp_path / "best")).model.gpt2.lm_head.vocabulary == vocabulary
 
 
 def test_bignet_opens_the_best_of_a_run(tmp_path: Path) -> None:

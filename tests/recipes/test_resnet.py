@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -54,39 +55,29 @@ def test_auto_chooses_by_the_device_and_reports_how_to_change_it() -> None:
     assert ready(arch="convnext_tiny").resolve(CPU, Digits())[1] == []
 
 
-def test_an_unknown_architecture_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(UserError, match=r"recipe\.arch=resnet5O .*did you mean 'resnet50'"):
-        ResNet(arch="resnet5O").resolve(CPU, Digits())
-    with pytest.raises(UserError, match=r"recipe\.arch=fasterrcnn_resnet50_fpn is not a classifier"):
-        ResNet(arch="fasterrcnn_resnet50_fpn").resolve(CPU, Digits())
-
-
-def test_data_without_images_is_refused() -> None:
+def test_what_cannot_work_is_refused_by_name() -> None:
     class Prose(DataSource):
         kind = "text"
 
+    for arch, message in (
+        ("resnet5O", r"recipe\.arch=resnet5O .*did you mean 'resnet50'"),
+        ("fasterrcnn_resnet50_fpn", r"recipe\.arch=fasterrcnn_resnet50_fpn is not a classifier"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ResNet(arch=arch).resolve(CPU, Digits())
     with pytest.raises(UserError, match=r"data=text has none; use data=digits"):
         ResNet().resolve(CPU, Prose())
-    with pytest.raises(UserError, match=r"data=text has none; use data=digits"):
-        ResNet().datasets(Prose(), seed=0)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("image_size", 0), ("image_size", "big"), ("classes", 1), ("classes", "ten"), ("label_smoothing", 1.0)],
-)
-def test_values_out_of_range_are_refused_by_name(option: str, value: object) -> None:
-    with pytest.raises(UserError, match=rf"recipe\.{option}={value}"):
-        ResNet(**{option: value})
+    values = {"image_size": (0, "big"), "classes": (1, "ten"), "label_smoothing": (1.0,), "std": ([1.0, 1.0, 0.0],)}
+    for option, value in ((option, value) for option, several in values.items() for value in several):
+        mean = {"mean": [0.5, 0.5, 0.5]} if option == "std" else {}
+        with pytest.raises(UserError, match=re.escape(f"recipe.{option}={value}")):
+            ResNet(**{option: value} | mean)
 
 
 def test_the_head_has_the_classes_of_the_data_or_the_requested_number() -> None:
     recipe = ready()
     assert built(recipe).fc.out_features == 10
-    assert (recipe.classes, recipe.image_size) == (
-        "auto",
-        "auto",
-    )  # as typed: a resumed run is compared by it
+    assert (recipe.classes, recipe.image_size) == ("auto", "auto")  # as typed: a resumed run is compared by it
     assert built(ready(classes=12)).fc.out_features == 12
     with pytest.raises(UserError, match=r"recipe\.classes=9, but the data has 10 classes"):
         built(ready(classes=9))
@@ -114,14 +105,13 @@ def test_architectures_with_constructors_of_their_own_train(arch: str, size: int
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_weights_and_images_have_the_requested_layout(channels_last: bool) -> None:
-    recipe = ready(channels_last=channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    assert built(recipe).conv1.weight.is_contiguous(memory_format=layout)
-    stub = Stub(torch.zeros(4, 10))
-    recipe.loss(stub, some_digits(4))
-    assert stub.images.is_contiguous(memory_format=layout)
+def test_weights_and_images_have_the_requested_layout() -> None:
+    for channels_last, layout in ((True, torch.channels_last), (False, torch.contiguous_format)):
+        recipe = ready(channels_last=channels_last)
+        assert built(recipe).conv1.weight.is_contiguous(memory_format=layout)
+        stub = Stub(torch.zeros(4, 10))
+        recipe.loss(stub, some_digits(4))
+        assert stub.images.is_contiguous(memory_format=layout)
 
 
 def test_images_reach_the_model_normalised_and_the_batch_stays_as_it_was() -> None:
@@ -160,18 +150,15 @@ def test_few_classes_have_no_top5() -> None:
     assert set(recipe.loss(Stub(torch.zeros(2, 4)), batch).metric_sums) == {"top1"}
 
 
-def test_label_smoothing_is_for_training_only() -> None:
-    recipe, plain = ready(label_smoothing=0.1), ready()
-    stub, batch = Stub(torch.randn(4, 10, generator=torch.Generator().manual_seed(0))), some_digits(4)
-    assert recipe.loss(stub.train(), batch).loss_sum != plain.loss(stub, batch).loss_sum
-    assert recipe.loss(stub.eval(), batch).loss_sum == plain.loss(stub, batch).loss_sum
-
-
-def test_scores_are_for_evaluation_only_and_training_keeps_no_reference_to_them() -> None:
-    recipe, batch = ready(), some_digits(4)
+def test_label_smoothing_is_for_training_only_and_scores_for_evaluation() -> None:
+    recipe, plain, batch = ready(label_smoothing=0.1), ready(), some_digits(4)
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    assert recipe.loss(Stub(logits).train(), batch).scores is None
-    scores = recipe.loss(Stub(logits).eval(), batch).scores
+    stub = Stub(logits)
+    trained = recipe.loss(stub.train(), batch)
+    assert trained.loss_sum != plain.loss(stub, batch).loss_sum
+    assert trained.scores is None  # no reference to the graph
+    assert recipe.loss(stub.eval(), batch).loss_sum == plain.loss(stub, batch).loss_sum
+    scores = recipe.loss(stub, batch).scores
     assert scores is not None
     assert not scores.requires_grad
     assert torch.equal(scores, logits)

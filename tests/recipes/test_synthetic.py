@@ -3,9 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from recipes.data.synthetic import Synthetic
+from recipes.data.synthetic import TEACHER_RANK, Synthetic
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -23,13 +22,6 @@ def test_tokens_fill_the_vocabulary_and_half_of_them_can_be_foretold() -> None:
     assert len(np.unique(data.train)) > 900
     assert not np.array_equal(data.train[: len(data.valid)], data.valid)
     assert np.array_equal(Synthetic(vocab_size=1000).tokens("any").train, data.train)
-
-
-def test_the_tokenizer_writes_numbers_and_reads_them_back() -> None:
-    tokenizer = Synthetic(vocab_size=500).tokens(None).tokenizer
-    assert tokenizer.vocab_size == 500
-    assert tokenizer.decode([3, 499, 500, 12]) == "<3><499><12>"
-    assert tokenizer.encode("<3> and <12><500>") == [3, 12]
 
 
 def test_an_image_is_a_function_of_its_index() -> None:
@@ -57,22 +49,13 @@ def test_images_follow_the_options_and_validate_on_other_noise() -> None:
     assert pixels.std().item() == pytest.approx(data.std[0], abs=0.02)
 
 
-def test_vectors_have_a_teacher_a_network_can_follow() -> None:
+def test_vectors_are_the_same_every_time_and_their_targets_a_function_of_them() -> None:
     data = Synthetic(samples=1024).vectors(32)
     assert (len(data.train), len(data.valid)) == (1024, 128)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     valid = data.valid.batch(ids(*range(128)))
     assert valid["x"].shape == valid["y"].shape == (128, 32)
     assert valid["x"].dtype == valid["y"].dtype == torch.float32
-    at_best_constant = (valid["y"] - valid["y"].mean(0)).square().mean()
-    for step in range(120):
-        batch = data.train.batch(ids(*(index % 1024 for index in range(step * 128, step * 128 + 128))))
-        optimizer.zero_grad()
-        (model(batch["x"]) - batch["y"]).square().mean().backward()
-        optimizer.step()
-    assert (model(valid["x"]) - valid["y"]).square().mean() < 0.2 * at_best_constant
+    assert torch.linalg.matrix_rank(valid["y"] - valid["y"].mean(0), tol=1e-3) == TEACHER_RANK
     again = Synthetic(samples=1024).vectors(32).train.batch(ids(5))
     assert torch.equal(again["y"], data.train.batch(ids(5))["y"])
 

@@ -10,9 +10,7 @@ import torch
 from recipes.t5 import IGNORED, SpanCorruption
 from tests.helpers import CPU, compose, trainer_of
 from trainer.data.contract import SampleId
-from trainer.hardware import Hardware
 
-GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 TINY = ["recipe=t5", "recipe.context=24", "data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16"]
 
 

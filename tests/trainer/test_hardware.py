@@ -55,9 +55,12 @@ def test_support_on_arm_and_on_amds_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_devices_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    for device in ("gpu", "cuda:x", "cuda:1", "mps", "xpu"):
-        with pytest.raises(UserError, match=f"device={device}.*device=cpu"):
+    no_device, not_here = "is not a device; use auto", ".*device=cpu"
+    for device, why in (("cuda:x", no_device), ("tpu", no_device), ("cuda:1", not_here), ("mps", not_here)):
+        with pytest.raises(UserError, match=f"device={device}.*{why}"):
             detect(device)
+    with pytest.raises(UserError, match=r"device=xpu is not supported"):
+        detect("xpu")
     assert detect("auto").device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -7,11 +7,13 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Sweep
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,9 +24,6 @@ from trainer.errors import UserError
 from trainer.files import PROJECT
 
 CONF = PROJECT / "conf"
-
-# What Hydra reads as something other than text.
-_NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)
 
 # Hydra's flags. Their values are not checked, because none begins with a dash.
 _FLAGS = {
@@ -62,16 +61,15 @@ def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
         parsed = OverridesParser.create().parse_overrides(checked_arguments(overrides))
     except HydraException as error:
         raise UserError(explain(error)) from error
-    choices: list[list[tuple[str, str]]] = []
+    choices: list[list[tuple[str, str]]] = []  # label and override
     for override in parsed:
-        assert override.input_line is not None
-        if not override.is_sweep_override():
-            choices.append([("", override.input_line)])
-            continue
         key = override.get_key_element()
-        values = [str(value) for value in override.sweep_string_iterator()]
         is_group = (CONF / key).is_dir()
-        choices.append([(value if is_group else f"{key}={value}", f"{key}={value}") for value in values])
+        if override.is_sweep_override():
+            values = map(str, override.sweep_string_iterator())
+            choices.append([(value if is_group else f"{key}={value}", f"{key}={value}") for value in values])
+        else:
+            choices.append([("", str(override.input_line))])
     return {
         ", ".join(filter(None, (label for label, _ in combination))): [override for _, override in combination]
         for combination in itertools.product(*choices)
@@ -109,20 +107,20 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
             raise UserError(
                 f"{argument}: write {intended_key(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
             )
-        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
-        if choices and _NO_NAME.fullmatch(typed):
+        override = _parsed(argument) if equals else None
+        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if override else []
+        if choices and override and not isinstance(override.value(), str | list | Sweep):
             raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")
-        foreign = equals and is_text(key) and not _parses(argument)
+        foreign = equals and not override and is_text(key)
         readable.append(f"{argument.partition('=')[0]}={_in_quotes(typed)}" if foreign else argument)
     return readable
 
 
-def _parses(override: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(override)
-    except HydraException:
-        return False
-    return True
+def _parsed(argument: str) -> Override | None:
+    """Return what Hydra's grammar makes of an argument; None: nothing."""
+    with suppress(HydraException):
+        return OverridesParser.create().parse_override(argument)
+    return None
 
 
 def _in_quotes(text: str) -> str:

@@ -6,6 +6,9 @@ import re
 from dataclasses import Field, is_dataclass
 from typing import Any
 
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
 from trainer.config import registration as config
 from trainer.errors import nearest
 
@@ -25,50 +28,39 @@ _WANTED = (
 
 def explain(error: BaseException) -> str:
     """Return what was wrong with the command line, or with a YAML file it composes."""
-    chain: list[BaseException] = [error]
+    chain: list[Any] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    text = "\n".join(str(link) for link in chain)
-    full_key = re.search(r"full_key: (\S+)", text)
-    key = full_key[1] if full_key else None
-    offered = re.search(r"append to your config use \+\S+?=(.*)", text)
-    value = offered[1] if offered else ""
-
-    if found := re.search(r"Could not find '(.*)'\n\nAvailable options in '(.*)':\n((?:\t.*\n)*)", text):
-        group, typed = found[2], found[1].removeprefix(f"{found[2]}/")
-        choices = [name for name in found[3].split() if not name.endswith("_schema")]
+    cause, text = chain[-1], "\n".join(map(str, chain))
+    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
+        group, _, typed = cause.missing_cfg_file.rpartition("/")
+        choices = [name for name in cause.options if not name.endswith("_schema")]
         return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
-    if key and re.search(r"Key '[^']+' is not in struct", text):
-        return f"{key} is not in the config; add it with +{key}=…"
-    if found := re.search(r"Key '[^']+' not in '(\w+)'", text):
-        return _unknown(key or "", found[1], value)
-    if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
-        return _unknown(key or found[1], "", value)
-    if found := re.search(r"Error parsing override '(.*)'|LexerNoViableAltException: (.*)", text):
-        typed = found[1] or found[2]
-        return f"{typed!r} is not an override; write key=value, such as steps=100 or precision=bf16"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        if not is_dataclass(cause.object_type):
+            return f"{cause.full_key} is not in the config; add it with +{cause.full_key}=…"
+        offered = re.search(r"append to your config use \+\S+?=(.*)", text)
+        return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "")
+    if unread := [each.override for each in chain if isinstance(each, OverrideParseException)]:
+        return f"{unread[0]!r} is not an override; write key=value, such as steps=100 or precision=bf16"
     if found := re.search(r"Ambiguous value for argument '(.*)'", text):
         return f"{found[1]} has several values; add -m to run one after the other"
     if found := re.search(r"Multiple values for (\S+)\.|An item is already at '(.*)'", text):
         there = found[1] or found[2]
         return f"{there} already has a value; set it with {there}=…, without the +"
-    overrides: list[str] = re.findall(r"Error merging override (.*)", text)
-    typed = overrides[0] if overrides else key or ""
-    if own := [name for name in _known() if name.startswith(f"{typed.partition('=')[0]}.")]:
+    override = re.search(r"Error merging override (.*)", text)
+    typed = override[1] if override else getattr(cause, "full_key", None) or ""
+    if own := [name for name in known_options() if name.startswith(f"{typed.partition('=')[0]}.")]:
         return f"{typed}: set one of its options: {', '.join(own)}"
+    file = re.search(r"In '([^']+)': \w+ raised while composing", text)
     for words, wanted in _WANTED:
         if typed and words in text:
-            return f"{typed} must be {wanted}{_where(text)}"
-    lines = [line.strip() for line in str(chain[-1]).splitlines() if line.strip()]
-    return f"{typed}: {lines[0]}" if typed else lines[0]
+            return f"{typed} must be {wanted}" + (f" (in conf/{file[1]}.yaml)" if file else "")
+    first = str(cause).strip().partition("\n")[0]
+    return f"{typed}: {first}" if typed else first
 
 
-def _where(text: str) -> str:
-    found = re.search(r"In '([^']+)': \w+ raised while composing", text)
-    return f" (in conf/{found[1]}.yaml)" if found else ""
-
-
-def _known() -> dict[str, dict[str, Field[Any]]]:
+def known_options() -> dict[str, dict[str, Field[Any]]]:
     """Return every key that can be set, and the choices that have it, with their fields; of no group, the choice ''."""
     known: dict[str, dict[str, Field[Any]]] = {}
 
@@ -87,12 +79,18 @@ def _known() -> dict[str, dict[str, Field[Any]]]:
     return known
 
 
-def _unknown(key: str, owner: str, value: str = "") -> str:
-    """Return which choice of the group has this option, if any, or the nearest option; ``value`` is the given value."""
-    known, (group, _, option) = _known(), key.partition(".")
+def _unknown(key: str, owner: Any, value: str) -> str:
+    """Return which choice of the group has this option, if any, or the nearest option.
+
+    Args:
+        key: as typed.
+        owner: the class that has no such option.
+        value: as typed.
+    """
+    known, (group, _, option) = known_options(), key.partition(".")
     classes = config.groups().get(group, {})
     if choices := known.get(key):
-        here = next((choice for choice, cls in classes.items() if cls.__name__ == owner), None)
+        here = next((choice for choice, cls in classes.items() if cls is owner), None)
         which = f"{group}={here}" if here else f"this {group}"
         return f"{key} is not an option of {which}; it belongs to {', '.join(f'{group}={name}' for name in choices)}"
     better = intended_key(option if classes else key)
@@ -141,7 +139,7 @@ def intended_key(key: str) -> str:
 
     That is an option of a group by the option's name alone, or the name that other trainers have for it.
     """
-    known = _known()
+    known = known_options()
     if key in known:
         return key
     head, dot, rest = key.partition(".")
@@ -154,4 +152,4 @@ def intended_key(key: str) -> str:
 
 def is_text(key: str) -> bool:
     """Whether the value of a key is text whatever it looks like, such as a path."""
-    return any(entry.type in ("str", "str | None") for entry in _known().get(key, {}).values())
+    return any(entry.type in ("str", "str | None") for entry in known_options().get(key, {}).values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
-from recipes.pretrained import is_kept
+from recipes.huggingface import is_kept
 from trainer.config.schema import Config
 from trainer.config.source import adopt
 from trainer.errors import UserError, nearest
@@ -76,9 +76,8 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     _refuse_unknown(composed, Config, "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
-    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
-    _check_optimizer(composed, overrides)
-    dropped = _drop_options(composed, typed)
+    typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    dropped = _of_another_class(composed, typed)
     source, kept = adopt(composed, typed)
     kept += _fine_tuned(composed, typed)
     config = OmegaConf.to_object(composed)
@@ -86,35 +85,31 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     return replace(config, source=source, preset=(*dropped, *kept))
 
 
-def _check_optimizer(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse the class of one choice of ``optimizer`` with the settings of another, such as AdamW's rate for SGD."""
-    typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    if "optimizer.name" not in typed or "experiment" in typed:  # an experiment has settings of its own
-        return
-    chosen = typed.get("optimizer", "adamw")  # the default of conf/config.yaml
-    names = {path.stem: OmegaConf.load(path).name for path in (PROJECT / "conf" / "optimizer").glob("*.yaml")}
-    right = sorted(choice for choice, name in names.items() if name == composed.optimizer.name)
-    if right and chosen in names and chosen not in right:
-        raise UserError(
-            f"optimizer.name={composed.optimizer.name} would have the settings of optimizer={chosen}; "
-            f"set optimizer={right[0]}"
-        )
+def _of_another_class(composed: DictConfig, typed: Mapping[str, str]) -> list[Decision]:
+    """Remove the options of the optimizer's YAML that the class named on the command line does not have.
 
-
-def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Decision]:
-    """Remove the options of the optimizer's YAML that the class named on the command line does not have."""
-    if "optimizer.name" not in typed or "optimizer.options" in typed:
+    Raises:
+        UserError: another choice of ``optimizer`` has the settings of that class; these would be AdamW's rate for SGD.
+    """
+    name = composed.optimizer.name
+    if "optimizer.name" not in typed:
         return []
-    accepted = accepted_options(optimizer_class(composed.optimizer.name))
-    foreign = [
-        key for key in composed.optimizer.options if key not in accepted and f"optimizer.options.{key}" not in typed
-    ]
-    with open_dict(composed.optimizer.options) as options:
+    names = {path.stem: OmegaConf.load(path).name for path in (PROJECT / "conf" / "optimizer").glob("*.yaml")}
+    right = sorted(choice for choice, cls in names.items() if cls == name)
+    chosen = typed.get("optimizer", "adamw")  # the default of conf/config.yaml
+    if right and chosen in names and chosen not in right and "experiment" not in typed:  # which has its own settings
+        raise UserError(
+            f"optimizer.name={name} would have the settings of optimizer={chosen}; set optimizer={right[0]}"
+        )
+    options, accepted = composed.optimizer.options, accepted_options(optimizer_class(name))
+    foreign = [key for key in options if key not in accepted and f"optimizer.options.{key}" not in typed]
+    if not foreign or "optimizer.options" in typed:
+        return []
+    with open_dict(options):
         for key in foreign:
             del options[key]
-    left = composed.optimizer.options
-    why = f"{composed.optimizer.name} has no {' and no '.join(map(str, foreign))}"
-    return [Decision("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
+    why = f"{name} has no {' and no '.join(map(str, foreign))}"
+    return [Decision("optimizer.options", OmegaConf.to_container(options), why)]
 
 
 def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Decision]:

@@ -128,9 +128,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in (None, "auto", "same"):
         return None, []
-    cls = OmegaConf.get_type(composed.recipe)
-    assert isinstance(cls, type)
-    assert issubclass(cls, Recipe)
+    cls: Any = OmegaConf.get_type(composed.recipe)
     options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
     if own := to_continue(composed.output_dir, name_of_composed(composed), resume):
         recorded = own.config()

@@ -28,6 +28,7 @@ from trainer.profiling.utilisation import Utilisation
 from trainer.run.monitor import NonFiniteGradients
 from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.datasets import dataset_facts
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.tracker import Tracker, countable
 from trainer.trainer import Trainer
 
@@ -118,16 +119,16 @@ def open_tracker(
         tags["mlflow.parentRunId"] = config.tracking.parent
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
-    return Tracker(
-        config.tracking,
-        folder,
-        experiment=config.recipe.name,
-        run_name=folder.name,
+    info = RunInfo(
+        experiment=config.tracking.experiment or config.recipe.name,
+        name=folder.name,
         params=options | hardware,
         tags=tags,
         datasets=dataset_facts(config.data, trainer.datasets),
-        resume_step=resume_step,
+        checkpoints=config.tracking.checkpoints,
+        register=config.tracking.register,
     )
+    return Tracker(config.tracking, folder, info, resume_step)
 
 
 def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolder, progress: dict[str, Any]) -> None:

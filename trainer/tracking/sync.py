@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.errors import UserError, first_line, redacted
+from trainer.errors import UserError, redacted
 from trainer.files import final_status, in_use
 from trainer.tracking.mlflow.addresses import explicit_uri, tracking_uri, whole_uri
-from trainer.tracking.mlflow.delivery import Delivery
-from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered
-
-ATTEMPTS = 2
-"""A connection that the server has closed in the meantime fails once."""
+from trainer.tracking.mlflow.feed import Feed
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record
 
 
 @dataclass
@@ -97,24 +95,13 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
         return SyncResult(SyncStatus.INCOMPLETE, str(error))
     try:
         with in_use(folder):
-            if is_delivered(folder, store):
-                return SyncResult(SyncStatus.COMPLETE, "already complete")
-            return _send(Delivery(folder, store, info, training=False), folder, store)
+            missing = Feed(folder, store, info).conclude(final_status(folder) or "KILLED", patience_s=math.inf)
     except UserError:
         return SyncResult(SyncStatus.SKIPPED, "in use by another process; skipped")
-
-
-def _send(delivery: Delivery, folder: Path, store: str) -> SyncResult:
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            delivery.complete(final_status(folder) or "KILLED")
-            break
-        except Exception as error:  # of many kinds, by MLflow and what lies below it
-            delivery.ask_again()
-            if attempt == ATTEMPTS:
-                missing = f"upload incomplete: {redacted(store)} lacks {delivery.missing()} ({first_line(error)})"
-                return SyncResult(SyncStatus.INCOMPLETE, missing)
-    if delivery.elsewhere is not None:
-        why = f"continued elsewhere (MLflow has step {delivery.elsewhere}); skipped to keep that run"
+    if missing:
+        return SyncResult(SyncStatus.INCOMPLETE, f"upload incomplete: {missing}")
+    later = read_record(folder).get("continued_elsewhere")
+    if later is not None:
+        why = f"continued elsewhere (MLflow has step {later}); skipped to keep that run"
         return SyncResult(SyncStatus.SKIPPED, why)
     return SyncResult(SyncStatus.SENT, f"sent to {redacted(store)}")

@@ -16,8 +16,8 @@ from trainer.errors import UserError, redacted
 from trainer.files import METRICS_FILE, SUMMARY_FILE, final_status, write_json
 from trainer.tracking.metric_log import MetricLog, truncate
 from trainer.tracking.mlflow.addresses import explicit_uri, lasting_uri, tracking_uri, whole_uri
-from trainer.tracking.mlflow.feed import Feed
-from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, reopen
+from trainer.tracking.mlflow.feed import Feed, how_to_send
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record, reopen
 from trainer.tracking.options import Tracking
 
 log = logging.getLogger("mantissa")
@@ -26,28 +26,13 @@ log = logging.getLogger("mantissa")
 class Tracker:
     """Logs the metrics of one run. Only rank 0 has one."""
 
-    def __init__(
-        self,
-        config: Tracking,
-        folder: Path,
-        *,
-        experiment: str,
-        run_name: str,
-        params: dict[str, object],
-        tags: dict[str, str],
-        datasets: list[dict[str, Any]] | None = None,
-        resume_step: int | None = None,
-    ) -> None:
+    def __init__(self, config: Tracking, folder: Path, info: RunInfo, resume_step: int | None = None) -> None:
         """Open the log and start feeding MLflow in the background.
 
         Args:
             config: the ``tracking`` group.
             folder: the run's own, existing folder.
-            experiment: where the run goes unless the config names an experiment.
-            run_name: such as ``gpt2-bf16-s0``.
-            params: the flattened config, JSON types.
-            tags: such as precision and hardware, to find runs by.
-            datasets: see ``trainer.tracking.mlflow.datasets``.
+            info: what MLflow gets when the run begins; its ``uri`` is set here.
             resume_step: the optimizer step of the checkpoint of a resumed run; metrics logged after it are removed.
 
         Raises:
@@ -55,52 +40,41 @@ class Tracker:
         """
         self.folder = folder
         self._config = config
-        self._run_name = run_name
+        self._name = info.name
         path, before = folder / METRICS_FILE, None
         if resume_step is not None:
             with suppress(UserError):  # lost to a full disk
                 before = RunInfo.read(folder)
+                info = replace(info, key=before.key, started_s=before.started_s)
         uri = _store_of(config, before) if config.mlflow else None
+        info = replace(info, uri=uri and lasting_uri(uri))
         if resume_step is not None:
             truncate(path, resume_step)
             _tolerate(lambda: reopen(folder), folder)
         elif path.exists() and path.stat().st_size:
             raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
-        info = RunInfo(
-            config.experiment or experiment,
-            run_name,
-            params,
-            tags,
-            uri and lasting_uri(uri),
-            datasets=datasets or [],
-            checkpoints=config.checkpoints,
-            register=config.register,
-        )
-        if before:
-            info = replace(info, key=before.key, started_s=before.started_s)
         self._log = MetricLog(path)
         _tolerate(lambda: info.write(folder), folder / TRACKING_FILE)
         self._feed: Feed | None = None
         if uri:
-            self._feed = Feed(folder, uri, info, config.flush_every_s, system_metrics=config.system_metrics)
+            self._feed = Feed(folder, uri, info, config.flush_every_s, config.system_metrics)
             self._feed.start()
 
     @property
     def run_id(self) -> str | None:
         """MLflow's id of this run, as soon as MLflow has created it; it is also in ``mlflow.json``."""
-        return self._feed.run_id if self._feed else None
+        return read_record(self.folder).get("run_id") if self._feed else None
 
-    def log(self, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Append one line to ``metrics.jsonl``, from which the feed uploads it.
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line, with the time, to ``metrics.jsonl``, from which the feed uploads it.
 
         Args:
             step: the optimizer step of the values.
             metrics: Python numbers by name. A value that is not finite is logged as null, with ``<name>_nonfinite`` 1.
-            time_s: seconds since the epoch; None: now.
         """
         if "step" in metrics or "time" in metrics:
             raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
-        line = {"step": step, "time": time.time() if time_s is None else time_s, **countable(metrics)}
+        line = {"step": step, "time": time.time(), **countable(metrics)}
         self._log.append(json.dumps(line, allow_nan=False))
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
@@ -115,19 +89,19 @@ class Tracker:
         metrics, plots, path = self.folder / METRICS_FILE, self.folder / "plots", self.folder / SUMMARY_FILE
         try:
             try:
-                _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
+                _tolerate(lambda: plot_run(metrics, plots, self._name), plots)
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
                 written = _tolerate(lambda: write_json(path, content), path)
         finally:
             if self._feed and (missing := self._feed.conclude(status, self._config.patience_s)):
-                log.warning("%s", missing)
+                log.warning("%s", how_to_send(self.folder, missing))
         return written
 
     def abandon(self) -> None:
         """Stop at once. What MLflow lacks stays in the folder, and a warning has the command that sends it."""
         self._log.close()
         if self._feed and (missing := self._feed.abandon()):
-            log.warning("%s", missing)
+            log.warning("%s", how_to_send(self.folder, missing))
 
 
 def finish_delivery(folder: Path, config: Tracking) -> None:
@@ -148,9 +122,11 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
     if is_delivered(folder, uri):
         return
     log.info("Sending the rest of this run to MLflow at %s.", redacted(uri))
-    feed = Feed(folder, uri, replace(info, uri=lasting_uri(uri)), config.flush_every_s, training=False)
-    missing = feed.conclude(final_status(folder) or "KILLED", config.patience_s)
-    log.log(logging.WARNING if missing else logging.INFO, "%s", missing or "MLflow now has the complete run.")
+    missing = Feed(folder, uri, info).conclude(final_status(folder) or "KILLED", config.patience_s)
+    if missing:
+        log.warning("%s", how_to_send(folder, missing))
+    else:
+        log.info("MLflow now has the complete run.")
 
 
 def _store_of(config: Tracking, before: RunInfo | None) -> str:
@@ -169,21 +145,18 @@ def _tolerate(write: Callable[[], object], path: Path) -> bool:
     return True
 
 
-def countable(values: Mapping[str, object]) -> dict[str, object]:
-    """Strict JSON has no NaN or infinity: such a value becomes null, and its presence a count of 1."""
-    result: dict[str, object] = {}
-    for key, value in values.items():
-        result[key] = _strict(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            result[f"{key}_nonfinite"] = 1
-    return result
+def countable(value: Any) -> Any:
+    """Return plain values for strict JSON, which has no NaN and no infinity.
 
-
-def _strict(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    Such a value becomes null; in a mapping, its presence becomes a count of 1, ``<key>_nonfinite``.
+    """
     if isinstance(value, Mapping):
-        return countable(value)
+        result: dict[str, Any] = {}
+        for key, item in value.items():
+            result[key] = countable(item)
+            if isinstance(item, float) and not math.isfinite(item):
+                result[f"{key}_nonfinite"] = 1
+        return result
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return value
+        return [countable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,20 +6,16 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 from trainer.errors import RunError, UserError, first_line, redacted
 from trainer.tracking.mlflow.addresses import database_file, tracking_uri
 from trainer.tracking.mlflow.store import connect
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 HOST = "127.0.0.1"
 PORT = 5000
@@ -53,7 +49,7 @@ def ui(options: UiOptions) -> int:
     try:
         uri = tracking_uri(options.uri or None, "uri")
         newest = newest_runs(uri, options.experiment or None, options.runs)
-        if uri.startswith(("http://", "https://")):
+        if _is_server(uri):
             _show(uri, newest)
         else:
             port = free_port(options.port)
@@ -73,8 +69,18 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     Raises:
         UserError: there are none, no such experiment, the store cannot be read, or has its own page.
     """
-    client = _open(uri)
-    names = {item.experiment_id: item.name for item in client.search_experiments()}
+    if uri.startswith(("databricks", "uc")):
+        raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
+    database = database_file(uri)
+    if database and not database.exists():
+        raise UserError(f"no runs yet in {database}; {FIRST_RUN}")
+    try:
+        client = connect(uri)
+        names = {item.experiment_id: item.name for item in client.search_experiments()}
+    except UserError:
+        raise
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        raise UserError(f"cannot read an MLflow store at {redacted(uri)}: {first_line(error)}") from None
     wanted = [key for key, name in names.items() if experiment in (None, name)]
     if not wanted:
         known = ", ".join(sorted(names.values()))
@@ -115,16 +121,15 @@ def comparison_address(base: str, experiment_id: str, run_ids: list[str]) -> str
     return f"{base.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING}"
 
 
-def page_of(uri: str) -> tuple[str, str]:
-    """Return the base of a store's addresses, and when they can be opened, such as ``, while … runs``."""
-    served = uri.startswith(("http://", "https://"))
-    return (uri, "") if served else (server_address(), ", while python scripts/ui.py runs")
+def page_of(uri: str) -> str:
+    """Return the base of a store's addresses."""
+    return uri if _is_server(uri) else server_address()
 
 
 def shown_at(uri: str, experiment_id: str, run_id: str) -> str:
     """Return the line that says where in MLflow a run is."""
-    base, when = page_of(uri)
-    return f"in MLflow{when}: {base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
+    when = "" if _is_server(uri) else ", while python scripts/ui.py runs"
+    return f"in MLflow{when}: {page_of(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
 
 
 def free_port(wanted: int) -> int:
@@ -144,20 +149,8 @@ def free_port(wanted: int) -> int:
     raise UserError(f"port={wanted}: no free port from this one on; use another, such as port=5000")
 
 
-def _open(uri: str) -> MlflowClient:
-    """Connect to a store that exists."""
-    if uri.startswith(("databricks", "uc")):
-        raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
-    database = database_file(uri)
-    if database and not database.exists():
-        raise UserError(f"no runs yet in {database}; {FIRST_RUN}")
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        return connect(uri)
-    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise UserError(f"cannot read an MLflow store at {redacted(uri)}: {first_line(error)}") from None
+def _is_server(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
 
 
 def _show(base: str, newest: Newest) -> None:

@@ -11,7 +11,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.augment import ImageAugment
 from recipes.data.images.pixels import ArrayImages, check_fraction, check_path, grey_statistics, held_out, scale
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.errors import UserError
@@ -40,8 +39,7 @@ class Digits(ImageSource):
         images = scale(pixels, size).numpy()
         labels = digits.target.astype(np.int64)
         valid = held_out(labels, self.valid_fraction)
-        parts = [(images[rows], labels[rows]) for rows in (~valid, valid)]
-        return _image_data("digits", parts, size, self.augment.choose(8))
+        return _opened(self, "data=digits", [(images[rows], labels[rows]) for rows in (~valid, valid)], size, 8)
 
 
 @dataclass
@@ -75,13 +73,8 @@ class Idx(ImageSource):
             ((images, labels),) = parts
             valid = held_out(labels, self.valid_fraction)
             parts = [(images[rows], labels[rows]) for rows in (~valid, valid)]
-        if not all(len(labels) for _, labels in parts):
-            raise UserError(f"data.path={self.path} has too few images for training and validation")
-        images, labels = parts[0]
-        if len(np.unique(labels)) < 2:
-            raise UserError(f"data.path={self.path} has images of one class only; two are needed")
-        size = image_size or max(images.shape[2:])
-        return _image_data("idx", parts, size, self.augment.choose(min(images.shape[2:])))
+        sides = parts[0][0].shape[2:]
+        return _opened(self, f"data.path={self.path}", parts, image_size or max(sides), min(sides))
 
     def _files(self) -> list[tuple[Path, Path]]:
         """Return the pairs of images and labels: to train on, and to validate on where there are two."""
@@ -134,15 +127,11 @@ def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 
-def _image_data(
-    kind: str, parts: list[tuple[np.ndarray, np.ndarray]], size: int, augment: ImageAugment
+def _opened(
+    source: ImageSource, where: str, parts: list[tuple[np.ndarray, np.ndarray]], size: int, shorter_side: int
 ) -> ImageDatasets:
     """Return the images and labels to train on, and those to validate on."""
-    train, valid = (ArrayImages(*part, size, augment) for part in parts)
-    classes = [str(label) for label in range(max(int(labels.max()) for _, labels in parts) + 1)]
-    counts = f"{len(train):,} training and {len(valid):,} validation images"
-    description = f"{kind}: {counts}, {len(classes)} classes, {size} × {size}"
+    classes = [str(label) for label in range(max(labels.max(initial=0) for _, labels in parts) + 1)]
     mean, std = grey_statistics(parts[0][0])
-    return ImageDatasets(
-        train, valid, description, classes=classes, image_size=size, mean=mean, std=std, augment=augment
-    )
+    datasets = dict(zip(("training", "validation"), (ArrayImages(*part) for part in parts), strict=True))
+    return source.opened(source.kind, where, datasets, classes, size, shorter_side, mean=mean, std=std)

@@ -50,6 +50,8 @@ class ImageAugment(Augment):
     kind: ClassVar[str] = "none"
     uses_global_generator: ClassVar[bool] = False
     """Whether the policy of its views draws from torch's global generator."""
+    evaluated = 1.0
+    """The side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
     mixup: float = field(default=0.0, kw_only=True)
     """Blend pairs of images and their labels (Zhang et al. 2018) by a share from Beta(mixup, mixup); 0: off."""
     cutmix: float = field(default=0.0, kw_only=True)
@@ -101,12 +103,9 @@ class ImageAugment(Augment):
             UserError: images are mixed, and the number of a microbatch is odd.
         """
         if self.mixes and micro_batch_size % 2:
-            even = [size for size in range(2, batch_size + 1, 2) if batch_size % size == 0]
-            near = min(even, key=lambda size: abs(size - micro_batch_size), default=None)
-            advice = f"micro_batch_size={near}" if near else "an even batch_size"
             raise UserError(
                 f"micro_batch_size={micro_batch_size} must be even for {' '.join(self.on_device)}, which mixes "
-                f"neighbours in pairs; use {advice}"
+                "neighbours in pairs; use another one, or another batch_size"
             )
 
     def choose(self, shorter_side: int | None) -> ImageAugment:
@@ -127,10 +126,6 @@ class ImageAugment(Augment):
             size: of the side of the square that the model takes, in pixels.
         """
         return View()
-
-    def evaluated_part(self) -> float:
-        """Return the side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
-        return 1.0
 
 
 @dataclass
@@ -190,9 +185,6 @@ class ImageNet(ImageAugment):
         box_width, box_height = self._random_box(width, height, random)
         flip, x, y = random.random() < 0.5, random.random(), random.random()
         return View(_placed(width, height, box_width, box_height, x, y), self.flip and flip)
-
-    def evaluated_part(self) -> float:
-        return self.evaluated
 
     def _random_box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float]:
         for _ in range(10):
@@ -262,7 +254,14 @@ class AutomaticAugment(ImageAugment):
     def decided(self) -> tuple[ImageAugment, list[Decision]]:
         """Return the last choice, and why; ``none`` where no images were opened."""
         choice = vars(self).get("_chosen")
-        return (choice, [Decision("augment", choice.kind, REASONS[choice.kind])]) if choice else (ImageAugment(), [])
+        if choice is None:
+            return ImageAugment(), []
+        why = f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
+        why += "evaluation on the middle 87.5 %; augment=none turns this off"
+        if choice.kind == ImageAugment.kind:
+            why = f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; "
+            why += "augment=light shifts them in training"
+        return choice, [Decision("augment", choice.kind, why)]
 
     def as_before(self, kind: str) -> Augment:
         """Return the choice ``kind`` where ``auto`` can become it."""
@@ -270,19 +269,6 @@ class AutomaticAugment(ImageAugment):
 
     def _become(self, cls: type[ImageAugment]) -> ImageAugment:
         return cls(mixup=self.mixup, cutmix=self.cutmix, erasing=self.erasing)
-
-    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
-        """Raise: which part is taken depends on all of the images."""
-        raise AssertionError("choose() comes first")
-
-
-REASONS = {
-    ImageAugment.kind: f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; "
-    "augment=light shifts them in training",
-    ImageNet.kind: f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
-    "evaluation on the middle 87.5 %; augment=none turns this off",
-}
-"""What the user is shown about what ``auto`` became."""
 
 
 def _changed_by(policy: str, view: View, seed: int | None, **options: int) -> View:

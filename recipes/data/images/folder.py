@@ -7,10 +7,9 @@ import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,9 +17,6 @@ import torch
 from recipes.data.images.pixels import DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 HEADERS_CHECKED = 20_000
@@ -59,8 +55,6 @@ class ImageFolder(ImageSource):
         train_folder, valid_folder = _split_folders(Path(self.path).expanduser())
         train = self._readable(_images_by_class(train_folder))
         classes = sorted(train)
-        if len(classes) < 2:
-            raise UserError(f"data.path={self.path} has images of one class only ({classes[0]}); two are needed")
         if valid_folder:
             valid = self._readable(_images_by_class(valid_folder))
         else:
@@ -72,23 +66,10 @@ class ImageFolder(ImageSource):
         for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
             if unknown := sorted(set(part) - set(classes)):
                 raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")
-        size = image_size or 224
-        opened = {name: FolderImages(part, classes, size) for name, part in parts.items()}
-        if not len(opened["validation"]):
-            raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
-        augment = self.augment.choose(opened["training"].shorter_side())
-        for each in opened.values():
-            each.augment = augment
-        counts = " and ".join(", ".join(f"{len(part):,} {name}" for name, part in opened.items()).rsplit(", ", 1))
-        return ImageDatasets(
-            opened["training"],
-            opened["validation"],
-            f"imagefolder: {counts} images, {len(classes)} classes, {size} × {size}",
-            decodes=True,
-            test=opened.get("test"),
-            classes=classes,
-            image_size=size,
-            augment=augment,
+        datasets = {name: FolderImages(part, classes) for name, part in parts.items()}
+        side = datasets["training"].shorter_side()
+        return self.opened(
+            self.kind, f"data.path={self.path}", datasets, classes, image_size or 224, side, decodes=True
         )
 
     def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -112,24 +93,16 @@ class ImageFolder(ImageSource):
 class FolderImages(DecodedImages):
     """A dataset of image files."""
 
-    def __init__(self, files: dict[str, list[str]], classes: list[str], image_size: int) -> None:
+    def __init__(self, files: dict[str, list[str]], classes: list[str]) -> None:
         # One array of bytes, not a list of strings: worker processes share it without copying.
         self.files = np.array([os.fsencode(file) for name in classes for file in files.get(name, [])])
         self.labels = torch.tensor(
             [label for label, name in enumerate(classes) for _ in files.get(name, [])], dtype=torch.int64
         )
-        self.image_size = image_size
 
-    @contextmanager
-    def open(self, index: int) -> Iterator[Image.Image]:
-        from PIL import Image
-
+    def stored(self, index: int) -> tuple[str, str, str]:
         file = os.fsdecode(self.files[index])
-        try:
-            with Image.open(file) as image:
-                yield image
-        except unreadable() as error:
-            raise UserError(f"{file} cannot be decoded ({error}); {REMEDY}") from error
+        return file, file, f"; {REMEDY}"
 
 
 def _failures(files: list[str], decode: bool) -> Iterator[tuple[str, Exception]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -74,61 +74,7 @@ class Images:
     """int64, one for each image."""
     image_size: int
     augment: ImageAugment
-    """Set when the images are open: what is done to them may depend on their size."""
-
-    @property
-    def uses_global_generator(self) -> bool:
-        """Whether ``batch`` uses torch's global generator, so that no thread beside the training may call it."""
-        return self.augment.uses_global_generator
-
-
-class ArrayImages(Images):
-    """A dataset of images in memory: uint8, N × (1 or 3) × H × W, and their int64 labels."""
-
-    def __init__(
-        self, images: np.ndarray, labels: np.ndarray, image_size: int, augment: ImageAugment, length: int | None = None
-    ) -> None:
-        self.images = torch.from_numpy(images)
-        self.labels = torch.from_numpy(labels)
-        self.image_size = image_size
-        self.augment = augment
-        self.length = len(labels) if length is None else length
-        """May exceed the number of images, which are then repeated."""
-
-    def __len__(self) -> int:
-        return self.length
-
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s."""
-        rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
-        images = self.images[rows]
-        drawn = mixing.draw(self.augment, samples, self.image_size)
-        return {"image": self._squares(images, samples).contiguous(), "label": self.labels[rows]} | drawn
-
-    def _squares(self, images: Tensor, samples: Sequence[SampleId]) -> Tensor:
-        if self.augment.kind == ImageAugment.kind:  # no loop over the samples
-            return scale(images, self.image_size).expand(-1, 3, -1, -1)
-        height, width = images.shape[-2:]
-        views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
-        if any(view.box or view.policy for view in views):
-            pictures = map(_picture, images)
-            cut = [square(image, self.image_size, view) for image, view in zip(pictures, views, strict=True)]
-        else:
-            whole = scale(images, self.image_size).numpy()
-            cut = [_moved(image, view) for image, view in zip(whole, views, strict=True)]
-        return torch.from_numpy(np.stack(cut)).expand(-1, 3, -1, -1)
-
-
-class DecodedImages(Images):
-    """A dataset of images that are decoded when they are fetched. Subclasses define ``open`` and set ``labels``."""
-
-    def open(self, index: int) -> AbstractContextManager[Image.Image]:
-        """Open an image for a block that decodes it, and does nothing else.
-
-        Raises:
-            UserError: it cannot be decoded; the message says which one.
-        """
-        raise NotImplementedError
+    """Set with ``image_size`` when all images are open: what is done to them may depend on how large they are."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -139,14 +85,77 @@ class DecodedImages(Images):
         Raises:
             UserError: which image cannot be decoded.
         """
+        rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
+        drawn = mixing.draw(self.augment, samples, self.image_size)
+        return {"image": self.squares(samples), "label": self.labels[rows]} | drawn
+
+    def squares(self, samples: Sequence[SampleId]) -> Tensor:
+        """Return the images alone."""
+        raise NotImplementedError
+
+    @property
+    def uses_global_generator(self) -> bool:
+        """Whether ``batch`` uses torch's global generator, so that no thread beside the training may call it."""
+        return self.augment.uses_global_generator
+
+
+class ArrayImages(Images):
+    """A dataset of images in memory: uint8, N × (1 or 3) × H × W, and their int64 labels."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, length: int | None = None) -> None:
+        self.images = torch.from_numpy(images)
+        self.labels = torch.from_numpy(labels)
+        self.length = len(labels) if length is None else length
+        """May exceed the number of images, which are then repeated."""
+
+    def __len__(self) -> int:
+        return self.length
+
+    def squares(self, samples: Sequence[SampleId]) -> Tensor:
+        images = self.images[torch.tensor([sample.index for sample in samples]) % len(self.labels)]
+        if self.augment.kind == ImageAugment.kind:  # no loop over the samples
+            return scale(images, self.image_size).expand(-1, 3, -1, -1).contiguous()
+        height, width = images.shape[-2:]
+        views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
+        if any(view.box or view.policy for view in views):
+            pictures = map(_picture, images)
+            cut = [square(image, self.image_size, view) for image, view in zip(pictures, views, strict=True)]
+        else:
+            whole = scale(images, self.image_size).numpy()
+            cut = [_moved(image, view) for image, view in zip(whole, views, strict=True)]
+        return torch.from_numpy(np.stack(cut)).expand(-1, 3, -1, -1).contiguous()
+
+
+class DecodedImages(Images):
+    """A dataset of images that are decoded when they are fetched. Subclasses define ``stored`` and set ``labels``."""
+
+    def stored(self, index: int) -> tuple[Any, str, str]:
+        """Return what Pillow opens, what to call it, and what to do where it is damaged."""
+        raise NotImplementedError
+
+    @contextmanager
+    def open(self, index: int) -> Iterator[Image.Image]:
+        """Open an image for a block that decodes it, and does nothing else.
+
+        Raises:
+            UserError: it cannot be decoded; the message says which one.
+        """
+        from PIL import Image
+
+        file, name, remedy = self.stored(index)
+        try:
+            with Image.open(file) as image:
+                yield image
+        except unreadable() as error:
+            raise UserError(f"{name} cannot be decoded ({error}){remedy}") from error
+
+    def squares(self, samples: Sequence[SampleId]) -> Tensor:
         images = []
         for sample in samples:
             image = self.image(sample.index)
             view = self.augment.view(*image.size, sample.seed, self.image_size)
             images.append(square(image, self.image_size, view))
-        rows = torch.tensor([sample.index for sample in samples])
-        drawn = mixing.draw(self.augment, samples, self.image_size)
-        return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]} | drawn
+        return torch.from_numpy(np.stack(images))
 
     def image(self, index: int) -> Image.Image:
         """Decode one image."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from recipes.data.images.augment import ImageAugment
-from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import IMAGES_FILE, write_json
@@ -22,8 +24,8 @@ class ImageDatasets(Datasets):
     classes: list[str]
     image_size: int
     """Height and width, in pixels."""
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     """Of the three channels, after division by 255; the recipe normalises on the device."""
     augment: ImageAugment = field(default_factory=ImageAugment)
     """What is done to the images as they are fetched, and which part of them is evaluated."""
@@ -58,3 +60,46 @@ class ImageSource(DataSource):
             UserError: no images, fewer than two classes, an unreadable file.
         """
         raise NotImplementedError
+
+    def opened(
+        self,
+        title: str,
+        where: str,
+        parts: Mapping[str, Images],
+        classes: list[str],
+        image_size: int,
+        shorter_side: int | None,
+        **about: Any,
+    ) -> ImageDatasets:
+        """Return datasets of images, all of one size and augmented alike.
+
+        Args:
+            title: begins the description.
+            where: the option that names the data, for messages.
+            parts: ``training``, ``validation``, and perhaps ``test``.
+            classes: the names.
+            image_size: height and width of the squares, in pixels.
+            shorter_side: of a typical image as it is stored, in pixels; None: the images are synthetic.
+            about: further fields of ``ImageDatasets``.
+
+        Raises:
+            UserError: there are too few images of each class, or of one class only.
+        """
+        if len(parts["training"].labels.unique()) < 2:
+            raise UserError(f"{where} has images of one class only; two are needed")
+        if not len(parts["validation"]):
+            raise UserError(f"{where} has too few images of each class: none can be kept for validation")
+        augment = self.augment.choose(shorter_side)
+        for part in parts.values():
+            part.image_size, part.augment = image_size, augment
+        *first, last = (f"{len(part):,} {name}" for name, part in parts.items())
+        return ImageDatasets(
+            parts["training"],
+            parts["validation"],
+            f"{title}: {', '.join(first)} and {last} images, {len(classes)} classes, {image_size} × {image_size}",
+            test=parts.get("test"),
+            classes=classes,
+            image_size=image_size,
+            augment=augment,
+            **about,
+        )

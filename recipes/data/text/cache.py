@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from recipes.data.text.source import Tokenizer
 from recipes.data.text.split import Split
-from recipes.data.text.tokenizers import CorpusTokenizer
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
 
@@ -26,12 +26,6 @@ _CHARACTERS_AT_ONCE = 2**22
 _BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
 _BEFORE_LINE_END = re.compile(r"(?=\n\S)")
 
-_PARTS = {
-    "train": ("training", "data.valid_fraction"),
-    "valid": ("validation", "data.valid_fraction"),
-    "test": ("testing", "data.test"),
-}
-
 log = logging.getLogger("mantissa")
 
 
@@ -42,14 +36,14 @@ class TokenizerPlan(NamedTuple):
     """JSON of what its ids depend on beside the text."""
     task: str
     """The log message while the user waits, such as ``training a BPE of 4096``."""
-    make: Callable[[], CorpusTokenizer]
-    load: Callable[[Path], CorpusTokenizer]
+    make: Callable[[], Tokenizer]
+    load: Callable[[Path], Tokenizer]
     """Opens the folder that the tokenizer's ``save`` wrote to."""
 
 
 def open_or_build(
     cache_dir: str, name: str, splits: dict[str, Split], plan: TokenizerPlan
-) -> tuple[dict[str, np.ndarray], CorpusTokenizer]:
+) -> tuple[dict[str, np.ndarray], Tokenizer]:
     """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) as memory maps, and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
@@ -93,8 +87,8 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
                 for ids in _encoded(documents, tokenizer):
                     ids.astype(dtype).tofile(file)
                 if not file.tell():
-                    share, other = _PARTS[part]
-                    raise UserError(f"no text is left for {share}; use a longer text or another {other}")
+                    other = "data.test" if part == "test" else "data.valid_fraction"
+                    raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
         write_json(partial / "meta.json", {"dtype": dtype.name})
         for path in partial.iterdir():
             flush(path)
@@ -103,7 +97,7 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encoded(documents: Iterable[str], tokenizer: CorpusTokenizer) -> Iterator[np.ndarray]:
+def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time."""
     separator = np.array(tokenizer.separator, dtype=np.uint32)
     waiting: list[tuple[bool, str]] = []

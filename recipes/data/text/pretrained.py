@@ -9,10 +9,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from recipes.data.text.source import Tokenizer
 from trainer.errors import UserError, first_line
 
 
-class Pretrained:
+class Pretrained(Tokenizer):
     """Any tokenizer that ``AutoTokenizer`` opens, without the special tokens it would add by itself."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -34,23 +35,16 @@ class Pretrained:
         from transformers import AutoTokenizer
 
         remedy = "data.tokenizer=bpe, chars or bytes need no network"
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            local, why, name = True, "the folder has no tokenizer that opens", str(folder)
+        place = located(name, key, remedy)
+        if Path(name).expanduser().is_dir():
             remedy = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
-        elif name.startswith(("/", ".", "~")) or name.count("/") > 1:
-            raise UserError(f"{key}: there is no such folder; {remedy}")
-        else:
-            local, why = in_hub_cache(name) or not hub_reachable(), "it cannot be opened"
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
+            tokenizer = AutoTokenizer.from_pretrained(**place)
             # Transformers makes up an empty one where there is only a model's config.
             if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
                 raise ValueError("it has special tokens only")
         except (OSError, ValueError, ImportError) as error:
-            if local and not folder.is_dir():
-                why = "it is not in the local cache and the Hugging Face hub cannot be reached"
-            raise UserError(f"{key}: {why} ({first_line(error)}); {remedy}") from None
+            raise UserError(f"{key} has no tokenizer that opens ({first_line(error)}); {remedy}") from None
         return cls(name, tokenizer)
 
     def identity(self) -> str:
@@ -64,9 +58,6 @@ class Pretrained:
             found: int | None = getattr(self._tokenizer, f"{role}_id")
             return found
         return self._vocabulary.get(role)
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_many([text])[0]
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -84,11 +75,30 @@ class Pretrained:
         self._tokenizer.save_pretrained(str(folder))
 
 
-def in_hub_cache(name: str) -> bool:
-    """Return whether the config of this hub id, and so the rest of it most likely, was downloaded before."""
+def located(name: str, key: str, remedy: str) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` for a folder, or for a hub id: from the local cache if it is there.
+
+    Args:
+        name: the folder, or the hub id.
+        key: the option that named it, for messages.
+        remedy: what to do about it.
+
+    Raises:
+        UserError: there is no such folder, or the hub cannot be reached.
+    """
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UserError(f"{key}: there is no such folder; {remedy}")
+    # One file of it that was downloaded before, and so the rest of it most likely.
+    names = ("config.json", "tokenizer_config.json")
+    cached = any(isinstance(try_to_load_from_cache(name, each), str) for each in names)
+    if not cached and not hub_reachable():
+        raise UserError(f"{key} is not in the local cache and the Hugging Face hub cannot be reached; {remedy}")
+    return {"pretrained_model_name_or_path": name, "local_files_only": cached}
 
 
 def hub_reachable(timeout_s: float = 8) -> bool:

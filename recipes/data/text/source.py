@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from trainer.data.contract import Datasets
 from trainer.recipe import DataSource
@@ -17,9 +18,18 @@ class Tokenizer(Protocol):
     """Text to token ids and back."""
 
     vocab_size: int
+    label: str
+    """For the start block, such as ``own BPE of 4096``."""
+    separator: list[int]
+    """The ids between two documents."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``."""
+        ids: list[int] = np.asarray(self.encode_many([text])[0]).tolist()
+        return ids
+
+    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
+        """Return the ids of each text: a list or one-dimensional array of integers."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

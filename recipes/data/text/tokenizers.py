@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,64 +23,82 @@ _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
 
 
-class CorpusTokenizer(Tokenizer, Protocol):
-    """A tokenizer as the preparation of a corpus needs it."""
+class OwnTokenizer(Tokenizer):
+    """One of the ``tokenizers`` library, made here.
 
-    label: str
-    """For the start block, such as ``own BPE of 4096``."""
-    separator: list[int]
-    """The ids between two documents."""
+    Args:
+        backend: its ``tokenizers.Tokenizer`` (which has no type stubs).
+        label: see ``Tokenizer``.
+        separator: see there.
+        settings: of transformers' tokenizer, such as ``eos_token``.
+    """
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = np.asarray(self.encode_many([text])[0]).tolist()
-        return ids
-
-    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text: a list or one-dimensional array of integers."""
-        ...
-
-
-class Bytes(CorpusTokenizer):
-    """The 256 bytes of UTF-8."""
-
-    vocab_size = 256
-    label = "256 bytes"
-    separator = list(b"\n")  # noqa: RUF012 - nothing changes it
+    def __init__(self, backend: Any, label: str, separator: Sequence[int] = (), **settings: str) -> None:
+        self._backend, self.label, self.separator, self._settings = backend, label, list(separator), settings
+        self.vocab_size: int = backend.get_vocab_size()
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the UTF-8 bytes of each text."""
-        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        """Return the ids of each text, encoded on all cores."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; bytes that are not UTF-8 become U+FFFD."""
-        return bytes(id for id in ids if 0 <= id < 256).decode(errors="replace")
+        """Return the text of the ids that exist, the ends of documents shown; bytes that are not UTF-8 are U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def save(self, folder: Path) -> None:
         """Write a folder that AutoTokenizer opens, with the same ids."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,  # it would take spaces before punctuation away
+            # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | self._settings, indent=2))
+
+
+def word_level(ids: dict[str, int], pattern: str) -> Any:
+    """Return a ``tokenizers.Tokenizer`` with an id for each text that the pattern matches; all others are errors."""
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+
+    backend = tokenizers.Tokenizer(models.WordLevel(ids))  # without an id for what is unknown
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.decoder = decoders.Fuse()  # no spaces between the tokens
+    return backend
+
+
+class Bytes(OwnTokenizer):
+    """The 256 bytes of UTF-8."""
+
+    def __init__(self) -> None:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # A byte-level BPE that merges nothing: each byte has a printable character that stands for it.
-        tokenizer = tokenizers.Tokenizer(models.BPE({name: byte for byte, name in bytes_to_unicode().items()}, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        write_fast_tokenizer(tokenizer, folder)
+        backend = tokenizers.Tokenizer(models.BPE({name: byte for byte, name in bytes_to_unicode().items()}, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        super().__init__(backend, "256 bytes", b"\n")
+
+    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
+        """Return the UTF-8 bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
-class Characters(CorpusTokenizer):
+class Characters(OwnTokenizer):
     """Every character that the corpus uses, and the line end, in code point order (as nanoGPT does)."""
 
     file = "characters.json"
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
-        self.vocab_size = len(characters)
-        self.label = f"{self.vocab_size} characters"
         self._ids = {character: id for id, character in enumerate(characters)}
         self._table = np.zeros(max(map(ord, characters)) + 1, dtype=np.uint32)
-        self._table[[ord(character) for character in characters]] = np.arange(self.vocab_size)
-        self.separator = [self._ids["\n"]]
+        self._table[[ord(character) for character in characters]] = np.arange(len(characters))
+        super().__init__(word_level(self._ids, r"[\s\S]"), f"{len(characters)} characters", [self._ids["\n"]])
 
     @classmethod
     def collect(cls, texts: Iterable[str]) -> Characters:
@@ -99,20 +117,10 @@ class Characters(CorpusTokenizer):
             )
         return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids that exist."""
-        return "".join(self.characters[id] for id in ids if 0 <= id < self.vocab_size)
-
     def save(self, folder: Path) -> None:
-        """Write ``characters.json``, and what AutoTokenizer opens: the same ids, an error for any other character."""
-        import tokenizers
-        from tokenizers import Regex, decoders, models, pre_tokenizers
-
+        """Write ``characters.json`` beside what AutoTokenizer opens."""
         (folder / self.file).write_text(json.dumps(self.characters))
-        tokenizer = tokenizers.Tokenizer(models.WordLevel(dict(self._ids)))  # without an id for what is unknown
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Fuse()  # no spaces between the tokens
-        write_fast_tokenizer(tokenizer, folder)
+        super().save(folder)
 
     @classmethod
     def load(cls, folder: Path) -> Characters:
@@ -120,14 +128,12 @@ class Characters(CorpusTokenizer):
         return cls(json.loads((folder / cls.file).read_text()))
 
 
-class BytePairs(CorpusTokenizer):
+class BytePairs(OwnTokenizer):
     """A byte-level BPE like GPT-2's, of the corpus's own: any text survives encoding and decoding."""
 
-    def __init__(self, tokenizer: Any) -> None:  # tokenizers.Tokenizer, which has no type stubs
-        self._tokenizer = tokenizer
-        self.vocab_size: int = tokenizer.get_vocab_size()
-        self.label = f"own BPE of {self.vocab_size}"
-        self.separator = [tokenizer.token_to_id(END)]
+    def __init__(self, backend: Any) -> None:
+        end = [backend.token_to_id(END)]
+        super().__init__(backend, f"own BPE of {backend.get_vocab_size()}", end, eos_token=END, bos_token=END)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BytePairs:
@@ -148,19 +154,6 @@ class BytePairs(CorpusTokenizer):
         tokenizer.train_from_iterator(_at_most(texts, _BPE_TRAINING_CHARACTERS), trainer)
         return cls(tokenizer)
 
-    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text, encoded on all cores; ``<|endoftext|>`` becomes the end of a document."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids that exist, the ends of documents shown."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
-
-    def save(self, folder: Path) -> None:
-        """Write a folder that AutoTokenizer opens."""
-        write_fast_tokenizer(self._tokenizer, folder, eos_token=END, bos_token=END)
-
     @classmethod
     def load(cls, folder: Path) -> BytePairs:
         """Open what ``save`` wrote."""
@@ -175,15 +168,3 @@ def _at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
         yield text[:characters]
         characters -= len(text)
-
-
-def write_fast_tokenizer(backend: Any, folder: Path, **settings: Any) -> None:
-    """Write a ``tokenizers.Tokenizer`` as a folder that AutoTokenizer opens; ``settings`` such as ``eos_token``."""
-    backend.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,  # it would take spaces before punctuation away
-        # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | settings, indent=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,21 +16,18 @@ from trainer.config.compose import compose
 
 
 @pytest.fixture
-def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as opened:
+def database(store: str) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect("mlflow.db")) as opened:
         yield opened
 
 
 def test_candidates_are_below_the_advice_and_a_second_time_changes_nothing(
-    database: sqlite3.Connection, tmp_path: Path
+    database: sqlite3.Connection, folder: Path
 ) -> None:
-    (tmp_path / "advice.json").write_text("{}")
+    (folder / "advice.json").write_text("{}")
     made = advice(measured("it's odd", 1.5, 900, "threads=1"))
     config = compose(TINY)
-    line = publish(made, config, "a sentence", [tmp_path / "advice.json"])
+    line = publish(made, config, "a sentence", [folder / "advice.json"])
     counts = "select (select count(*) from runs), (select count(*) from metrics), (select count(*) from tags)"
     before = database.execute(counts).fetchone()
     made.quality = {"verdict": "EQUIVALENT"}  # found out later
@@ -59,7 +55,7 @@ def test_candidates_are_below_the_advice_and_a_second_time_changes_nothing(
     said = dict(database.execute(mine.format("tags"), (ids["advice: gpt2"],)))
     assert (said["winner"], said["quality"]) == ("bf16 + compile", "EQUIVALENT")
     assert dict(database.execute(mine.format("tags"), (ids["fp16"],)))["reason"] == "the loss is not finite"
-    assert list((tmp_path / "mlartifacts").rglob("advice.json"))
+    assert list((folder / "mlartifacts").rglob("advice.json"))
     assert database.execute("select name from experiments where name like '%advice'").fetchall() == [("gpt2-advice",)]
 
 

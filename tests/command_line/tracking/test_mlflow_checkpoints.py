@@ -1,10 +1,12 @@
-"""Checkpoints in MLflow, through a real server: sent once, pruned, and fetched by a machine that has nothing else."""
+"""Checkpoints in MLflow: sent once, pruned, and fetched by a machine that has nothing else."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,204 +17,126 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock, Timeout
 from mlflow import MlflowClient
 
 from tests.helpers import same_bits
+from tests.tracked import record, save
 from trainer.checkpoint.reader import load
+from trainer.errors import UserError
+from trainer.run.run import Run
+from trainer.tracking.mlflow import checkpoints as mlflow_checkpoints
+from trainer.tracking.mlflow.checkpoints import CheckpointSender, names
 from trainer.tracking.mlflow.fetch import fetch
-from trainer.tracking.mlflow.store import connect
+from trainer.tracking.sync import SyncStatus, send
+from trainer.trainer import Trainer
 
 JOB = (
     *("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=16", "batch_size=4", "eval_samples=4"),
-    *("deterministic=true", "log_every=1", "steps=12", "eval_every=3", "profiler=none", "run_name=run"),
+    *("deterministic=true", "log_every=1", "steps=6", "eval_every=3", "profiler=none", "run_name=run"),
     *("tracking.system_metrics=false", "tracking.flush_every_s=0.05"),
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[str]:
-    """``mlflow server`` over SQLite, which takes artifacts itself."""
-    root = tmp_path_factory.mktemp("server")
-    shutil.copy(empty_store, root / "mlflow.db")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "files")]
-    log = (root / "log").open("w")
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    try:
-        while True:
-            assert process.poll() is None, (root / "log").read_text()
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-        log.close()
+RUN = Path("outputs/run")
 
 
 @pytest.fixture
-def job(server: str, request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """A run into an experiment of this test's own."""
-    return (*JOB, f"tracking.uri={server}", f"tracking.experiment={request.node.name}")
+def client(store: str) -> MlflowClient:
+    return MlflowClient(store)
 
 
-def the_run(server: str, experiment: str) -> Any:
-    client = connect(server)
-    found = client.get_experiment_by_name(experiment)
-    assert found
-    (run,) = client.search_runs([found.experiment_id])
-    return run
+@pytest.fixture
+def saved(train: Callable[..., Any], store: str) -> str:
+    """The id of a run that has finished, with the checkpoints of steps 3 and 6 in MLflow."""
+    done = train(*JOB, "tracking.checkpoints=all", "checkpoint.keep=2")
+    assert done.code == 0, done.err
+    return run_id()
 
 
-def kept(server: str, run_id: str) -> list[str]:
-    return sorted(item.path for item in connect(server).list_artifacts(run_id, "checkpoints"))
+def run_id(folder: Path = RUN) -> str:
+    return str(record(folder)["run_id"])
 
 
-def points(server: str, run_id: str) -> dict[str, Counter[int]]:
-    client = connect(server)
-    keys = client.get_run(run_id).data.metrics
-    return {key: Counter(point.step for point in client.get_metric_history(run_id, key)) for key in keys}
+def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
+    run = client.get_run(run_id)
+    steps = Counter(point.step for point in client.get_metric_history(run_id, "loss"))
+    return run.info.status, run.info.end_time, dict(run.data.tags), steps
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Request a stop during a step, like Ctrl-C."""
-    import signal
-
-    from trainer.trainer import Trainer
-
-    real = Trainer.train_step
-
-    def train_step(self: Trainer, *given: Any, **options: Any) -> Any:
-        if self.step == step - 1:
-            signal.raise_signal(signal.SIGINT)
-        return real(self, *given, **options)
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+# --- sent ---
 
 
-def empty(folder: Path) -> None:
-    """Another machine."""
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+@pytest.fixture
+def sender(folder: Path) -> CheckpointSender:
+    for name in ("config.json", "metrics.jsonl"):
+        (folder / name).write_text("{}\n")
+    return CheckpointSender(folder, "all")
 
 
-def test_a_run_is_continued_on_an_empty_machine_bit_for_bit(
-    train: Callable[..., Any],
+def test_one_that_is_set_aside_is_sent_by_the_name_of_its_step(
+    folder: Path, sender: CheckpointSender, client: MlflowClient
+) -> None:
+    kept, run = save(folder, 20), client.create_run("0")
+    kept.rename(kept.with_name(f".{kept.name}.old"))
+    assert sender.unsent() == ["step-00000020"]
+    sender.send(client, run, lambda name, size: None)
+    assert names(client, run.info.run_id) == ["step-00000020"]
+    assert sender.unsent() == []
+
+
+def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
     folder: Path,
-    server: str,
-    job: tuple[str, ...],
-    request: pytest.FixtureRequest,
+    sender: CheckpointSender,
+    client: MlflowClient,
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = train(*job, "tracking=local", "output_dir=whole")
-    assert whole.code == 0, whole.err
-    expected = load(folder / "whole/run/checkpoints").tensors()
-    best = (folder / "whole/run/best/model.safetensors").read_bytes()
-    lines = [json.loads(line) for line in (folder / "whole/run/metrics.jsonl").read_text().splitlines()]
+    def forbidden(*given: Any) -> None:
+        raise PermissionError("no right at http://me:s3cret@host to delete")
 
-    with monkeypatch.context() as patch:
-        stop_after(patch, 7)
-        stopped = train(*job)
-        assert stopped.code == 130, stopped.err
-    run_id = the_run(server, request.node.name).info.run_id
-    newest = json.loads((folder / "outputs/run/checkpoints/step-00000007/manifest.json").read_text())
-    assert newest["step"] == 7
-    assert "checkpoints/step-00000007" in kept(server, run_id)
-    empty(folder)
-
-    done = train(f"tracking.uri={server}", f"resume=mlflow:{run_id}")  # the recorded config is enough
-    assert done.code == 0, done.err
-    assert the_run(server, request.node.name).info.run_id == run_id
-    assert the_run(server, request.node.name).info.status == "FINISHED"
-    assert same_bits(load(folder / "outputs/run/checkpoints").tensors(), expected)
-    assert (folder / "outputs/run/best/model.safetensors").read_bytes() == best
-    again = [json.loads(line) for line in (folder / "outputs/run/metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line.get("loss"), line.get("valid/loss")) for line in again] == [
-        (line["step"], line.get("loss"), line.get("valid/loss")) for line in lines
-    ]
-    counts = points(server, run_id)
-    assert counts["loss"] == Counter(range(1, 13))
-    assert counts["valid/loss"] == Counter([3, 6, 9, 12])
-    assert {path.rpartition("/")[2] for path in kept(server, run_id)} == {
-        path.name for path in (folder / "outputs/run/checkpoints").iterdir()
-    }
-    assert not list((folder / "outputs").glob(".*.partial"))
+    monkeypatch.setattr(mlflow_checkpoints, "_remove", forbidden)
+    run = client.create_run("0")
+    for step in (10, 20, 30):
+        kept = save(folder, step)
+        sender.send(client, run, lambda name, size: None)
+        shutil.rmtree(kept)
+    (said,) = caplog.messages
+    assert said == "MLflow does not remove old checkpoints (no right at http://me:***@host to delete); they stay there."
+    assert names(client, run.info.run_id) == [f"step-000000{step}" for step in (10, 20, 30)]
 
 
 def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
-    train: Callable[..., Any],
-    folder: Path,
-    server: str,
-    job: tuple[str, ...],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Callable[..., Any], client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: Counter[str] = Counter()
-    real = MlflowClient.log_artifact
+    real, real_save = MlflowClient.log_artifact, Run._save
 
     def log_artifact(self: MlflowClient, run_id: str, path: str, place: str | None = None) -> None:
         if place:
             sent[f"{place}/{Path(path).name}"] += 1
         real(self, run_id, path, place)
 
-    monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
-    monkeypatch.setattr("trainer.tracking.mlflow.feed.PAUSE_S", 0.0)  # training, which it would leave time to, waits
-    from trainer.run.run import Run
-
-    seen: list[list[str]] = []
-    save = Run._save
-
-    def save_and_wait(self: Run, score: float | None) -> None:
-        save(self, score)
-        step = self.trainer.step
+    def save_and_wait(self: Run, score: Any) -> None:
+        real_save(self, score)
         self.writer.finish()
-        while self.tracker and (
-            self.tracker.run_id is None
-            or f"checkpoints/step-{step:08d}" not in (found := kept(server, self.tracker.run_id))
-        ):
+        assert self.tracker
+        while not (own := self.tracker.run_id) or f"step-{self.trainer.step:08d}" not in names(client, own):
             time.sleep(0.05)
-        seen.append(found)
 
+    monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
     monkeypatch.setattr(Run, "_save", save_and_wait)
-    done = train(*job, "tracking.checkpoints=all", "checkpoint.keep=2")
+    monkeypatch.setattr("trainer.tracking.mlflow.feed.PAUSE_S", 0.0)  # training, which it would leave time to, waits
+    done = train(*JOB, "steps=12", "tracking.checkpoints=all", "checkpoint.keep=2")
     assert done.code == 0, done.err
-    assert len(seen) == 4
-    run_id = the_run(server, request.node.name).info.run_id
-    here = {path.name for path in (folder / "outputs/run/checkpoints").iterdir()}
-    assert {path.rpartition("/")[2] for path in kept(server, run_id)} == here
+    here = sorted(path.name for path in (RUN / "checkpoints").iterdir())
+    assert names(client, run_id()) == here
     assert len(here) in (2, 3)
     assert len({place.split("/")[1] for place in sent}) == 4
     assert set(sent.values()) == {1}  # each file of each checkpoint once
 
 
-def test_none_sends_none_and_reports_this_on_resume(
-    train: Callable[..., Any], server: str, job: tuple[str, ...], request: pytest.FixtureRequest
-) -> None:
-    assert train(*job, "steps=3", "tracking.checkpoints=none").code == 0
-    run_id = the_run(server, request.node.name).info.run_id
-    assert kept(server, run_id) == []
-    refused = train(*job, f"resume=mlflow:{run_id}", "output_dir=other")
-    assert refused.code == 2
-    assert "MLflow has no complete checkpoint of this run" in refused.err
-    assert not list(Path("other").iterdir())
-
-
 def test_what_does_not_arrive_is_named_and_sent_later(
-    train: Callable[..., Any],
-    folder: Path,
-    server: str,
-    job: tuple[str, ...],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Callable[..., Any], client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.tracking.sync import SyncStatus, send
-
     real = MlflowClient.log_artifact
 
     def refuse(self: MlflowClient, run_id: str, path: str, place: str | None = None) -> None:
@@ -222,60 +146,192 @@ def test_what_does_not_arrive_is_named_and_sent_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_artifact", refuse)
-        done = train(*job, "steps=3")
+        patch.setattr("trainer.tracking.mlflow.feed.LAST_ATTEMPTS", 1)
+        done = train(*JOB, "steps=3")
     assert done.code == 0
-    assert "the checkpoints step-00000003" in done.out, done.out
-    run_id = the_run(server, request.node.name).info.run_id
-    refused = train(*job, "steps=3", f"resume=mlflow:{run_id}", "output_dir=other")
+    assert "lacks its checkpoints: the line is down" in done.out, done.out
+    refused = train(*JOB, f"resume=mlflow:{run_id()}", "output_dir=other")
     assert refused.code == 2
-    assert "no complete checkpoint" in refused.err  # half of one is none
-    assert send(folder / "outputs/run").status is SyncStatus.SENT
-    assert kept(server, run_id) == ["checkpoints/step-00000003"]
-    assert not list((folder / "outputs/run").glob(".mlflow-*"))
-    finished = train(*job, "steps=3", f"resume=runs:/{run_id}", "output_dir=other")
+    assert "MLflow has no complete checkpoint of this run" in refused.err  # half of one is none
+    assert not list(Path("other").iterdir())
+    assert send(RUN).status is SyncStatus.SENT
+    assert names(client, run_id()) == ["step-00000003"]
+    finished = train(*JOB, "steps=3", f"resume=runs:/{run_id()}", "output_dir=other")
     assert finished.code == 0, finished.err
     assert "already complete (3 steps)" in finished.out
 
 
+# --- fetched ---
+
+
 @pytest.fixture
-def saved(train: Callable[..., Any], server: str, job: tuple[str, ...], request: pytest.FixtureRequest) -> str:
-    assert train(*job, "steps=3").code == 0
-    return str(the_run(server, request.node.name).info.run_id)
+def server(tmp_path: Path, empty_store: Path) -> Iterator[str]:
+    """``mlflow server`` over SQLite, which takes artifacts itself."""
+    root = tmp_path / "server"
+    root.mkdir()
+    shutil.copy(empty_store, root / "mlflow.db")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "files")]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (root / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while True:
+                assert process.poll() is None, (root / "log").read_text()
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
 
 
-def test_errors_are_reported_in_one_sentence(
-    train: Callable[..., Any],
-    folder: Path,
-    server: str,
-    job: tuple[str, ...],
-    saved: str,
-    capsys: pytest.CaptureFixture[str],
+def test_a_run_is_continued_on_an_empty_machine_bit_for_bit(
+    train: Callable[..., Any], folder: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = folder / "outputs/run"
+    whole = train(*JOB, "steps=12", "tracking=local", "output_dir=whole")
+    assert whole.code == 0, whole.err
+    step = Trainer.train_step
 
-    def refusal(*overrides: str) -> str:
-        done = train(*job, *overrides)
-        assert done.code == 2, done.out
-        assert len(done.err.splitlines()) == 1
-        assert not list((folder / "outputs").glob(".*.partial"))
-        return str(done.err)
+    def stop_after_7(self: Trainer, *given: Any, **options: Any) -> Any:
+        if self.step == 6:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *given, **options)
 
-    assert "has no such run" in refusal(f"resume=mlflow:{'0' * 32}")
-    assert "is not a valid run" in refusal("resume=mlflow:../../etc")
-    assert "check tracking.uri" in refusal(f"resume=mlflow:{saved}", "tracking.uri=http://127.0.0.1:9")
-    assert "there is no" in refusal(f"resume=mlflow:{saved}", "tracking.uri=sqlite:///absent.db")
-    assert not (folder / "absent.db").exists()
-    assert "no complete checkpoint of step 2" in refusal(
-        f"resume=runs:/{saved}/checkpoints/step-00000002", "output_dir=x"
-    )
-    step = here / "checkpoints/step-00000003"
-    step.rename(step.with_name("step-00000009"))
-    refused = refusal(f"resume=runs:/{saved}/checkpoints/step-00000003")
-    assert f"use resume={Path('outputs/run')}" in refused
-    assert fetch(f"mlflow:{saved}", server, "outputs") == Path("outputs/run")  # a job that is started once more
-    said = capsys.readouterr().out
-    assert said == "using outputs/run: it has this run at step 9, MLflow has step 3\n"
-    step.with_name("step-00000009").rename(step.with_name("step-00000001"))
-    assert "is this run at step 1, not 3; use resume=outputs/run" in refusal(f"resume=mlflow:{saved}")
-    (here / "mlflow.json").unlink()
-    assert "is another run; choose another folder with output_dir=…" in refusal(f"resume=mlflow:{saved}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", stop_after_7)
+        stopped = train(*JOB, "steps=12", f"tracking.uri={server}")
+        assert stopped.code == 130, stopped.err
+    client, own = MlflowClient(server), run_id()
+    assert "step-00000007" in names(client, own)
+    shutil.rmtree("outputs")  # another machine
+    done = train(f"tracking.uri={server}", f"resume=mlflow:{own}")  # the recorded config is enough
+    assert done.code == 0, done.err
+    assert client.get_run(own).info.status == "FINISHED"
+    expected = load(folder / "whole/run/checkpoints").tensors()
+    assert same_bits(load(folder / RUN / "checkpoints").tensors(), expected)
+    best, logged = Path("best/model.safetensors"), []
+    assert (RUN / best).read_bytes() == ("whole/run" / best).read_bytes()
+    for run in (RUN, Path("whole/run")):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        logged.append([(line["step"], line.get("loss"), line.get("valid/loss")) for line in lines])
+    assert logged[0] == logged[1]
+    for key, steps in (("loss", range(1, 13)), ("valid/loss", (3, 6, 9, 12))):
+        assert Counter(point.step for point in client.get_metric_history(own, key)) == Counter(steps)
+    assert names(client, own) == sorted(path.name for path in (RUN / "checkpoints").iterdir())
+    assert not list(Path("outputs").glob(".*.partial"))
+
+
+def test_what_starts_from_an_earlier_checkpoint_is_a_new_run(
+    train: Callable[..., Any], client: MlflowClient, saved: str
+) -> None:
+    before = state(client, saved)
+    earlier = f"resume=runs:/{saved}/checkpoints/step-00000003"
+    refused = train(earlier)
+    assert refused.code == 2
+    assert "outputs/run is another run than this would be; use resume=outputs/run, or choose another" in refused.err
+    done = train(earlier, "output_dir=other")
+    assert done.code == 0, done.err
+    assert "MLflow has this run up to step 6; from step 3 on it is a new run there" in done.out
+    new = run_id(Path("other/run"))
+    assert new != saved
+    assert state(client, saved) == before
+    status, _, _, steps = state(client, new)
+    assert (status, steps) == ("FINISHED", Counter(range(1, 7)))
+    again = train(earlier, "output_dir=other")  # a job that is started once more by the same command
+    assert again.code == 0, again.err
+    assert "already complete (6 steps)" in again.out
+
+
+def test_a_finished_run_that_is_fetched_stays_as_it_was_in_mlflow(
+    train: Callable[..., Any], client: MlflowClient, saved: str
+) -> None:
+    before = state(client, saved)
+    done = train(f"resume=mlflow:{saved}", "output_dir=other")
+    assert done.code == 0, done.err
+    assert "already complete (6 steps)" in done.out
+    assert state(client, saved) == before
+    more = train(f"resume=mlflow:{saved}", "output_dir=other", "steps=9")
+    assert more.code == 0, more.err
+    assert state(client, saved)[3] == Counter(range(1, 10))  # sent nevertheless
+
+
+def test_damage_is_found_and_named_as_in_mlflow_and_nothing_is_left(
+    store: str, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = MlflowClient.download_artifacts
+    broken = "step-00000006/model.safetensors"
+
+    def damage(self: MlflowClient, run_id: str, path: str, target: str | None = None) -> str:
+        got = real(self, run_id, path, target)
+        file = Path("other", f".run.{saved}.partial", "checkpoints", broken)
+        if path.endswith("step-00000006"):
+            content = file.read_bytes()
+            planted = content.replace(b'"sha256": {', b'"sha256": {"../../planted": "0",')
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if planted == content else planted)
+        return got
+
+    monkeypatch.setattr(MlflowClient, "download_artifacts", damage)
+    for found in ("model.safetensors does not match its SHA-256", "'../../planted'"):
+        with pytest.raises(UserError) as raised:
+            fetch(f"mlflow:{saved}", store, "other")
+        step = f"runs:/{saved}/checkpoints/step-0000000"
+        assert str(raised.value).startswith(f"resume=mlflow:{saved}: {step}6 is damaged or incomplete: ")
+        assert found in str(raised.value)
+        assert str(raised.value).endswith(f"; use resume={step}3, an earlier one")
+        assert [path.suffix for path in Path("other").iterdir()] == [".lock"]
+        broken = "step-00000006/manifest.json"
+    assert fetch(f"runs:/{saved}/checkpoints/step-00000003", store, "other") == Path("other/run")
+
+
+def test_the_lock_of_a_download_is_beside_it_and_a_full_disk_is_not_the_servers(
+    store: str, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def full(self: MlflowClient, run_id: str, path: str, target: str | None = None) -> str:
+        with pytest.raises(Timeout):  # which hosts that share the folder see too
+            FileLock(f"other/.run.{saved}.lock", thread_local=False).acquire(timeout=0)
+        held.append(path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MlflowClient, "download_artifacts", full)
+    with pytest.raises(UserError, match=r"output_dir=other cannot be written .*No space left on device"):
+        fetch(f"mlflow:{saved}", store, "other")
+    assert held
+    Path("file").touch()
+    with pytest.raises(UserError, match=r"output_dir=file: .* is a file"):
+        fetch(f"mlflow:{saved}", store, "file")
+
+
+def test_what_cannot_be_fetched_is_said_in_a_sentence(
+    store: str, saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(resume: str, uri: str = store, output_dir: str = "outputs") -> str:
+        with pytest.raises(UserError) as raised:
+            fetch(resume, uri, output_dir)
+        assert len(str(raised.value).splitlines()) == 1
+        assert not list(Path(output_dir).glob(".*.partial"))
+        return str(raised.value)
+
+    own = f"mlflow:{saved}"
+    assert "has no such run" in refusal(f"mlflow:{'0' * 32}")
+    assert "is not a valid run" in refusal("mlflow:../../etc")
+    assert "check tracking.uri" in refusal(own, "http://127.0.0.1:9")
+    assert "there is no" in refusal(own, "sqlite:///absent.db")
+    assert not Path("absent.db").exists()
+    assert "no complete checkpoint of step 2" in refusal(f"runs:/{saved}/checkpoints/step-00000002", output_dir="x")
+    checkpoints = RUN / "checkpoints"
+    (checkpoints / "step-00000006").rename(checkpoints / "step-00000009")
+    assert f"use resume={RUN}" in refusal(f"runs:/{saved}/checkpoints/step-00000006")
+    assert fetch(own, store, "outputs") == RUN  # a job that is started once more
+    assert capsys.readouterr().out.endswith("using outputs/run: it has this run at step 9, MLflow has step 6\n")
+    shutil.rmtree(checkpoints / "step-00000009")
+    assert "is this run at step 3, not 6; use resume=outputs/run" in refusal(own)
+    (RUN / "mlflow.json").unlink()
+    assert "is another run than this would be" in refusal(own)

@@ -80,12 +80,6 @@ def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch)
     return Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
 
 
-def test_a_database_without_tables_is_no_database_yet(database: Path) -> None:
-    database.write_bytes(b"")
-    connect(f"sqlite:///{database}")
-    assert integrity(database) == "ok"
-
-
 def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
     database = tmp_path / "optuna.db"
     tables = ["create table studies (name text)", "create table alembic_version (version_num text)"]
@@ -96,7 +90,10 @@ def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"optuna.db", "optuna.db-init.lock"}
 
 
-def test_a_file_that_is_no_database_is_named(database: Path) -> None:
+def test_a_file_that_is_no_database_is_named_and_an_empty_one_is_set_up(database: Path) -> None:
+    database.write_bytes(b"")
+    connect(f"sqlite:///{database}")
+    assert integrity(database) == "ok"
     database.write_bytes(b"notes" * 1000)
     with pytest.raises(UserError, match=r"mlflow\.db is not an SQLite database; move it,"):
         connect(f"sqlite:///{database}")

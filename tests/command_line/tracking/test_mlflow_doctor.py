@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +18,6 @@ from trainer.tracking.mlflow.store import connect
 
 INFO = RunInfo("gpt2", "gpt2-fp16-s0", {"precision": "fp16"}, {}, None)
 FINDING = Finding(OVERFLOW, FORWARD, "wo", "fp16", op="aten.mm")
-
-
-@pytest.fixture
-def store(tmp_path: Path, empty_store: Path) -> str:
-    return f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
 
 
 @pytest.fixture
@@ -48,35 +42,26 @@ def files(run: Path) -> list[Path]:
     return written
 
 
-def stored(run: Path, store: str) -> tuple[dict[str, str], list[str], list[Any]]:
-    """The doctor's tags and files, and the points of the loss."""
-    client, run_id = connect(store), read_record(run)["run_id"]
-    tags = client.get_run(run_id).data.tags
-    paths = [entry.path for entry in client.list_artifacts(run_id, "doctor/step-3")]
-    doctor = {name.removeprefix("doctor."): value for name, value in tags.items() if name.startswith("doctor.")}
-    return doctor, paths, client.get_metric_history(run_id, "loss")
-
-
 def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Path, store: str) -> None:
     replace(INFO, uri=store).write(run)
+    client = connect(store)
+
+    def stored() -> tuple[dict[str, str], list[str], int]:
+        """The doctor's tags and files, and the number of points of the loss."""
+        run_id = read_record(run)["run_id"]
+        tags = {name: value for name, value in client.get_run(run_id).data.tags.items() if name.startswith("doctor.")}
+        paths = [entry.path for entry in client.list_artifacts(run_id, "doctor/step-3")]
+        return tags, paths, len(client.get_metric_history(run_id, "loss"))
+
     first = publish(diagnosis(run, FOUND, FINDING, replace(FINDING, module="other")), files(run))
     assert len(first) == 1
     assert first[0].startswith("in MLflow, while python scripts/ui.py runs: http://127.0.0.1:5000/#/experiments/")
-    tags, paths, points = stored(run, store)
-    assert tags == {
-        "verdict": "FOUND",
-        "step": "3",
-        "kind": "overflow",
-        "module": "wo",
-        "op": "aten.mm",
-        "direction": "forward",
-        "rung": "fp16",
-    }
-    assert paths == ["doctor/step-3/report.html", "doctor/step-3/verdict.json"]
+    sent = ["doctor/step-3/report.html", "doctor/step-3/verdict.json"]
+    tags = {"verdict": "FOUND", "step": "3", "kind": "overflow", "module": "wo", "op": "aten.mm",
+            "direction": "forward", "rung": "fp16"}  # fmt: skip
+    assert stored() == ({f"doctor.{name}": value for name, value in tags.items()}, sent, 1)
     assert publish(diagnosis(run, HEALTHY), files(run)) == first
-    tags, again, points = stored(run, store)
-    assert tags == {"verdict": "HEALTHY", "step": "3"}
-    assert (again, len(points)) == (paths, 1)
+    assert stored() == ({"doctor.verdict": "HEALTHY", "doctor.step": "3"}, sent, 1)
 
 
 def test_a_store_that_does_not_answer_is_one_line(run: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tests import forks
 from tests.tracked import asked, once, open_tracker, points, record, runs, tracked
 from trainer.config import options
 from trainer.files import in_use, write_json
@@ -62,77 +59,33 @@ def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
     """SQLite would forgive a point that is sent twice, other stores do not: so it must not be sent."""
     stored: Counter[tuple[str, int]] = Counter()
     lost = {"create_run": 1, "log_batch": 2}
-    real_log, real_create = MlflowClient.log_batch, MlflowClient.create_run
 
-    def lose(name: str) -> None:
-        lost[name] -= 1
-        if lost[name] >= 0:
-            raise ConnectionError(f"the answer to {name} was lost")
+    def losing(name: str) -> Callable[..., Any]:
+        real = getattr(MlflowClient, name)
 
-    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
-        real_log(self, run_id, metrics=metrics, **others)
-        stored.update((metric.key, metric.step) for metric in metrics)
-        if metrics:
-            lose("log_batch")
+        def call(*arguments: Any, **options: Any) -> Any:
+            answer, metrics = real(*arguments, **options), options.get("metrics", ())
+            stored.update((metric.key, metric.step) for metric in metrics)
+            if (metrics or name == "create_run") and lost[name]:
+                lost[name] -= 1
+                raise ConnectionError(f"the answer to {name} was lost")
+            return answer
 
-    def create_run(self: MlflowClient, *arguments: Any, **others: Any) -> Any:
-        run = real_create(self, *arguments, **others)
-        lose("create_run")
-        return run
+        return call
 
-    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    monkeypatch.setattr(MlflowClient, "create_run", create_run)
+    for name in lost:
+        monkeypatch.setattr(MlflowClient, name, losing(name))
     tracker = open_tracker(folder / "outputs" / "a")
     for step in range(1, 1501):
         tracker.log(step, {"loss": 1.0, "lr": 0.1})
     tracker.close("FINISHED", {})
-    assert max(lost.values()) <= 0  # each failure has happened
+    assert not any(lost.values())  # each failure has happened
     assert set(stored.values()) == {1}
     assert points(store) == {"a": once(1500)}
     assert runs(store) == [("a", "FINISHED")]
 
 
-# --- killed between the local log and the delivery ---
-
-KILLED = """
-import os, signal, sys, time
-from pathlib import Path
-from mlflow import MlflowClient
-from tests.tracked import open_tracker
-moment, folder = sys.argv[1], Path(sys.argv[2])
-real = MlflowClient.log_batch
-def dies(self, *arguments, **others):
-    if moment == "after" or not others.get("metrics"):
-        real(self, *arguments, **others)
-    if others.get("metrics"):
-        os.kill(os.getpid(), signal.SIGKILL)
-MlflowClient.log_batch = dies
-tracker = open_tracker(folder)
-for step in range(1, 21):
-    tracker.log(step, {"loss": 1.0})
-time.sleep(600)
-"""
-
-
-def test_killed_between_log_and_delivery_every_point_arrives_once(folder: Path, store: str) -> None:
-    outputs = folder / "outputs"
-    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    children = [
-        forks.Popen([sys.executable, "-c", KILLED, moment, str(outputs / moment)], env=environment)
-        for moment in ("before", "after")
-    ]
-    assert [child.wait(300) for child in children] == [-signal.SIGKILL] * 2
-    assert runs(store) == [("after", "RUNNING"), ("before", "RUNNING")]
-    assert points(store) == {"after": once(20)}
-
-    with (outputs / "after" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 21, "los')  # killed while it wrote
-    (outputs / "after" / "mlflow.json").unlink()  # as if killed before it could write down MLflow's id
-    assert send(outputs / "after").status is SyncStatus.SENT
-    assert send(outputs / "after").status is SyncStatus.COMPLETE
-    tracked(outputs / "before", 21, resume_step=20)
-    assert points(store) == {"after": once(20), "before": once(21)}
-    assert runs(store) == [("after", "KILLED"), ("before", "FINISHED")]
+# --- killed, or ended with something undelivered ---
 
 
 def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) -> None:
@@ -141,11 +94,11 @@ def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) 
     assert send(path).status is SyncStatus.COMPLETE
     open_tracker(path, resume_step=1, mlflow=False).abandon()  # killed before it logged anything
     assert not (path / "summary.json").exists()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "los')  # or while it wrote
     assert send(path, named=True).status is SyncStatus.SENT
+    assert points(store) == {"a": once(1)}
     assert runs(store) == [("a", "KILLED")]
-
-
-# --- ended with something undelivered ---
 
 
 def test_a_finished_run_that_is_resumed_finishes_its_delivery(
@@ -164,7 +117,7 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
 
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_batch", half)
-        for said in ("lacks the last metrics and the artifacts", "already complete (40 steps)"):
+        for said in ("lacks the last metrics: the network is down", "already complete (40 steps)"):
             some = train(*run)
             assert some.code == 0
             assert said in some.out
@@ -277,7 +230,6 @@ def test_sync_reports_what_it_did_with_each_run(
     ("arguments", "message"),
     [
         ("nowhere", "nowhere is not a run folder"),
-        (".", "is not a run folder"),
         ("output_dir=nowhere", "output_dir=nowhere: no such folder"),
         ("uri=mlruns", "uri=mlruns is not a URI that MLflow supports; use sqlite:///mlruns"),
     ],
@@ -332,10 +284,8 @@ def test_a_locked_store_gets_all_of_it_later(train: Callable[..., Any], sync: Sy
     code, said = sync("outputs/bignet-fp32-s0")
     assert code == 0, said
     assert points(store) == {"bignet-fp32-s0": once(60)}
-    assert train(*BIGNET, "seed=2", "steps=2").code == 0
-    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s2": once(2)}
     code, said = sync()
     assert code == 0
-    assert said.count(": already complete\n") == 2
-    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60), "bignet-fp32-s2": once(2)}
-    assert runs(store) == [(f"bignet-fp32-s{seed}", "FINISHED") for seed in (0, 1, 2)]
+    assert said.count(": already complete\n") == 1
+    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60)}
+    assert runs(store) == [(f"bignet-fp32-s{seed}", "FINISHED") for seed in (0, 1)]

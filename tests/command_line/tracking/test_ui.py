@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from scripts.ui import main
 from tests.serving import serve_ui
 from tests.tracked import tracked
+from trainer.config import options
 from trainer.errors import UserError
 from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.ui import newest_runs
 
-PROJECT = Path(__file__).resolve().parents[3]
-COMMAND = [sys.executable, str(PROJECT / "scripts" / "ui.py")]
-
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return os.environ | {"PYTHONUNBUFFERED": "1"}
+def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What the command says that fails, in this process."""
 
+    def ui() -> str:
+        assert options.run(main, None, []) == 2
+        return capsys.readouterr().err
 
-def ui(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=300)
+    return ui
 
 
 def listens(address: str) -> bool:
@@ -39,29 +36,24 @@ def listens(address: str) -> bool:
         return client.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0
 
 
-def test_before_the_first_run_it_prints_how_to_start_one(tmp_path: Path, environment: dict[str, str]) -> None:
-    done = ui(environment)
-    assert done.returncode == 2
-    assert "no runs yet in" in done.stderr
-    assert "python scripts/train.py recipe=gpt2 precision=bf16" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_server_that_does_not_answer_is_named(environment: dict[str, str]) -> None:
+def test_what_cannot_be_shown_is_said_in_a_sentence(
+    folder: Path, refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refusal()
+    assert "no runs yet in" in said
+    assert "python scripts/train.py recipe=gpt2 precision=bf16" in said
+    assert not list(folder.iterdir())
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        done = ui(environment | {"MLFLOW_TRACKING_URI": address})
-    assert done.returncode == 2
-    assert f"cannot read an MLflow store at {address}" in done.stderr
-    assert "Traceback" not in done.stderr
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        assert f"cannot read an MLflow store at {address}" in refusal()
 
 
-def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_it_serves_the_newest_runs_until_it_is_stopped(folder: Path) -> None:
     run_ids = []
     for name in ("bignet-fp32-s0", "bignet-bf16-s0"):
-        tracker = tracked(tmp_path / name, experiment="bignet")
+        tracker = tracked(folder / name, experiment="bignet")
         run_ids.append(tracker.run_id)
     with pytest.raises(UserError, match="there are: Default, bignet"):
         newest_runs(tracking_uri(), "gpt2", 6)

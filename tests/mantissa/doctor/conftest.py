@@ -9,7 +9,7 @@ import torchvision
 from torchvision.models import regnet
 
 from recipes import bert, t5
-from recipes.gpt2_model import SHAPES, Shape
+from recipes.gpt2 import SHAPES, Shape
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from mantissa.finding import (
     UNDERFLOW,
     UPDATE,
 )
-from recipes import bert, gpt2_model, t5
+from recipes import bert, gpt2, t5
 from tests.mantissa.doctor.faults import Computes
 from tests.mantissa.doctor.planted import TINY, Expected, Fault
 from trainer.config.compose import compose
@@ -262,7 +262,7 @@ small_resnet.__module__ = resnet.__name__  # recipe.arch takes what torchvision.
 def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(torchvision.models._api.BUILTIN_MODELS, "resnet18", small_resnet)
-        patch.setitem(gpt2_model.SHAPES, "nano", gpt2_model.Shape(3, 2, 32, 64))
+        patch.setitem(gpt2.SHAPES, "nano", gpt2.Shape(3, 2, 32, 64))
         patch.setitem(bert.SHAPES, "nano", bert.Shape(2, 64, 2, 64))
         patch.setitem(t5.SHAPES, "nano", t5.Shape(2, 32, 2, 16, 64, 64))
         yield

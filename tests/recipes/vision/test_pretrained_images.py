@@ -66,35 +66,27 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     torch.testing.assert_close(normalised[0], (batch[0] / 255 - mean) / std)
     (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
-    assert choice.why.startswith(
-        "a new head for 10 classes (fc.weight, fc.bias); images are normalised as it needs (0.485"
-    )
+    assert "a new head for 10 classes (fc.weight, fc.bias); images are normalised with 0.485" in choice.why
     assert trainer.recipe.facts(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
 
 
 def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:
     trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT", "data=synthetic", "recipe.image_size=32")
     assert same_bits(trainer.model.state_dict(), published)
-    assert [choice.why[:16] for choice in trainer.decisions if choice.key == "recipe.pretrained"] == [
-        "its head is kept"
-    ]
+    assert next(meta_model(trainer.recipe, trainer.datasets).parameters()).is_meta  # a forecast reads no weights
 
 
-@pytest.mark.parametrize("form", ["plain.pth", "timm.pth", "weights.safetensors"])
-def test_weights_from_a_file(form: str, published: dict[str, Tensor], tmp_path: Path) -> None:
-    file = tmp_path / form
-    if form == "timm.pth":  # of a training script, under DDP
-        torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in published.items()}, "epoch": 3}, file)
-    elif form == "plain.pth":
-        torch.save(published, file)
-    else:
-        save_file(published, file)
-    trainer = trainer_of(*SMALL, f"recipe.pretrained={file}")
-    (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
-    assert "as weights of ImageNet need it (0.485" in choice.why
-    assert choice.why.endswith("set recipe.mean and recipe.std for others")
-    assert same_bits(body(trainer.model.state_dict()), body(published))
-    assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
+def test_weights_from_a_file(published: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save(published, tmp_path / "plain.pth")
+    save_file(published, tmp_path / "weights.safetensors")
+    under_ddp = {f"module.{name}": tensor for name, tensor in published.items()}
+    torch.save({"state_dict": under_ddp, "epoch": 3}, tmp_path / "timm.pth")
+    for name in ("plain.pth", "weights.safetensors", "timm.pth"):
+        trainer = trainer_of(*SMALL, f"recipe.pretrained={tmp_path / name}")
+        (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
+        assert "images are normalised with 0.485" in choice.why
+        assert same_bits(body(trainer.model.state_dict()), body(published))
+        assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +105,6 @@ def test_the_folder_of_a_run_gives_architecture_size_head_and_normalisation(best
     config, exported = opened(best)
     assert trainer.recipe.arch == ARCH  # type: ignore[attr-defined]
     assert trainer.datasets.image_size == 24  # type: ignore[attr-defined]
-    same = compose("recipe=resnet", f"recipe.pretrained={best}", f"recipe.arch={config['arch']}").resolve(CPU)
-    assert same.config.recipe.image_size == 24  # type: ignore[attr-defined]
     assert same_bits(trainer.model.state_dict(), exported)
     assert list(trainer.datasets.mean) == config["mean"]  # type: ignore[attr-defined]
 
@@ -130,11 +120,6 @@ def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: 
         (_, exported), state = opened(best), trainer.model.state_dict()
         assert same_bits(body(state), body(exported))
         assert not torch.equal(state["fc.weight"], exported["fc.weight"])
-
-
-def test_a_forecast_reads_no_weights(hub: None) -> None:
-    trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT")
-    assert next(meta_model(trainer.recipe, trainer.datasets).parameters()).is_meta
 
 
 def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,16 +191,13 @@ def test_files_that_are_no_weights_of_this_model_are_refused(published: dict[str
         with pytest.raises(UserError, match=message):
             start(compose(*SMALL, f"recipe.pretrained={tmp_path / 'w.pth'}", *overrides))
 
-    one_sentence = r"w\.pth is not a file of weights, or is damaged; write one with torch\.save\(model\.state_dict.*\)$"
+    one_sentence = r"w\.pth is not a file of weights, or is damaged; write one with torch\.save"
     (tmp_path / "w.pth").write_bytes(b"no weights")
     refused(one_sentence)
     torch.save(torch.nn.Linear(2, 2), tmp_path / "w.pth")  # a whole model: code, which is not run
     refused(one_sentence)
     torch.save(published, tmp_path / "w.pth")
-    refused(
-        r"they lack \S+ and this model has no \S+; set the recipe\.arch",
-        "recipe.arch=squeezenet1_1",
-        "recipe.image_size=32",
-    )
+    other = ("recipe.arch=squeezenet1_1", "recipe.image_size=32")
+    refused(r"they lack \S+ and this model has no \S+; set the recipe\.arch", *other)
     torch.save({name: tensor for name, tensor in published.items() if name != "conv5.0.weight"}, tmp_path / "w.pth")
     refused("they lack conv5.0.weight")

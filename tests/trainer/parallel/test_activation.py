@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.gpt2 import GPT2
-from recipes.gpt2_model import Shape, new_gpt2
+from recipes.gpt2 import GPT2, SHAPES, Shape
 from recipes.language_model import LanguageModel
 from recipes.resnet import ResNet
 from recipes.vision.architectures import build
@@ -31,7 +30,9 @@ Case = tuple[nn.Module, list[nn.Module], Callable[[], tuple[Tensor, ...]]]
 
 
 def gpt2(dropout: float = 0.1, shape: Shape = SMALL) -> nn.Module:
-    return LanguageModel(new_gpt2(shape, 96, shape.context, dropout), "gpt2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "small", shape)
+        return LanguageModel(GPT2(size="small", dropout=dropout).network(96, shape.context), "gpt2")
 
 
 def tokens(rows: int, context: int) -> tuple[Tensor, Tensor]:

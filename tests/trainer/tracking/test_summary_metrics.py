@@ -1,4 +1,4 @@
-"""The results of a run, read from its folder."""
+"""What MLflow gets of a run that has ended, from its folder: metrics to sort by, and a description."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tracked import save
+from trainer.files import write_json
+from trainer.tracking.mlflow.description import description
 from trainer.tracking.mlflow.summary_metrics import summary_metrics
 
 LINES: list[dict[str, object]] = [
@@ -65,5 +68,12 @@ def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
     assert "best/valid_loss" not in names
 
 
-def test_without_a_log_there_are_no_scores(tmp_path: Path) -> None:
-    assert summary_metrics(tmp_path / "metrics.jsonl", {}) == []
+@pytest.mark.parametrize(("status", "resumable"), [("FINISHED", True), ("KILLED", True), ("KILLED", False)])
+def test_the_note_has_the_command_to_continue_if_possible(tmp_path: Path, status: str, resumable: bool) -> None:
+    save(tmp_path, 10)
+    summary = {"recipe": "gpt2", "precision": "bf16", "step": 10, "steps": 20, "best": None, "resume": "python x"}
+    write_json(tmp_path / "summary.json", summary | {"status": status})
+    note = description(tmp_path, "r", None, resumable=resumable)
+    assert note
+    assert ("resume=mlflow:r" in note) == resumable
+    assert ("with more `steps=`" in note) == (status == "FINISHED")

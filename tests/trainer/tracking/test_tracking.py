@@ -15,6 +15,7 @@ import pytest
 from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.metric_log import truncate
 from trainer.tracking.mlflow.addresses import database_file, tracking_uri
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.mlflow.store import valid_key
 from trainer.tracking.options import Tracking
 from trainer.tracking.plots import plot_run, read_series, running_mean
@@ -33,10 +34,7 @@ def open_tracker(tmp_path: Path) -> Iterator[OpenTracker]:
     opened = []
 
     def open_one(resume_step: int | None = None) -> Tracker:
-        config = Tracking(mlflow=False)
-        opened.append(
-            Tracker(config, tmp_path, experiment="e", run_name="r", params={}, tags={}, resume_step=resume_step)
-        )
+        opened.append(Tracker(Tracking(mlflow=False), tmp_path, RunInfo("e", "r", {}, {}), resume_step))
         return opened[-1]
 
     yield open_one
@@ -53,27 +51,16 @@ def strict_lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_every_log_call_is_one_line_readable_at_once(open_tracker: OpenTracker, tmp_path: Path) -> None:
-    tracker = open_tracker()
-    tracker.log(1, {"loss": 2.5, "lr": 1e-3}, time_s=100.0)
-    assert strict_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 100.0, "loss": 2.5, "lr": 1e-3}]
-    tracker.log(2, {"loss": 2.25})
-    assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert tracker.run_id is None
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_a_value_that_is_not_finite_is_counted_not_replaced(
     open_tracker: OpenTracker, tmp_path: Path, value: float
 ) -> None:
-    open_tracker().log(3, {"loss": value, "lr": 0.1}, time_s=1.0)
-    line = {"step": 3, "time": 1.0, "loss": None, "loss_nonfinite": 1, "lr": 0.1}
-    assert strict_lines(tmp_path / "metrics.jsonl") == [line]
-
-
-def test_a_metric_cannot_take_the_place_of_the_step(open_tracker: OpenTracker, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="step or time"):
-        open_tracker().log(1, {"time": 3.0})
+    tracker = open_tracker()
+    tracker.log(3, {"loss": value, "lr": 0.1})
+    (line,) = strict_lines(tmp_path / "metrics.jsonl")  # readable at once
+    assert line == {"step": 3, "time": line["time"], "loss": None, "loss_nonfinite": 1, "lr": 0.1}
+    tracker.log(4, {"loss": 2.25})
+    assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [3, 4]
 
 
 @pytest.mark.usefixtures("plots")
@@ -92,10 +79,12 @@ def test_finish_writes_the_summary_and_the_plots(open_tracker: OpenTracker, tmp_
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
 
 
-def test_a_folder_with_another_runs_metrics_is_refused(open_tracker: OpenTracker, tmp_path: Path) -> None:
+def test_what_cannot_be_logged_is_refused(open_tracker: OpenTracker, tmp_path: Path) -> None:
     open_tracker().log(1, {"loss": 1.0})
     with pytest.raises(UserError, match="resume="):
         open_tracker()
+    with pytest.raises(ValueError, match="step or time"):
+        open_tracker(resume_step=1).log(1, {"time": 3.0})
 
 
 def test_resuming_removes_what_came_after_the_checkpoint(open_tracker: OpenTracker, tmp_path: Path) -> None:
@@ -108,13 +97,10 @@ def test_resuming_removes_what_came_after_the_checkpoint(open_tracker: OpenTrack
     resumed.log(6, {"loss": 60.0})
     losses = [(line["step"], line["loss"]) for line in strict_lines(tmp_path / "metrics.jsonl")]
     assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0), (6, 60.0)]
-
-
-def test_a_torn_last_line_is_removed_even_when_nothing_else_is(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "time": 0, "loss": 1.0}\n{"step": 2')
-    truncate(path, 10)
-    assert path.read_text() == '{"step": 1, "time": 0, "loss": 1.0}\n'
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7')
+    open_tracker(resume_step=6)
+    assert strict_lines(tmp_path / "metrics.jsonl")[-1]["step"] == 6
 
 
 def test_damage_inside_the_log_is_named(tmp_path: Path) -> None:
@@ -126,22 +112,24 @@ def test_damage_inside_the_log_is_named(tmp_path: Path) -> None:
 
 
 FULL_DISK = """
-import json, logging, resource, sys
+import json, logging, resource, sys, time
 from pathlib import Path
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
+time.time = lambda: 0
 folder = Path(sys.argv[1])
-tracker = Tracker(Tracking(mlflow=False), folder, experiment="e", run_name="r", params={}, tags={})
+tracker = Tracker(Tracking(mlflow=False), folder, RunInfo("e", "r", {}, {}))
 def limit(size):  # of every file, kept by the kernel: it takes a part of a write, then refuses
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 limit(100)
 for step in range(1, 11):
-    tracker.log(step, {"loss": 1.0}, time_s=0)
+    tracker.log(step, {"loss": 1.0})
 print((folder / "metrics.jsonl").stat().st_size)
 if sys.argv[2] == "freed":
     limit(resource.RLIM_INFINITY)
-    tracker.log(11, {"loss": 1.0}, time_s=0)
+    tracker.log(11, {"loss": 1.0})
     limit(100)
 tracker.close("FINISHED", {"long": "x" * 100})
 """

@@ -1,13 +1,13 @@
-"""Resumable checkpoints of a run as artifacts of MLflow: sent once, verified, removed there when removed here.
+"""Resumable checkpoints of a run as artifacts of MLflow: sent once, removed there when removed here.
 
-MLflow's ``checkpoints/step-00000100`` is the folder of that name. Its manifest is sent last: if it is there, all files
-are. ``config.json`` and ``metrics.jsonl``, which are also needed to resume, are beside ``checkpoints``.
+MLflow's ``checkpoints/step-00000100`` is the folder of that name. Its manifest, with the hashes by which ``fetch``
+verifies the files, is sent last: if it is there, all files are. ``config.json`` and ``metrics.jsonl``, which are also
+needed to resume, are beside ``checkpoints``.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, damage
+from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME
 from trainer.errors import first_line
-from trainer.files import METRICS_FILE, link_or_copy
+from trainer.files import METRICS_FILE
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,7 +26,6 @@ log = logging.getLogger("mantissa")
 
 CHECKPOINTS = "checkpoints"
 COMPANIONS = ("config.json", METRICS_FILE)
-_PREFIX = ".mlflow-checkpoint-"
 
 
 @dataclass
@@ -37,47 +36,34 @@ class CheckpointSender:
     mode: str
     """``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the best, from
     which a resumed run exports its best weights; ``none``."""
-    _settled: dict[str, str] = field(default_factory=dict)
-    """The manifests of those that were sent, or are damaged, by name."""
+    _sent: dict[str, str] = field(default_factory=dict)
+    """The manifests of those that were sent, by name."""
     _may_remove: bool = True
     """False: MLflow has refused to remove one."""
 
     def unsent(self) -> list[str]:
         """Return the names of the checkpoints that MLflow is not known to have."""
-        return [name for name, path in self._wanted().items() if _manifest(path) != self._settled.get(name)]
+        return [name for name, path in self._wanted().items() if _manifest(path) != self._sent.get(name)]
 
-    def forget(self) -> None:
-        """For another run in MLflow: forget what was sent."""
-        self._settled.clear()
-
-    def send(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
+    def send(self, client: MlflowClient, run: Any, before: Callable[[str, int], None]) -> None:
         """Send what MLflow lacks, and remove what the run folder no longer has, except steps later than its newest.
 
         Args:
             client: of the store.
             run: MLflow's.
-            between: called before each file, with its bytes, and after it, with 0; it may wait, or raise to stop.
+            before: called before each file with the name of its checkpoint and its bytes; it may wait, or raise to
+                stop.
         """
         if self.mode == "none":
             return
-        for left in self.folder.glob(f"{_PREFIX}*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        wanted = self._wanted()
-        for name in self.unsent():
-            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self.folder) as scratch:
-                copy = Path(scratch, name)
-                copy.mkdir()
-                try:  # links, so that the files stay if the run removes the checkpoint
-                    for file in wanted[name].iterdir():
-                        link_or_copy(file, copy / file.name)
-                except (KeyError, FileNotFoundError):  # saved or removed meanwhile
-                    continue
-                if found := damage(copy, int(name[5:])):
-                    log.warning("The checkpoint %s is damaged (%s) and is not sent to MLflow.", name, found)
-                else:
-                    self._send(client, run, copy, between)
-                self._settled[name] = _manifest(copy)
-        self._prune(client, run, between)
+        for name, path in self._wanted().items():
+            manifest = _manifest(path)
+            if manifest != self._sent.get(name):
+                with suppress(FileNotFoundError):  # the run has removed or replaced it meanwhile
+                    _send(client, run, name, path, manifest, before)
+                    self._sent[name] = manifest
+        if self._may_remove:
+            self._prune(client, run)
 
     def _wanted(self) -> dict[str, Path]:
         """Return the folders by the name of their step (the folder's own name differs while it is being replaced)."""
@@ -91,34 +77,53 @@ class CheckpointSender:
             steps = sorted({*steps[-1:], checkpoint.best_step(root) or -1} & {*steps})
         return {f"step-{step:08d}": checkpoint.path_of(root, step) for step in steps}
 
-    def _send(self, client: MlflowClient, run: Any, copy: Path, between: Callable[[int], None]) -> None:
-        place, run_id = f"{CHECKPOINTS}/{copy.name}", run.info.run_id
-        if f"{place}/{MANIFEST_FILE}" in [item.path for item in client.list_artifacts(run_id, place)]:
-            with tempfile.TemporaryDirectory() as scratch:
-                stored = Path(client.download_artifacts(run_id, f"{place}/{MANIFEST_FILE}", scratch))
-                if stored.read_text(encoding="utf-8") == _manifest(copy):
-                    return
-            with suppress(NotImplementedError):
-                _remove(client, run, copy.name)  # of the same step, but not the same weights
-        files = sorted(copy.iterdir(), key=lambda path: path.name == MANIFEST_FILE)
-        for path, target in [*((self.folder / name, None) for name in COMPANIONS), *((path, place) for path in files)]:
-            between(path.stat().st_size)
-            client.log_artifact(run_id, str(path), target)
-            between(0)
-
-    def _prune(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
+    def _prune(self, client: MlflowClient, run: Any) -> None:
         keep = self._wanted().keys()
         newest = max(keep, default="")  # later ones are of a folder in which the run has continued
-        for item in client.list_artifacts(run.info.run_id, CHECKPOINTS) if self._may_remove else ():
-            name = item.path.rpartition("/")[2]
-            if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
+        for name in names(client, run.info.run_id):
+            if name not in keep and name < newest:
                 try:
                     _remove(client, run, name)
                 except Exception as error:  # of many kinds; a checkpoint that stays too long is no failure
                     log.warning("MLflow does not remove old checkpoints (%s); they stay there.", first_line(error))
                     self._may_remove = False
                     return
-                between(0)
+
+
+def names(client: MlflowClient, run_id: str) -> list[str]:
+    """Return the names of the checkpoints that MLflow has, whole or not, oldest first."""
+    found = [item.path.rpartition("/")[2] for item in client.list_artifacts(run_id, CHECKPOINTS) if item.is_dir]
+    return sorted(name for name in found if STEP_NAME.fullmatch(name))
+
+
+def has_manifest(client: MlflowClient, run_id: str, name: str) -> bool:
+    """Return whether a checkpoint in MLflow is whole."""
+    place = f"{CHECKPOINTS}/{name}"
+    return f"{place}/{MANIFEST_FILE}" in [item.path for item in client.list_artifacts(run_id, place)]
+
+
+def _send(
+    client: MlflowClient, run: Any, name: str, path: Path, manifest: str, before: Callable[[str, int], None]
+) -> None:
+    """Send a checkpoint, unless MLflow has it.
+
+    Raises:
+        FileNotFoundError: a file of it is gone.
+    """
+    run_id, place = run.info.run_id, f"{CHECKPOINTS}/{name}"
+    if has_manifest(client, run_id, name):
+        with tempfile.TemporaryDirectory() as scratch:
+            stored = Path(client.download_artifacts(run_id, f"{place}/{MANIFEST_FILE}", scratch))
+            if stored.read_text(encoding="utf-8") == manifest:
+                return
+        with suppress(NotImplementedError):
+            _remove(client, run, name)  # of the same step, but not the same weights
+    files = [file for file in path.iterdir() if file.name != MANIFEST_FILE]
+    for file, target in [*((path.parents[1] / each, None) for each in COMPANIONS), *((file, place) for file in files)]:
+        before(name, file.stat().st_size)
+        client.log_artifact(run_id, str(file), target)
+    # As read before the files: if those were replaced meanwhile, they do not match it, and are sent anew.
+    client.log_text(run_id, manifest, f"{place}/{MANIFEST_FILE}")
 
 
 def _manifest(path: Path) -> str:

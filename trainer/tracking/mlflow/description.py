@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from trainer.errors import redacted
 from trainer.files import SUMMARY_FILE, read_object
 
 NOTE_TAG = "mlflow.note.content"
-_OWN = re.compile(r"\*\*[^*]+\*\* in \S+ (finished|was stopped|failed) ")
-"""How the text below begins."""
-
-
-def may_replace(note: str | None) -> bool:
-    """Return whether a Description is empty or this one, and not a user's."""
-    return not note or _OWN.match(note) is not None
 
 
 def description(folder: Path, run_id: str, model_id: str | None, *, resumable: bool) -> str | None:

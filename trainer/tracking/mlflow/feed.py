@@ -6,6 +6,7 @@ import logging
 import shlex
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +33,32 @@ class Feed(threading.Thread):
     """Sends a run to MLflow: the metric log as it grows, and at the end the artifacts and the status."""
 
     def __init__(
-        self,
-        folder: Path,
-        uri: str,
-        info: RunInfo,
-        flush_every_s: float,
-        system_metrics: bool = False,
-        training: bool = True,
+        self, folder: Path, uri: str, info: RunInfo, flush_every_s: float | None = None, system_metrics: bool = False
     ) -> None:
+        """Prepare; ``start`` begins to send.
+
+        Args:
+            folder: the run's.
+            uri: of the store, password included.
+            info: what MLflow gets when the run begins there.
+            flush_every_s: seconds between two uploads of new metrics; None: the run is not being trained.
+            system_metrics: whether MLflow samples the machine meanwhile.
+        """
         super().__init__(name="mlflow-feed", daemon=True)
         self._folder = folder
         self._uri = uri
-        self._delivery = Delivery(folder, uri, info, training=training, progress=self._progress)
-        self._flush_every_s = flush_every_s
+        self._info = info
+        self._flush_every_s = flush_every_s or 0.0
+        self._session = uuid.uuid4().hex if flush_every_s else None
         self._system_metrics = system_metrics
         self._monitor: Any = None
         self._ending = threading.Event()
         self._abandoned = False
         self._deadline = self._patience_s = 0.0
         self._status = ""
+        self._lacks = "this run"
+        self._failures = 0
         self._problem: Exception | None = None
-
-    @property
-    def run_id(self) -> str | None:
-        """MLflow's id of the run, as soon as there is one."""
-        return self._delivery.run_id
 
     def conclude(self, status: str, patience_s: float) -> str | None:
         """Send the rest of the run; wait while there is progress, and at most ``patience_s`` without.
@@ -64,7 +66,7 @@ class Feed(threading.Thread):
         A feed that was never started does only this.
 
         Returns:
-            A message: what is missing in MLflow and how to send it; None: nothing is missing.
+            What is missing in MLflow, and why; None: nothing is missing.
         """
         self._status, self._patience_s = status, patience_s
         self._deadline = max(self._deadline, time.monotonic() + patience_s)  # an upload may be on its way
@@ -75,81 +77,78 @@ class Feed(threading.Thread):
             while self.is_alive() and time.monotonic() < self._deadline:
                 self.join(0.1)
         except BaseException:  # a signal: the caller no longer waits
-            log.warning("%s", self._incomplete("interrupted"))
+            log.warning("%s", how_to_send(self._folder, self._missing("interrupted")))
             raise
         finally:
             self._abandoned = True
         if self._problem:
-            return self._incomplete(first_line(self._problem))
-        return self._incomplete(f"no answer within {patience_s:g} s") if self.is_alive() else None
+            return self._missing(first_line(self._problem))
+        return self._missing(f"no answer within {patience_s:g} s") if self.is_alive() else None
 
     def abandon(self) -> str | None:
-        """Stop without sending anything more.
-
-        Returns:
-            A message: what MLflow lacks and how to send it; None: it has everything, or ``conclude`` was called.
-        """
+        """Stop without sending anything more, and return what ``conclude`` would; None also if that was called."""
         if self._ending.is_set():
             return None
         self._abandoned = True
         self._ending.set()
-        return self._incomplete("stopped immediately")
+        return self._missing("stopped immediately")
 
     def run(self) -> None:
         """Send until everything is delivered or the caller no longer waits."""
-        failures = last_failures = 0
-        while not self._abandoned and last_failures < LAST_ATTEMPTS:
+        attempts = LAST_ATTEMPTS
+        while attempts and not self._abandoned:
             ending = self._ending.is_set()
+            attempts -= ending
             try:
-                if ending:
-                    self._stop_monitor()
-                    self._delivery.complete(self._status)
-                else:
-                    self._advance()
-                if failures >= 2:
-                    log.info("MLflow at %s is available again.", redacted(self._uri))
-                failures, self._problem = 0, None
-                if ending:
-                    return
+                self._deliver()
+                return
             except DeliveryAbandoned:
                 return
             except Exception as error:  # whatever goes wrong with MLflow, training continues
-                self._delivery.ask_again()
                 self._problem = error
-                failures += 1
-                last_failures += ending
-                if failures == 2 and not ending:
+                self._failures += 1
+                if self._failures == 2 and not ending:
                     log.warning(
                         "MLflow at %s does not accept this run yet: %s. Training continues; %s has the metrics.",
                         redacted(self._uri),
                         first_line(error),
                         self._folder / METRICS_FILE,
                     )
-            if self._ending.is_set():
-                time.sleep(min(last_failures, 2))
-            else:
-                self._ending.wait(min(self._flush_every_s * 2**failures, MAX_BACKOFF_S))
+            finally:
+                self._stop_monitor()
+            if not ending:
+                self._ending.wait(min(self._flush_every_s * 2**self._failures, MAX_BACKOFF_S))
+            elif attempts:
+                time.sleep(1)
 
-    def _advance(self) -> None:
-        """Send what is new while the run trains."""
-        self._delivery.begin()
-        if self._delivery.elsewhere is not None:
-            return
-        self._delivery.send_metrics()
-        if self._delivery.has_new_checkpoints():
-            self._delivery.send_checkpoints(pause=lambda: self._ending.wait(PAUSE_S))
-        if self._system_metrics:
-            self._watch_system()
+    def _deliver(self) -> None:
+        """Send what is new while the run trains, then the rest."""
+        delivery = Delivery(self._folder, self._uri, self._info, self._session, self._progress)
+        while not self._ending.is_set():
+            if delivery.elsewhere is None:
+                delivery.send_metrics()
+                if delivery.has_new_checkpoints():
+                    delivery.send_checkpoints(pause=lambda: self._ending.wait(PAUSE_S))
+                if self._system_metrics:
+                    self._start_monitor(delivery.run_id)
+            self._works()
+            self._ending.wait(self._flush_every_s)
+        self._stop_monitor()
+        delivery.complete(self._status)
+        self._works()
 
-    def _watch_system(self) -> None:
+    def _works(self) -> None:
+        if self._failures >= 2:
+            log.info("MLflow at %s is available again.", redacted(self._uri))
+        self._failures, self._problem = 0, None
+
+    def _start_monitor(self, run_id: str) -> None:
         """Let MLflow sample the machine."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        if self._problem:
-            self._stop_monitor()  # an outage has ended it
         if self._monitor is None:
             self._monitor = SystemMetricsMonitor(
-                self.run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
+                run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
             )
             self._monitor.start()
 
@@ -158,14 +157,17 @@ class Feed(threading.Thread):
             self._monitor.finish()
             self._monitor = None
 
-    def _progress(self, allowance_s: float) -> None:
+    def _progress(self, what: str, allowance_s: float) -> None:
         if self._abandoned:
             raise DeliveryAbandoned
+        self._lacks = what
         self._deadline = max(self._deadline, time.monotonic() + self._patience_s + allowance_s)
 
-    def _incomplete(self, reason: str) -> str:
-        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
-        return (
-            f"MLflow upload incomplete ({redacted(self._uri)} lacks {self._delivery.missing()}: {reason}). "
-            f"Data is safe in {self._folder}; retry with: {command}"
-        )
+    def _missing(self, reason: str) -> str:
+        return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
+
+
+def how_to_send(folder: Path, missing: str) -> str:
+    """Return the warning about a run of which MLflow does not have everything."""
+    command = shlex.join(["python", "scripts/sync.py", str(folder)])
+    return f"MLflow upload incomplete ({missing}). Data is safe in {folder}; retry with: {command}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, InvalidCheckpoint, damage, read_manifest
+from trainer.checkpoint.schema import MANIFEST_FILE, damage
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (
     IMAGES_FILE,
@@ -28,9 +28,9 @@ from trainer.files import (
     write_json,
 )
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri, tracking_uri
-from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS
+from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
 from trainer.tracking.mlflow.delivery import SESSION_TAG
-from trainer.tracking.mlflow.record import RunInfo, log_size, read_record
+from trainer.tracking.mlflow.record import RunInfo, read_record
 from trainer.tracking.mlflow.store import KEY_TAG, connect, find_run
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             raise UserError(
                 f"{given}: the run's name {name!r} is not valid as the name of a folder; rename it on MLflow's page"
             )
-        saved = _saved_steps(client, run_id)
+        saved = [int(each[5:]) for each in names(client, run_id) if has_manifest(client, run_id, each)]
         step = requested or max(saved, default=0)
         if step not in saved:
             missing = "complete checkpoint" if requested is None else f"complete checkpoint of step {step}"
@@ -136,11 +136,10 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             if target.exists():
                 _check(given, target, step, origin, is_new_run)
                 return target
-            where = redacted(str(client.tracking_uri))
-            print(f"fetching {name}, step {step}, from MLflow at {where}", flush=True)
+            print(f"fetching {name}, step {step}, from MLflow at {redacted(str(client.tracking_uri))}", flush=True)
             if is_new_run:
                 print(f"MLflow has this run up to step {saved[-1]}; from step {step} on it is a new run there")
-            _download(given, client, run, [each for each in saved if each <= step], partial)
+            _download(given, client, run_id, [each for each in saved if each <= step], partial)
             if run.info.status == "FINISHED" and not is_new_run:
                 client.download_artifacts(run_id, SUMMARY_FILE, str(partial))
             write_json(partial / ORIGIN_FILE, origin)
@@ -151,17 +150,6 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
         return target
 
 
-def _saved_steps(client: MlflowClient, run_id: str) -> list[int]:
-    """Return the steps of the complete checkpoints in MLflow, oldest first."""
-    names = [item.path.rpartition("/")[2] for item in client.list_artifacts(run_id, CHECKPOINTS) if item.is_dir]
-    return sorted(
-        int(name[5:])
-        for name in names
-        if STEP_NAME.fullmatch(name)
-        and any(file.path.endswith(MANIFEST_FILE) for file in client.list_artifacts(run_id, f"{CHECKPOINTS}/{name}"))
-    )
-
-
 def _check(given: str, target: Path, step: int, origin: dict[str, Any], is_new_run: bool) -> None:
     """Refuse a folder that has not this run, at this step or later.
 
@@ -169,30 +157,24 @@ def _check(given: str, target: Path, step: int, origin: dict[str, Any], is_new_r
         UserError: the folder is of another run, or of another state of this one.
     """
     again = read_object(target / ORIGIN_FILE) == origin  # fetched by the same command: a job that is started again
-    if not again and read_record(target).get("run_id") != origin["run_id"]:
-        raise UserError(f"{given}: {target} is another run; choose another folder with output_dir=…")
-    if not again and is_new_run:
-        raise UserError(
-            f"{given}: {target} has the complete run, and from step {step} on it would be a new run; "
-            "choose another folder with output_dir=…"
-        )
+    ours = again or (not is_new_run and read_record(target).get("run_id") == origin["run_id"])
     here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
-    if here > step and (again or origin["step"] is None):
-        print(f"using {target}: it has this run at step {here}, MLflow has step {step}", flush=True)
-    elif here != step:
+    if not ours or (here != step and (here < step or not (again or origin["step"] is None))):
+        found = f"this run at step {here}, not {step}" if ours else "another run than this would be"
         raise UserError(
-            f"{given}: {target} is this run at step {here}, not {step}; "
-            f"use resume={target}, or choose another folder with output_dir=…"
+            f"{given}: {target} is {found}; use resume={target}, or choose another folder with output_dir=…"
         )
+    if here > step:
+        print(f"using {target}: it has this run at step {here}, MLflow has step {step}", flush=True)
 
 
-def _download(given: str, client: MlflowClient, run: Any, saved: list[int], partial: Path) -> None:
+def _download(given: str, client: MlflowClient, run_id: str, saved: list[int], partial: Path) -> None:
     """Download what resuming needs: of the checkpoints ``saved`` the last and the best.
 
     Raises:
         UserError: one is damaged.
     """
-    run_id, root = run.info.run_id, partial / CHECKPOINTS
+    root = partial / CHECKPOINTS
 
     def get(path: str) -> None:
         client.download_artifacts(run_id, path, str((partial / path).parent))
@@ -201,18 +183,15 @@ def _download(given: str, client: MlflowClient, run: Any, saved: list[int], part
     for name in (*COMPANIONS, *({SOURCE_FILE, IMAGES_FILE, TOKENIZER} & present)):
         get(name)
     for step in saved:
-        get(f"{CHECKPOINTS}/step-{step:08d}/{MANIFEST_FILE}")
-    for other in {*saved} - {saved[-1], checkpoint.best_step(root)}:
-        shutil.rmtree(checkpoint.path_of(root, other))
-    for step in checkpoint.steps(root):
+        get(f"{CHECKPOINTS}/step-{step:08d}/{MANIFEST_FILE}")  # which has the score
+    wanted = {saved[-1], checkpoint.best_step(root) or saved[-1]}
+    for step in saved:
         folder = checkpoint.path_of(root, step)
-        try:
-            for name in read_manifest(folder).sha256:  # only the files of a checkpoint
-                get(f"{CHECKPOINTS}/{folder.name}/{name}")
-            found = damage(folder, step)
-        except InvalidCheckpoint as refused:
-            found = str(refused)
-        if found:
+        if step not in wanted:
+            shutil.rmtree(folder)
+            continue
+        get(f"{CHECKPOINTS}/{folder.name}")
+        if found := damage(folder, step):
             place = f"runs:/{run_id}/{CHECKPOINTS}/step-"
             older = [f"use resume={place}{other:08d}, an earlier one" for other in saved if other < step]
             remedy = older[-1] if older else "MLflow has no earlier one: start again without resume="
@@ -230,5 +209,5 @@ def _describe(client: MlflowClient, run: Any, is_new_run: bool, partial: Path) -
     record: dict[str, Any] = {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "tracking_uri": uri}
     record["sessions"] = [tags[SESSION_TAG]] if SESSION_TAG in tags else []
     if run.info.status == "FINISHED":  # until it is continued there is nothing to send
-        record["delivered"] = {"metrics_bytes": log_size(partial), "status": "FINISHED"}
+        record["delivered"] = True
     write_json(partial / RECORD_FILE, record)

@@ -159,13 +159,13 @@ def _log_scores(client: MlflowClient, run: Any, step: int, model_id: str, info: 
     from mlflow.entities import Metric
 
     run_id = run.info.run_id
-    data = next(((entry["name"], entry["digest"]) for entry in info.datasets if entry["context"] == VALIDATION), ())
-    name, digest = data or (None, None)
+    data: dict[str, Any] = next((entry for entry in info.datasets if entry["context"] == VALIDATION), {})
     points = [
-        Metric(key, point.value, point.timestamp, step, model_id, name, digest, run_id)
+        Metric(key, point.value, point.timestamp, step, model_id, data.get("name"), data.get("digest"), run_id)
         for key in run.data.metrics
         if key.startswith("valid/")
-        for point in [point for point in client.get_metric_history(run_id, key) if point.step == step][-1:]
+        for point in client.get_metric_history(run_id, key)
+        if point.step == step
     ]
     if points:
         client.log_batch(run_id, metrics=points, synchronous=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import METRICS_FILE, RECORD_FILE, SUMMARY_FILE, final_status, read_object, write_json
+from trainer.files import RECORD_FILE, SUMMARY_FILE, read_object, write_json
 from trainer.tracking.mlflow.addresses import lasting_uri
 
 TRACKING_FILE = "tracking.json"
@@ -24,7 +24,7 @@ class RunInfo:
     name: str
     params: dict[str, object]
     tags: dict[str, str]
-    uri: str | None
+    uri: str | None = None
     """Of the store, without password; None for ``tracking=local``."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Finds the run in MLflow if the answer to its creation, with MLflow's own id, was lost."""
@@ -59,7 +59,7 @@ class RunInfo:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the ``sessions`` that have trained the
-    run here, and ``delivered`` once all is.
+    run here, and once MLflow has all of it ``delivered`` (true), with ``continued_elsewhere`` where that is another's.
 
     Empty if MLflow has not answered yet, or the file is damaged: then the run is found by its key.
     """
@@ -69,10 +69,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 def is_delivered(folder: Path, uri: str | None = None) -> bool:
     """Return whether MLflow (at ``uri``; None: at any) has all that is in the folder, by ``mlflow.json``."""
     record = read_record(folder)
-    mark = record.get("delivered")
-    if not mark or (uri and lasting_uri(uri) != record.get("tracking_uri")):
-        return False
-    return bool(mark["metrics_bytes"] == log_size(folder) and final_status(folder) in (None, mark["status"]))
+    return "delivered" in record and (uri is None or lasting_uri(uri) == record["tracking_uri"])
 
 
 def reopen(folder: Path) -> None:
@@ -81,9 +78,3 @@ def reopen(folder: Path) -> None:
     record = read_record(folder)
     if record.pop("delivered", None):
         write_json(folder / RECORD_FILE, record)
-
-
-def log_size(folder: Path) -> int:
-    """Return the bytes of the metric log; 0 where there is none."""
-    path = folder / METRICS_FILE
-    return path.stat().st_size if path.exists() else 0

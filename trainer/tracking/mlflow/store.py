@@ -97,9 +97,9 @@ def _has_tables(database: Path) -> bool:
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         try:
             tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
-        except sqlite3.OperationalError:  # locked, or on a disk that fails
-            raise
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):  # locked, or on a disk that fails
+                raise
             raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
     if tables and "experiments" not in tables:
         raise UserError(f"{database} belongs to another program; set tracking.uri=sqlite:///another.db")
@@ -119,7 +119,7 @@ def find_run(client: MlflowClient, run_id: str) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: str, started_s: float) -> Any:
+def create_run(client: MlflowClient, experiment: str, name: str, key: str, started_s: float) -> Any:
     """Create a run, or return the one with this key, if it was created before and the answer was lost.
 
     MLflow's global "active run" is not used, so that runs can follow one another. ``started_s`` is in seconds since the
@@ -129,7 +129,7 @@ def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: 
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container's user may have no name
         user = "unknown"
-    experiment_id = _experiment_id(client, uri, experiment)
+    experiment_id = _experiment_id(client, experiment)
     known = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
     if known:
         return known[0]
@@ -138,10 +138,10 @@ def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: 
     return client.create_run(experiment_id, start_time=started_ms, run_name=name, tags=tags | {KEY_TAG: key})
 
 
-def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+def _experiment_id(client: MlflowClient, name: str) -> str:
     if experiment := client.get_experiment_by_name(name):
         return str(experiment.experiment_id)
-    database = database_file(uri)
+    database = database_file(client.tracking_uri)
     folder = re.sub(r"[^\w.-]", "_", name)
     location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
     # If the kind is set, MLflow's page does not ask the user for it.
@@ -151,26 +151,23 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 def publish(
     client: MlflowClient,
-    uri: str,
     experiment: str,
     name: str,
     key: str,
     *,
     started_s: float,
-    params: Mapping[str, object] | None = None,
-    metrics: Mapping[str, float] | None = None,
+    params: Mapping[str, object] = {},
+    metrics: Mapping[str, float] = {},
     step: int = 0,
-    tags: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] = {},
     files: Sequence[Path] = (),
-    children: Mapping[str, Mapping[str, str]] | None = None,
+    children: Mapping[str, Mapping[str, str]] = {},
     status: str = "FINISHED",
-    ended_s: float | None = None,
 ) -> Any:
     """Create the run that stands above others, or bring it up to date, and return it. Nothing is logged twice.
 
     Args:
         client: of the store.
-        uri: of the store.
         experiment: its name.
         name: of the run.
         key: finds the run again.
@@ -182,31 +179,30 @@ def publish(
         files: artifacts.
         children: by MLflow's id of each run below this one, the tags that it gets.
         status: RUNNING, or how it ended.
-        ended_s: seconds since the epoch; None: now, if the run has not had this status yet.
     """
     from mlflow.entities import Metric, Param, RunTag
 
-    run, now_s = create_run(client, uri, experiment, name, key, started_s), time.time()
+    run, now_ms = create_run(client, experiment, name, key, started_s), int(time.time() * 1000)
     run_id, known = run.info.run_id, run.data
-    values = {valid_key(each): value for each, value in (metrics or {}).items()}
-    texts = {valid_key(each): cut(str(value), LONGEST) for each, value in (params or {}).items()}
-    marks = {valid_key(each): cut(value, LONGEST) for each, value in (tags or {}).items()}
+    points = [Metric(valid_key(each), value, now_ms, step) for each, value in metrics.items()]
+    texts = [Param(valid_key(each), cut(str(value), LONGEST)) for each, value in params.items()]
+    marks = [RunTag(valid_key(each), cut(value, LONGEST)) for each, value in tags.items()]
     client.log_batch(
         run_id,
-        [Metric(each, value, int(now_s * 1000), step) for each, value in values.items()
-         if known.metrics.get(each) != value],
-        [Param(each, text) for each, text in texts.items() if each not in known.params],
-        [RunTag(each, text) for each, text in marks.items() if text or each in known.tags],
-    )  # fmt: skip
+        [point for point in points if known.metrics.get(point.key) != point.value],
+        [text for text in texts if text.key not in known.params],
+        [mark for mark in marks if mark.value or mark.key in known.tags],
+    )
     for file in files:
         client.log_artifact(run_id, str(file))
-    for child, own in (children or {}).items():
+    for child, own in children.items():
         for each, text in {"mlflow.parentRunId": run_id, **own}.items():
             client.set_tag(child, each, text)
-    if status != "RUNNING" and (ended_s or status != run.info.status):
-        client.set_terminated(run_id, status, int((ended_s or now_s) * 1000))
-    elif status != run.info.status:
-        client.update_run(run_id, status=status)
+    if status != run.info.status:
+        if status == "RUNNING":
+            client.update_run(run_id, status=status)
+        else:
+            client.set_terminated(run_id, status)
     return run
 
 
