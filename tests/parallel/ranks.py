@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -167,6 +167,7 @@ def communication(mode: str) -> dict[str, Any]:
     exchanged = 0
 
     def counted(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(exchange)  # torch looks at the signature of DDP's
         def count(*arguments: Any, **options: Any) -> Any:
             nonlocal exchanged
             exchanged += 1
