@@ -179,6 +179,7 @@ def test_bignet_ends_with_the_ledger(train: Callable[..., Any], folder: Path) ->
         assert f"\n{category} " in after
     ledger = read(only_run(folder) / "profile" / "ledger.json")
     assert ledger["step"] == 3  # counted from 1, as in metrics.jsonl
+    assert "autocast can save at most " in after
 
 
 def test_help_lists_every_choice(train: Callable[..., Any], folder: Path) -> None:
