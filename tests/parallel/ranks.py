@@ -26,7 +26,7 @@ from tests.parallel import training
 from tests.parallel.shards import whole
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.config.schema import Config
-from trainer.data.contract import Datasets
+from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
 from trainer.optim.update import ClipNorm
@@ -104,6 +104,13 @@ def gradient(mode: str) -> dict[str, Any]:
             result[f"fp64 {micro}"] = step_of(trainer_of(tagging(mode, micro)))
     result["fp32 1"] = step_of(trainer_of(tagging(mode, 1, Float32())))
     return result
+
+
+class Huge(Float32):
+    """The squares of its gradients are infinite in fp32."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        return LossOutput(super().loss(model, batch).loss_sum * 1e21, {})
 
 
 def huge(mode: str) -> list[Any]:

@@ -30,14 +30,8 @@ class Session:
     def __init__(self, config: Any, folder: Path, device: torch.device, recorder: Callable[[], MemoryLedger]) -> None:
         self.ledger: Ledger | None = None
         self.summary: str | None = None
-<<<<<<< HEAD
-        """One line for the end of the run, where there is no ledger."""
-        self._config, self._folder, self._device, self._recorder = config, folder, device, recorder
-=======
         """One line for the end of the run."""
-        self._config, self._folder, self._device = config, folder, device
-        self._model, self._optimizer, self._averages = model, optimizer, averages
->>>>>>> parent of 2ea96e1 (The ledger is a table; the sentence that repeated it goes)
+        self._config, self._folder, self._device, self._recorder = config, folder, device, recorder
         self._started = 0
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
