@@ -61,7 +61,7 @@ def write(advice: Advice, sentence: str, conf: Path) -> Experiment:
     wanted = flatten(compose(overrides))
     typed = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
     groups = {key: unquoted(value) for key, value in typed.items() if (CONF / key).is_dir()}
-    search = f"hydra.searchpath={quoted([f'file://{conf.absolute()}'])}"
+    search = f"hydra.searchpath=[{quoted(f'file://{conf.absolute()}')}]"
     leaves = [key for key in wanted if not any(other.startswith(f"{key}.") for other in wanted)]
     options = {key for key in leaves for each in typed.keys() - groups.keys() if f"{key}.".startswith(f"{each}.")}
     for _ in range(2):  # then with what the command line decides by itself, such as a rate for given weights

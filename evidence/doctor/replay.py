@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from evidence.doctor.step import TrainerStep
@@ -17,6 +16,7 @@ from mantissa.updates import UpdateMeter, elementwise
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
+from trainer.config.recorded import options_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -30,8 +30,8 @@ from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
-from trainer.run.resume import check_same, recorded_overrides
-from trainer.run_folder import RunFolder, local_folder
+from trainer.run.resume import check_same
+from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")
@@ -64,9 +64,8 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
                 f"{override}: a run is examined as it was trained; to examine another one before its start, leave out "
                 f"resume={resume}"
             )
-    in_mlflow = resume.startswith(("mlflow:", "runs:/"))
-    folder = local_folder(resume, "outputs") if in_mlflow else RunFolder(Path(resume).expanduser())
-    config = compose([*recorded_overrides(folder), *overrides])
+    folder = RunFolder.open("resume", resume, "outputs")
+    config = compose(overrides, options_of(folder))
     check_same(folder, flatten(config))
     failure, summary = read_object(folder.path / f"{FAILURE}.json"), folder.summary()
     trainer, notes = _trainer(config)
@@ -131,7 +130,8 @@ def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
     for number, place in sorted(saved, reverse=True):
         path = store.find_verified(place, number)
         reader = CheckpointReader(path)
-        weights = (tensor for name, tensor in reader.tensors().items() if name.startswith("weights/"))
+        saved_tensors = reader.tensors()
+        weights = (saved_tensors[f"weights/{name}"] for name, _ in trainer.model.named_parameters())
         if all(bool(tensor.isfinite().all()) for tensor in weights):  # else a step before it harmed them
             trainer.restore(reader)
             return path.name

@@ -23,13 +23,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer.config.compose import CONF, checked_arguments, compose
+from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
 from trainer.config.schema import Config
 from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory
 from trainer.parallel.world import launched_processes
 from trainer.run.memory.fit import out_of_memory
-from trainer.run.resume import continuing, named_run
 from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
 from trainer.run.start import train
@@ -54,12 +53,7 @@ def main(run_class: type[Run] = Run) -> int:
     attempt = partial(_attempt, run_class)
     try:
         arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
-        folder = named_run(arguments)
-        if folder is None or any(each.startswith("-") for each in arguments):
-            codes = _sweep(Sweep(arguments), attempt)
-        else:
-            overrides = continuing(folder, arguments)
-            codes = [attempt(lambda: compose(overrides), overrides).code]
+        codes = _sweep(Sweep(arguments), attempt)
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:

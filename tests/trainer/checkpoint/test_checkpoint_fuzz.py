@@ -127,11 +127,6 @@ def name_a_file_elsewhere(draw: Draw, folder: Path) -> None:
     edit(folder, "manifest.json", lambda manifest: manifest["sha256"].update({name: "0" * 64}))
 
 
-def nest(draw: Draw, folder: Path) -> None:
-    opening, closing = draw.choice([("[", "]"), ('{"a":', "}")])
-    write(folder, draw.choice(["manifest.json", "state.json"]), opening * 100_000 + "0" + closing * 100_000)
-
-
 def change_the_manifest(draw: Draw, folder: Path) -> None:
     """No hash protects it."""
     key = draw.choice(["format", "step", "score", "sha256"])
@@ -210,7 +205,7 @@ def write_it_again(draw: Draw, folder: Path) -> None:
 
 HARMLESS = (plant_an_option, write_it_again)
 REFUSED = (
-    *(truncate, flip_a_bit, remove, put_what_is_no_file, make_it_huge, add_a_file, name_a_file_elsewhere, nest),
+    *(truncate, flip_a_bit, remove, put_what_is_no_file, make_it_huge, add_a_file, name_a_file_elsewhere),
     *(change_the_manifest, rename, plant_a_pickle, spoil_the_header, change_the_state, change_a_tensor),
 )
 
