@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -92,20 +91,6 @@ def final_status(folder: Path) -> str | None:
     """Return the status in a run's summary; None: the run was killed before it could write one."""
     status = read_object(folder / SUMMARY_FILE).get("status")
     return status if status in ("FINISHED", "FAILED", "KILLED") else None
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or a copy where the file system has no links.
-
-    Raises:
-        OSError: the source is not there, or the copy cannot be written.
-    """
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def make_folder(path: Path, exist_ok: bool = True) -> None:

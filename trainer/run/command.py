@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -179,13 +180,6 @@ def _choices() -> str:
 
 def _first_sentence(path: Path) -> str:
     """Return the comment at the head of a YAML, up to the line that ends a sentence; commands are no part of it."""
-    found: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# @package"):
-            continue
-        if not line.startswith("# ") or line.startswith("#  "):
-            break
-        found.append(line[2:].strip())
-        if found[-1].endswith("."):
-            break
-    return " ".join(found)
+    text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
+    found = re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text)
+    return found[0].removeprefix("# ").replace("\n# ", " ").strip() if found else ""

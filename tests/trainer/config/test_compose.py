@@ -103,17 +103,13 @@ def test_quoted_text_is_read_as_it_was(text: str) -> None:
     assert OmegaConf.to_container(OmegaConf.create({"key": override.value()}), resolve=True) == {"key": text}
 
 
-VALUES: list[Any] = [
-    *({}, {"lr": 1e-300, "betas": [0.9, 0.95], "kind": "it's", "a,b": None}, {"second": True, "first": float("inf")}),
-]
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_recorded_options_are_what_is_composed_on(value: Any) -> None:
-    recorded = {"optimizer.name": "SGD", "optimizer.options": value, "seed": 3, "output_dir": "${x}", "loader": "plain"}
-    config = compose(["optimizer.lr=2", "+optimizer.options.more=1"], recorded)
-    assert config.optimizer.options == value | {"more": 1}
-    assert list(config.optimizer.options) == [*value, "more"]
-    assert (config.optimizer.name, config.optimizer.lr, config.seed, config.output_dir) == ("SGD", 2.0, 3, "${x}")
-    assert (config.loader.kind, compose(["loader=pinned"], recorded).loader.kind) == ("plain", "pinned")
+def test_what_is_recorded_takes_the_place_of_the_defaults() -> None:
+    groups = {"head": {"lr": 3.0}, "*.bias": {"lr": 1e-300}, "a,b": {"lr": 2.0}}
+    recorded: dict[str, Any] = {"optimizer.name": "SGD", "optimizer.options": {}, "optimizer.groups": groups}
+    recorded |= {"seed": 3, "output_dir": "${x}", "loader": "plain"}
+    config = compose(["optimizer.lr=2", "+optimizer.options.momentum=0.5"], recorded)
+    assert list(config.optimizer.groups.items()) == list(groups.items())
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.options) == ("SGD", 2.0, {"momentum": 0.5})
+    assert (config.seed, config.output_dir, config.loader.kind) == (3, "${x}", "plain")
+    assert compose(["loader=pinned"], recorded).loader.kind == "pinned"
     assert compose([]).seed == 0
