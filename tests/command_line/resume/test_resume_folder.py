@@ -81,7 +81,7 @@ def test_options_that_agree_or_may_change_are_accepted(typed: list[str], run: Pa
     ("typed", "reported"),
     [
         ("seed=4", "seed was 3, now 4; restore it or start a new run"),
-        ("precision=tf32 scaler=auto", "precision.mode was fp16, now tf32"),
+        ("precision=fp32 scaler=auto", "precision.mode was fp16, now fp32"),
         ("recipe=bignet", "recipe.layers was 2, now 20, recipe.width was 16, now 1000; restore them"),
         ("recipe=resnet", "recipe was bignet, now resnet; restore it or start a new run"),
         ("optimizer=adamw", "optimizer.name was SGD, now AdamW"),
