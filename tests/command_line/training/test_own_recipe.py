@@ -29,7 +29,7 @@ def blocks() -> dict[str, str]:
 def copy(tmp_path: Path) -> Path:
     """The project as it is tracked, and the two files."""
     root = tmp_path / "project"
-    for name in ("trainer", "recipes", "conf", "scripts"):
+    for name in ("mantissa", "trainer", "recipes", "conf", "scripts"):
         shutil.copytree(PROJECT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path, text in blocks().items():
         assert not (root / path).exists()
