@@ -61,7 +61,7 @@ def write(advice: Advice, sentence: str, conf: Path) -> Experiment:
         write_text(path, _head(advice, sentence, command) + _body(overrides, advice.recipe))
     except OSError as error:
         return Experiment(None, plain, f"{path} cannot be written ({error.strerror})")
-    search = f"hydra.searchpath={quoted([f'file://{conf.absolute()}'])}"
+    search = f"hydra.searchpath=[{quoted(f'file://{conf.absolute()}')}]"
     if flatten(compose([search, f"experiment={name}"])) == flatten(compose(overrides)):
         return Experiment(path, command)
     path.unlink()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from evidence.doctor.step import TrainerStep
@@ -16,6 +15,7 @@ from mantissa.updates import UpdateMeter
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
+from trainer.config.recorded import options_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -25,8 +25,8 @@ from trainer.optim.classes import is_elementwise
 from trainer.parallel.single import Parallel
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
-from trainer.run.resume import check_same, recorded_overrides
-from trainer.run_folder import RunFolder, local_folder
+from trainer.run.resume import check_same
+from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")
@@ -59,9 +59,8 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
                 f"{override}: a run is examined as it was trained; to examine another one before its start, leave out "
                 f"resume={resume}"
             )
-    in_mlflow = resume.startswith(("mlflow:", "runs:/"))
-    folder = local_folder(resume, "outputs") if in_mlflow else RunFolder(Path(resume).expanduser())
-    config = compose([*recorded_overrides(folder), *overrides])
+    folder = RunFolder.open("resume", resume, "outputs")
+    config = compose(overrides, options_of(folder))
     check_same(folder, flatten(config))
     config = replace(config, parallel=Parallel())  # its ranks are taken one after another
     failure, summary = read_object(folder.path / f"{FAILURE}.json"), folder.summary()

@@ -86,7 +86,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{TEXT} data.path=docs.jsonl": ("is a file of rows", "use data=hub data.name=docs.jsonl"),
     f"{BIGNET} output_dir=notes.txt/runs": ("output_dir=notes.txt/runs", "notes.txt is a file", "output_dir="),
     f"{BIGNET} output_dir=/proc/runs": ("output_dir=/proc/runs cannot be written", "output_dir="),
-    "resume=nowhere": ("resume=nowhere: no such folder", "outputs/gpt2-bf16-s0"),
+    "resume=nowhere": ("resume=nowhere: there is no such folder", "outputs/gpt2-bf16-s0"),
     "resume=empty": ("resume=empty: the folder holds no complete checkpoint",),
 }  # fmt: skip
 

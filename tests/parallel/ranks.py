@@ -37,7 +37,7 @@ from trainer.parallel.single import Parallel
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.recipe import DataSource, Recipe
+from trainer.recipe import DataSource, LossOutput, Recipe
 from trainer.trainer import Trainer
 
 DEVICE = os.environ.get("MANTISSA_TEST_DEVICE", "cpu")

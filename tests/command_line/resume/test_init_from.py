@@ -217,7 +217,7 @@ REFUSED = {
     "recipe=gpt2 data=text data.path=two.txt data.tokenizer=chars": "data.tokenizer=chars, but the run",
     "recipe=gpt2 recipe.pretrained=x": "init_from and recipe.pretrained both bring weights; remove one",
     "recipe=gpt2 data=synthetic data.vocab_size=90": "the weights do not fit: gpt2.transformer.wte.weight is 2",
-    "resume=outputs/first": "init_from starts a new run, resume=outputs/first continues one; remove one",
+    "resume=outputs/first": "cannot resume outputs/first: init_from was None, now outputs/first; restore it",
 }
 
 

@@ -172,7 +172,7 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("resume=nowhere", "resume: nowhere/config.json cannot be read"),
+        ("resume=nowhere", "resume=nowhere: there is no such folder"),
         ("recipe=bignet check=laddr", "check=laddr is not a check; did you mean 'ladder'?"),
         ("resume=RUN chekc=ladder", "chekc is not an option; did you mean 'check'?"),
         ("resume=RUN step=9", "step=9: RUN has 2 steps; set step=2"),
