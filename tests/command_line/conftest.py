@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from tests import forks
+from trainer.config import options
 from trainer.tracking.mlflow.store import connect
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,10 @@ class Result:
     code: int
     out: str
     err: str
+
+
+Train = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
@@ -81,7 +87,13 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+def store(folder: Path, empty_store: Path) -> str:
+    """The address of ``mlflow.db`` in the current folder, which is where runs go without any option."""
+    return f"sqlite:///{shutil.copy(empty_store, folder / 'mlflow.db')}"
+
+
+@pytest.fixture
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -115,7 +127,32 @@ def _command(*overrides: str) -> Result:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def succeed(train: Train) -> Train:
+    """``train``, which must end without an error."""
+
+    def command(*overrides: str) -> Result:
+        done = train(*overrides)
+        assert done.code == 0, done.out + done.err
+        return done
+
+    return command
+
+
+@pytest.fixture
+def script(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """``script(main, "seeds=2", …)``: another script in this process; what it trains are forks, see ``tests.forks``."""
+    for module in ("evidence.runs", "evidence.certificate.certify"):
+        monkeypatch.setattr(f"{module}.subprocess", forks)
+
+    def command(main: Callable[[list[str]], int], *arguments: str) -> Result:
+        capsys.readouterr()
+        return Result(options.run(main, None, arguments), *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
     """``start("precision=bf16", …)``: scripts/train.py as a process of its own.
 
     A fork, see ``tests.forks``, unless ``fresh``: then it imports everything anew, from the script's own project.

@@ -9,15 +9,14 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed.run as torchrun
 
 from evidence.search.space import PREFIX, check_space, parse_space
+from tests.command_line.conftest import Train
 from tests.command_line.test_documented_commands import PAGES, PROJECT, commands
 from trainer.config.compose import combinations, compose
 from trainer.config.explain import known_options
@@ -116,7 +115,8 @@ def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("page", sorted({path.name for path in PAGES if run_here(path.name)}))
 def test_the_commands_of_a_page_run(
     page: str,
-    train: Callable[..., Any],
+    train: Train,
+    succeed: Train,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +126,7 @@ def test_the_commands_of_a_page_run(
         script, *arguments = shlex.split(command)[1:]
         for run, first in BEFORE.items():
             if run in command and not (folder / run).exists():
-                assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
+                succeed(*first, *small(first), "steps=2", "tracking=local")
         if script != "scripts/train.py":
             given = small(arguments) if script == "scripts/memory.py" else []
             monkeypatch.setattr(sys, "argv", [script, *arguments, *given])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from tests.command_line.conftest import Start, Train
 from tests.tracked import asked, once, open_tracker, points, record, runs, tracked
 from trainer.config import options
 from trainer.files import in_use, write_json
@@ -102,7 +103,7 @@ def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) 
 
 
 def test_a_finished_run_that_is_resumed_finishes_its_delivery(
-    train: Callable[..., Any], folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    train: Train, folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = [*BIGNET, "checkpoint=default", "steps=40", "log_every=1", "resume=auto"]
     path = Path("outputs/bignet-fp32-s0")
@@ -191,9 +192,7 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
 
 
 @pytest.mark.usefixtures("plots")
-def test_sync_reports_what_it_did_with_each_run(
-    folder: Path, store: str, start: Callable[..., subprocess.Popen[str]], sync: Sync
-) -> None:
+def test_sync_reports_what_it_did_with_each_run(folder: Path, store: str, start: Start, sync: Sync) -> None:
     outputs = folder / "outputs"
     undelivered(outputs / "missed")
     damaged = undelivered(outputs / "damaged")
@@ -265,7 +264,7 @@ sys.stdin.read()
 """
 
 
-def test_a_locked_store_gets_all_of_it_later(train: Callable[..., Any], sync: Sync, folder: Path, store: str) -> None:
+def test_a_locked_store_gets_all_of_it_later(train: Train, sync: Sync, folder: Path, store: str) -> None:
     lock = subprocess.Popen(
         [sys.executable, "-c", LOCK, "mlflow.db"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

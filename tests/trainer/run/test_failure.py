@@ -61,27 +61,13 @@ def test_the_step_and_the_command_are_recorded(
     monkeypatch.chdir(tmp_path)
     _, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
     assert "warning" not in capsys.readouterr().out
-    *first, last = message.splitlines()
-    assert first == [f"{failure['message']}. No checkpoint was saved.", "Find the cause with:"]
-    assert last.startswith("  python ")
-    assert last.endswith("/scripts/doctor.py resume=outputs/it")
-    assert failure == {
-        "step": 3,
-        "loss": None,
-        "loss_nonfinite": 1,
-        "grad_norm": None,
-        "grad_norm_nonfinite": 1,
-        "loss_scale": 1.0,
-        "rank": [0],
-        "later_updates": 0,
-        "checkpoint": "failure/step-00000002",
-        "generators": "of step 4",
-        "buffers_reset": [],
-        "processes": 1,
-        "micro_batch_size": 2,
-        "message": "step 3: the gradients are not finite (loss inf, gradient norm nan); the update was not applied and "
-        "the weights are those before this step",
-    }
+    assert message.startswith(f"{failure['message']}. No checkpoint was saved.\n")
+    assert message.endswith("/scripts/doctor.py resume=outputs/it")
+    assert failure.pop("message").startswith("step 3: the gradients are not finite (loss inf, gradient norm nan)")
+    assert failure == {"step": 3, "loss": None, "loss_nonfinite": 1, "grad_norm": None, "grad_norm_nonfinite": 1,
+                       "loss_scale": 1.0, "rank": [0], "later_updates": 0, "checkpoint": "failure/step-00000002",
+                       "generators": "of step 4", "buffers_reset": [], "processes": 1,
+                       "micro_batch_size": 2}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -97,13 +83,9 @@ def test_the_weights_before_the_step_are_saved_where_there_is_no_checkpoint(
     assert failure["loss_scale"] == (512 if "precision=fp16" in mode else 1)
     fit(expected, 1)
     trainer, saved = trainer_of(*NO_CHECKPOINT, *mode), load(folder / "failure")
-    monitor = saved.progress["monitor"]
     trainer.restore(saved)
-    assert (trainer.step, monitor["skipped_steps"], trainer.loss_scale.scale) == (
-        before,
-        before - 1,
-        failure["loss_scale"],
-    )
+    assert (trainer.step, trainer.loss_scale.scale) == (before, failure["loss_scale"])
+    assert saved.progress["monitor"]["skipped_steps"] == before - 1
     assert same_bits(trainer.model.state_dict(), expected.model.state_dict())
     assert same_bits(trainer.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"])
 
@@ -169,9 +151,8 @@ def test_statistics_that_are_not_finite_are_reset_and_named(tmp_path: Path) -> N
     assert failure["buffers_reset"] == names
     trainer.restore(load(folder / "failure"))
     assert all(buffer.isfinite().all() for buffer in trainer.model.buffers())
-    assert {value for name, buffer in trainer.model.named_buffers() if "var" in name for value in buffer.tolist()} == {
-        1
-    }
+    variances = [buffer for name, buffer in trainer.model.named_buffers() if "var" in name]
+    assert all((buffer == 1).all() for buffer in variances)
 
 
 class TwoRanks(World):
