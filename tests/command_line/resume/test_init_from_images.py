@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import Train, write_idx
 from tests.helpers import compose, start
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
@@ -33,13 +31,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def digits_source(succeed: Train, folder: Path, kept: Path) -> Path:
     """A finished run on scikit-learn's digits; dark/ has other digits of a tenth of their brightness."""
-    (folder / "dark").mkdir()
-    rng = np.random.default_rng(0)
-    for part in ("train", "t10k"):
-        images, labels = rng.integers(0, 26, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
-        header = struct.pack(">IIII", 0x803, *images.shape)
-        (folder / "dark" / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        (folder / "dark" / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 20) + labels.tobytes())
+    write_idx(folder / "dark", 26)
     if kept.is_dir():
         shutil.copytree(kept, "outputs/first")
         return Path("outputs/first")

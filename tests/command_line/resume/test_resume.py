@@ -210,13 +210,10 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
     assert json.loads((folder / "outputs" / NAME / "summary.json").read_text())["status"] == "KILLED"
 
 
-@pytest.mark.parametrize("loader", ["plain", "pinned"])
-def test_signals_to_the_whole_process_group_do_not_end_the_loading_processes(
-    loader: str, start: Start, folder: Path
-) -> None:
+def test_signals_to_the_whole_process_group_do_not_end_the_loading_processes(start: Start, folder: Path) -> None:
     run = folder / "outputs" / NAME
     process = start(
-        *RUN, LOCAL, f"loader={loader}", "loader.workers=2", "checkpoint.save_on_signal=[USR1]", "eval_every=20",
+        *RUN, LOCAL, "loader=pinned", "loader.workers=2", "checkpoint.save_on_signal=[USR1]", "eval_every=20",
         "checkpoint.every=100000", "steps=100000", "schedule=constant", "checkpoint.keep=100",
     )  # fmt: skip
     wait_for_step(3, run, process)

@@ -100,7 +100,7 @@ def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
         sender.send(client, run, lambda name, size: None)
         shutil.rmtree(kept)
     (said,) = caplog.messages
-    assert said == "MLflow does not remove old checkpoints (no right at http://me:***@host to delete); they stay there."
+    assert "no right at http://me:***@host to delete" in said
     assert names(client, run.info.run_id) == [f"step-000000{step}" for step in (10, 20, 30)]
 
 
@@ -248,8 +248,7 @@ def test_a_finished_run_that_is_fetched_stays_as_it_was_in_mlflow(
     succeed: Train, client: MlflowClient, saved: str
 ) -> None:
     before = state(client, saved)
-    done = succeed(f"resume=mlflow:{saved}", "output_dir=other")
-    assert "already complete (6 steps)" in done.out
+    assert "already complete (6 steps)" in succeed(f"resume=mlflow:{saved}", "output_dir=other").out
     assert state(client, saved) == before
     succeed(f"resume=mlflow:{saved}", "output_dir=other", "steps=9")
     assert state(client, saved)[3] == Counter(range(1, 10))  # sent nevertheless

@@ -62,11 +62,3 @@ def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Start) -
         config = json.loads((run / "config.json").read_text())
         assert (config["recipe"], config["recipe.width"], config["data"]) == ("tumour", width, "own")
     assert 100 * summary["final"]["valid/accuracy"] == pytest.approx(int(said[1]), abs=2)  # of the default width
-
-
-def test_its_options_are_checked_like_all_others(copy: Path, folder: Path, start: Start) -> None:
-    process = start("recipe=tumour", "recipe.widht=32", script=copy / "scripts" / "train.py", fresh=True)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert "did you mean 'recipe.width'?" in err
-    assert not list(folder.iterdir())
