@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from tests.command_line.conftest import Train
 from tests.helpers import compose, same_bits, start, trainer_of
-from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
 from trainer.errors import UserError
@@ -155,15 +154,19 @@ def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Pa
     assert config_of("second")["optimizer.lr"] == 1e-4
 
 
-def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path) -> None:
-    shutil.rmtree(source / "best")
-    expected = load(source / "checkpoints", checkpoint.best_step(source / "checkpoints")).tensors()
-    trainer = trainer_of(
-        "recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt", "recipe.vocabulary_multiple=1"
-    )
-    own = trainer.model.state_dict()
-    assert trainer.datasets.vocabulary == len(own["gpt2.transformer.wte.weight"])
-    rows = trainer.datasets.vocabulary
+def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path, succeed: Train) -> None:
+    more = ("steps=3", "eval_every=1", "checkpoint.keep=3", "schedule=constant")
+    succeed("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, "data.path=one.txt", *more, "run_name=stopped")
+    run = Path("outputs/stopped")
+    shutil.rmtree(run / "best")
+    (run / "summary.json").unlink()
+    for step, score in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        manifest = run / f"checkpoints/step-0000000{step}/manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"score": score}))
+    expected = load(run / "checkpoints", 2).tensors()
+    trainer = trainer_of("recipe=gpt2", f"init_from={run}", TEXT, "data.path=two.txt", "recipe.vocabulary_multiple=1")
+    own, rows = trainer.model.state_dict(), trainer.datasets.vocabulary
+    assert rows == len(own["gpt2.transformer.wte.weight"])
     for name, tensor in own.items():
         saved = expected.get(f"weights/{name}", expected["weights/gpt2.transformer.wte.weight"])
         assert torch.equal(tensor, saved[:rows] if name.endswith(("wte.weight", "lm_head.weight")) else saved)

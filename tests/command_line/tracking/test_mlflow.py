@@ -81,20 +81,6 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
         assert send(path).status is SyncStatus.SENT  # all of it once more
 
 
-def test_runs_of_a_sweep_share_a_process_and_nothing_else(folder: Path, store: str) -> None:
-    import mlflow
-
-    for name, experiment, status in (("a", "gpt2", "FAILED"), ("b", "gpt2", "FINISHED"), ("c", "x", "FINISHED")):
-        tracker = tracked(folder / name, 3, status, experiment=experiment, tags={"name": name})
-        run = connect(store).get_run(tracker.run_id or "")
-        assert run.info.run_name == run.data.tags["name"] == name
-        assert run.data.metrics == {"loss": 3.0}
-    assert runs(store) == [("a", "FAILED"), ("b", "FINISHED"), ("c", "FINISHED")]
-    assert points(store) == dict.fromkeys("abc", once(3))
-    assert mlflow.active_run() is None
-    assert not [thread.name for thread in threading.enumerate() if thread.name == "mlflow-feed"]
-
-
 def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, store: str) -> None:
     path = folder / "run"
     first = open_tracker(path, params={"steps": 8, "seed": 0})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -233,40 +230,3 @@ def test_a_password_is_not_stored_but_requested(
     assert f"the password of {shown} is not stored" in outcome.message
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     assert f"{shown} lacks this run" in send(path).message  # nothing listens there
-
-
-# --- through the real command line ---
-
-LOCK = """
-import sqlite3, sys
-connection = sqlite3.connect(sys.argv[1])
-connection.execute("BEGIN EXCLUSIVE")
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_locked_store_gets_all_of_it_later(train: Train, sync: Sync, folder: Path, store: str) -> None:
-    lock = subprocess.Popen(
-        [sys.executable, "-c", LOCK, "mlflow.db"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert lock.stdout
-    assert lock.stdout.readline() == "locked\n"
-    for seed in (0, 1):
-        done = train(*BIGNET, f"seed={seed}", "steps=60", "log_every=1", "tracking.patience_s=0.5")
-        path = Path(f"outputs/bignet-fp32-s{seed}")
-        assert done.code == 0, done.err
-        assert "lacks this run: no answer within 0.5 s)" in done.out
-        assert f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n" in done.out
-        lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-        assert len([line for line in lines if "loss" in line]) == 60
-    lock.communicate("")
-
-    code, said = sync("outputs/bignet-fp32-s0")
-    assert code == 0, said
-    assert points(store) == {"bignet-fp32-s0": once(60)}
-    code, said = sync()
-    assert code == 0
-    assert said.count(": already complete\n") == 1
-    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60)}
-    assert runs(store) == [(f"bignet-fp32-s{seed}", "FINISHED") for seed in (0, 1)]
