@@ -196,7 +196,9 @@ def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mixup", "fitting"), [(0, 3), (0.2, 2)])
-def test_mixed_images_need_an_even_microbatch(mixup: float, fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_microbatch_divides_what_a_rank_has_and_is_even_for_mixed_images(
+    mixup: float, fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fit, "needed_bytes", lambda config, batching, size: 100 * size)
     config = compose("recipe=resnet", f"augment.mixup={mixup}")
-    assert choose(config, Batching(6, 6), 350, [])[0] == fitting
+    assert choose(config, Batching(12, 6, 2), 450, [])[0] == fitting  # 4 would fit, and divide the whole batch
