@@ -51,6 +51,11 @@ def compose(overrides: Sequence[str]) -> Config:
         GlobalHydra.instance().hydra = outer
 
 
+def key_of(override: str) -> str:
+    """Return the option that an override sets or removes: ``optimizer.lr`` of ``+optimizer.lr=1``."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
     """Return every combination of overrides with several values (``precision=fp32,bf16``), by a label of its values.
 

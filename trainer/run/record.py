@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mantissa.manifest import DtypeRecorder
+from mantissa.dtypes import DtypeRecorder
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mantissa.manifest import DtypeRecorder
+from mantissa.dtypes import DtypeRecorder
 from tests.helpers import copied, same_bits, trainer_of
 from trainer.determinism import random_state
 from trainer.precision import attention
