@@ -29,6 +29,11 @@ from trainer.trainer import StepRecord
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
 
+@pytest.fixture(autouse=True)
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.memory.trial.subprocess", forks)
+
+
 def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
 
@@ -51,7 +56,7 @@ def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.Capture
 
 def test_a_trial_fails_where_its_limit_is_reached() -> None:
     job = [*JOB, "checkpoint=none"]
-    for size, fits in ((512, True), (16384, False)):  # activations alone: 4 × 256 × 16384 × 4 bytes
+    for size, fits in ((512, True), (65536, False)):  # activations alone: 4 × 256 × 65536 × 4 bytes
         assert trial([*job, f"batch_size={size}", f"micro_batch_size={size}"], 60 * 2**20).fits == fits
 
 

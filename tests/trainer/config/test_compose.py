@@ -14,19 +14,16 @@ from trainer.errors import UserError
 from trainer.hardware import detect
 
 NAMES = [
-    *(
-        "mein Ordner ü",
-        "plain",
-        "it's",
-        "it's \\'quoted\\'",
-        'say "so"',
-        "ends with \\",
-        "a=b",
-        "(1)",
-        "a{b}",
-        "日本語",
-    ),
-    *("100%", "c:\\d\\", "a;b"),
+    "mein Ordner ü",
+    "it's \\'quoted\\'",
+    'say "so"',
+    "ends with \\",
+    "a=b",
+    "(1)",
+    "a{b}",
+    "日本語",
+    "100%",
+    "a;b",
 ]
 TEXTS = [
     "a", "null", "5", "1e3", "it's", "back\\slash", "end\\", "a\\'b", '"', "mein Ordner ü", "a=b,c", "${x}", "{a}",
@@ -68,9 +65,8 @@ def test_only_text_is_quoted(override: str) -> None:
 def test_options_of_the_yaml_go_with_its_class() -> None:
     config = compose(["optimizer.name=Adadelta", "+optimizer.options.rho=0.8"])
     assert config.optimizer.options == {"rho": 0.8}
-    decisions = config.resolve(detect("cpu")).decisions
-    (dropped,) = [each for each in decisions if each.key == "optimizer.options"]
-    assert "Adadelta has no betas" in dropped.why
+    decisions = {each.key: each.why for each in config.resolve(detect("cpu")).decisions}
+    assert "Adadelta has no betas" in decisions["optimizer.options"]
     config = compose(["optimizer=sgd", "optimizer.name=Rprop"])
     assert config.optimizer.options == {}
     config = compose(["optimizer.name=NAdam"])

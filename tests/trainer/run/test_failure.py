@@ -62,10 +62,9 @@ def test_the_step_and_the_command_are_recorded(
     monkeypatch.chdir(tmp_path)
     _, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
     assert "warning" not in capsys.readouterr().out
-    *first, last = message.splitlines()
-    assert first == [f"{failure['message']}. No checkpoint was saved.", "Find the cause with:"]
-    assert last.startswith("  python ")
-    assert last.endswith("/scripts/doctor.py resume=outputs/it")
+    assert message.startswith(f"{failure['message']}. No checkpoint was saved.\n")
+    assert message.endswith("/scripts/doctor.py resume=outputs/it")
+    assert failure.pop("message").startswith("step 3: the gradients are not finite (loss inf, gradient norm nan)")
     assert failure == {
         "step": 3,
         "loss": None,
@@ -79,8 +78,6 @@ def test_the_step_and_the_command_are_recorded(
         "generators": "of step 4",
         "processes": 1,
         "micro_batch_size": 2,
-        "message": "step 3: the gradients are not finite (loss inf, gradient norm nan); the update was not applied and "
-        "the weights are those before this step",
     }
 
 
@@ -97,13 +94,9 @@ def test_the_weights_before_the_step_are_saved_where_there_is_no_checkpoint(
     assert failure["loss_scale"] == (512 if "precision=fp16" in mode else 1)
     fit(expected, 1)
     trainer, saved = trainer_of(*NO_CHECKPOINT, *mode), load(folder / "failure")
-    monitor = saved.progress["monitor"]
     trainer.restore(saved)
-    assert (trainer.step, monitor["skipped_steps"], trainer.loss_scale.scale) == (
-        before,
-        before - 1,
-        failure["loss_scale"],
-    )
+    assert (trainer.step, trainer.loss_scale.scale) == (before, failure["loss_scale"])
+    assert saved.progress["monitor"]["skipped_steps"] == before - 1
     assert same_bits(trainer.model.state_dict(), expected.model.state_dict())
     assert same_bits(trainer.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"])
 
