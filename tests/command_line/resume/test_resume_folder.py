@@ -86,7 +86,6 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
         "scaler=static": "scaler was dynamic, now static",
         "experiment=amp_mlp": "recipe.layers was 2, now 3",
         "recipe.arch=resnet18": "recipe.arch is not an option of recipe=bignet",
-        "-m": "continues one run, but -m starts several; remove -m",
     }.items():
         done = train(*typed.split(), "resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
