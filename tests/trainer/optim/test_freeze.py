@@ -83,4 +83,7 @@ def test_frozen_weights_and_statistics_do_not_change_and_take_no_memory(mode: st
     assert changed == before.keys() - set(frozen)
     state = trainer.state_dict()
     assert not [name for name in state["optimizer"] if name.startswith(("0.", "1."))]
-    assert state["optimizer_options"]["names"] == ["3.weight", "7.weight", "3.bias", "7.bias"]
+    trained = ["3.weight", "7.weight", "3.bias", "7.bias"]
+    assert state["optimizer_options"]["names"] == trained
+    masters = {name for name in state["optimizer"] if name.endswith(".master_weight")}
+    assert masters == ({f"{name}.master_weight" for name in trained} if mode == "fp16_master" else set())
