@@ -24,7 +24,7 @@ from tests.helpers import NoData, compose, fit, same_bits
 from tests.parallel import training
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.config.schema import Config
-from trainer.data.contract import Datasets
+from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
 from trainer.optim.update import ClipNorm
@@ -35,7 +35,7 @@ from trainer.parallel.single import Parallel
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.recipe import DataSource
+from trainer.recipe import DataSource, LossOutput
 from trainer.trainer import Trainer
 
 DEVICE = os.environ.get("MANTISSA_TEST_DEVICE", "cpu")
@@ -108,6 +108,13 @@ class Float32(Tagging):
         return super().build_model(datasets).float()
 
 
+class Huge(Float32):
+    """The squares of its gradients are infinite in fp32."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        return LossOutput(super().loss(model, batch).loss_sum * 1e21, {})
+
+
 def gradient(mode: str) -> dict[str, Any]:
     world = MODES[mode]().world(DEVICE).size
     result = {}
@@ -116,6 +123,13 @@ def gradient(mode: str) -> dict[str, Any]:
             result[f"fp64 {micro}"] = step_of(trainer_of(tagging(mode, micro)))
     result["fp32 1"] = step_of(trainer_of(tagging(mode, 1, recipe=Float32())))
     return result
+
+
+def huge(mode: str) -> list[Any]:
+    """The norm of gradients whose squares are infinite in fp32, and whether the step was skipped."""
+    trainer = trainer_of(tagging(mode, 1, recipe=Huge(), clip=ClipNorm()))
+    record = trainer.train_step(next(trainer.batches()))
+    return [record.grad_norm.item(), bool(record.skipped)]
 
 
 def flag(mode: str) -> dict[str, Any]:
@@ -272,6 +286,7 @@ def main() -> None:
     modes = ["ddp", "fsdp"] if several else ["single"]
     cases: dict[str, Callable[[str], Any]] = {
         "gradient": gradient,
+        "huge": huge,
         "flag": flag,
         "communication": communication,
         "accumulation": accumulation,

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.optim.fused import fused_is_sound
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.precision.scaler import LossScale, StaticLossScale
 
@@ -91,6 +92,24 @@ def given(gradient: Tensor, clip: Clip, on_device: bool) -> tuple[nn.Parameter, 
 
         update._takes_flag, update.read = True, never  # type: ignore[method-assign]
     return weight, update
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e19, 3e38])
+def test_finite_gradients_whose_squares_are_not_are_no_overflow(
+    value: float, dtype: torch.dtype, on_device: bool
+) -> None:
+    """At 3e38 even the norm is beyond fp32, which then gives its largest number."""
+    weight, update = given(torch.full((10, 10), value).to(dtype), ClipNorm(1.0), on_device)
+    expected = min(10 * weight.grad[0, 0].item(), torch.finfo(torch.float32).max)  # type: ignore[index]
+    result = update.step()
+    assert not result.skipped
+    assert result.grad_norm.dtype == torch.float32
+    assert result.grad_norm.item() == pytest.approx(expected, rel=1e-6)
+    if value < 1e20 and fused_is_sound(torch.optim.SGD, dtype):  # not in torch 2.11 on a CPU
+        assert torch.allclose(weight, torch.tensor(-0.1, dtype=dtype))
+    assert weight.isfinite().all()
 
 
 @pytest.mark.parametrize("on_device", [False, True])
