@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from evidence.budget import seconds_of
+from evidence.claims.command import seconds_of
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
 from evidence.runs import merged

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.rows import Bench, Row
-from evidence.turns import ratios, stopwatch
+from benchmarks.turns import ratios
+from evidence.turns import stopwatch
 from trainer.config.compose import compose
 from trainer.data.loader import Batching, DataOrder
 from trainer.hardware import Hardware, threads

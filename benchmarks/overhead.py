@@ -17,7 +17,8 @@ from torch import nn
 
 from benchmarks.jobs import BIGNET, LOG_EVERY, TINY_MLP, BareLoop, Job, Workload, gpt2_job
 from benchmarks.rows import Bench, Row
-from evidence.turns import Block, Clock, Times, ratios, stopwatch, synchronise
+from benchmarks.turns import Times, ratios
+from evidence.turns import Block, Clock, stopwatch, synchronise
 from mantissa.display import size
 from trainer.errors import RunError
 from trainer.hardware import threads

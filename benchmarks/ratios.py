@@ -18,7 +18,8 @@ from torch import nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row
-from evidence.turns import Times, interleave, ratios, steps_of, stopwatch
+from benchmarks.turns import Times, interleave, ratios
+from evidence.turns import steps_of, stopwatch
 from mantissa.formats import BASIC
 from trainer.checkpoint.store import Checkpoint
 from trainer.checkpoint.writer import CheckpointWriter

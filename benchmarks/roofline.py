@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.jobs import Job, gpt2_job, resnet_job, shakespeare
+from benchmarks.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
 from benchmarks.rows import Bench, Row
-from evidence.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
 from evidence.turns import steps_of, synchronise
 from mantissa.formats import BASIC, FORMATS
 from trainer.hardware import UNAVAILABLE

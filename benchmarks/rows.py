@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evidence.turns import Times, interleave, stopwatch
+from benchmarks.turns import Times, interleave
+from evidence.turns import stopwatch
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 
@@ -101,7 +102,7 @@ class Bench:
     def interleave(
         self, what: str, blocks: Mapping[str, Callable[[], float]], repeats: int | None = None, warm_up: int = 1
     ) -> Times:
-        """Call blocks that return their seconds in turn (see ``evidence.turns``)."""
+        """Call blocks that return their seconds in turn (see ``benchmarks.turns``)."""
         repeats = self.repeats if repeats is None else repeats
 
         def before(name: str, number: int) -> None:

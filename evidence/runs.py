@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -15,11 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from evidence.budget import Budget, OutOfTime
 from evidence.turns import in_turns
-from trainer.config.compose import quoted
+from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError
-from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, write_json
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, write_json
 from trainer.tracking.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"
@@ -30,12 +28,14 @@ _LIMIT_STOP_S = 15.0
 TRAIN = "scripts/train.py"
 NULL_SHIFT = 1000
 """What a null arm adds to every seed."""
-ENDED = -15
-"""The exit code of a run that was ended for lack of time."""
 DIVERGED = 3
 """The exit code of training that turned non-finite: an outcome, which the same command would have again."""
 SETTLED = (2, 4)
 """Exit codes that another seed would not change: a mistake, and too little memory."""
+
+
+class OutOfTime(Exception):
+    """There is no time left for the next run; those that are done are kept."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ Launch = Callable[[list[str], Path, float | None], int]
 
 def merged(*groups: Sequence[str]) -> list[str]:
     """Return overrides in which the last value of a key counts. Hydra itself refuses a group that is chosen twice."""
-    return list({text.partition("=")[0].lstrip("+~"): text for group in groups for text in group}.values())
+    return list({key_of(text): text for group in groups for text in group}.values())
 
 
 @dataclass
@@ -105,23 +105,13 @@ class Runner:
     """Overrides of all arms, which an arm's own may change."""
     launch: Launch | None = None
     """See ``in_a_process``, which is the default."""
-    budget: Budget | None = None
-    """Of time: no run is begun that is not expected to fit."""
+    until: float | None = None
+    """By ``time.monotonic``: no run is begun afterwards, and one that is running then is ended."""
 
     @property
     def runs(self) -> Path:
         """The folder of the runs."""
         return self.folder / "runs"
-
-    def expected_s(self, plan: Sequence[tuple[Arm, int]]) -> list[float] | None:
-        """Return what each run takes that is not done: if its arm never ran, as long as any; None where none ran."""
-        took: dict[str, list[float]] = {}
-        for path in self.runs.glob(f"*/{OUTCOME_FILE}"):
-            took.setdefault(path.parent.name.rpartition("-s")[0], []).append(read_object(path)["wall_time_s"])
-        if not took:
-            return None
-        known = {arm: statistics.mean(seconds) for arm, seconds in took.items()}
-        return [known.get(arm.label, max(known.values())) for arm, seed in plan if not self.done(arm, seed)]
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
@@ -139,46 +129,35 @@ class Runner:
             return None
         return outcome if outcome.finished or outcome.exit_code == DIVERGED else None
 
-    def run(self, arm: Arm, seed: int, then: Sequence[tuple[Arm, int]] = ()) -> Outcome:
+    def run(self, arm: Arm, seed: int) -> Outcome:
         """Train once, in a fresh process, and record the outcome.
-
-        Args:
-            arm: to train.
-            seed: of the pair.
-            then: the runs that follow, whose time is named where there is none left.
 
         Raises:
             KeyboardInterrupt: the run was interrupted.
-            OutOfTime: it does not fit in the budget, or was ended at its end.
+            OutOfTime: there is no time left, or the run was ended for it.
         """
-        left = [(arm, seed), *then]
-        expected_s = self.expected_s(left)
-        if self.budget and not self.budget.fits(expected_s[0] if expected_s else None):
-            raise OutOfTime(sum(expected_s) if expected_s else None)
+        began = time.monotonic()
+        limit_s = None if self.until is None else self.until - began
+        if limit_s is not None and limit_s <= 0:
+            raise OutOfTime
         folder = self.runs / _name(arm, seed)
         if folder.exists():
             shutil.rmtree(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)
         log = self.runs / f"{folder.name}.log"
-        clock = self.budget.clock if self.budget else time.monotonic
-        began = clock()
         try:
-            limit_s = self.budget.left() if self.budget else None
             code = (self.launch or in_a_process)(self.command(arm, seed), log, limit_s)
         except subprocess.TimeoutExpired:
-            code = ENDED
+            raise OutOfTime from None
         if code in (130, 143):
             raise KeyboardInterrupt
         summary = folder / SUMMARY_FILE
         found = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
-        failure = "" if code in (0, ENDED) else _last_error(log)
-        outcome = Outcome(arm.label, seed, folder, code, failure, clock() - began, found)
-        if folder.exists() or code == ENDED:
-            folder.mkdir(exist_ok=True)
+        failure = _last_error(log) if code else ""
+        outcome = Outcome(arm.label, seed, folder, code, failure, time.monotonic() - began, found)
+        if folder.exists():
             record = {"exit_code": code, "failure": failure, "wall_time_s": outcome.wall_time_s, "summary": found}
             write_json(folder / OUTCOME_FILE, record)
-        if code == ENDED:
-            raise OutOfTime(sum(self.expected_s(left) or ()))
         return outcome
 
     def run_all(
@@ -192,7 +171,7 @@ class Runner:
             report: called after every run with its number, their count, its outcome, and whether it was done before.
 
         Raises:
-            OutOfTime: what is left does not fit in the budget; the runs that are done are kept.
+            OutOfTime: there is no time left; the runs that are done are kept.
         """
         plan = list(in_turns(arms, seeds))
         outcomes: list[Outcome] = []
@@ -201,7 +180,7 @@ class Runner:
             if arm.label in settled:  # it would fail in the same way
                 continue
             known = self.done(arm, seed)
-            outcome = known or self.run(arm, seed, plan[number:])
+            outcome = known or self.run(arm, seed)
             outcomes.append(outcome)
             if outcome.exit_code in SETTLED:
                 settled.add(arm.label)

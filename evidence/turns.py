@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
 from trainer.trainer import Trainer
 
-Times = dict[str, list[float]]
-"""Seconds of each loop by its name, one number per repeat."""
 Block = Callable[[int], float]
 """Takes a number of optimizer steps and returns the seconds they took."""
 Clock = Callable[[], float]
@@ -56,26 +54,3 @@ def in_turns(them: Sequence[One], rounds: Iterable[Round]) -> Iterator[tuple[One
     for number, each_round in enumerate(rounds):
         for one in them if number % 2 == 0 else reversed(them):
             yield one, each_round
-
-
-def interleave(
-    blocks: Mapping[str, Callable[[], float]],
-    repeats: int,
-    warm_up: int = 1,
-    before: Callable[[str, int], object] = lambda name, repeat: None,
-) -> Times:
-    """Call the blocks in turn, in reverse order every second repeat, and return their seconds.
-
-    ``warm_up`` further repeats come first and are not kept. ``before`` is called before each block, with its name and
-    the number of the repeat (from 0, warm-up included).
-    """
-    times: Times = {name: [] for name in blocks}
-    for name, repeat in in_turns(list(blocks), range(warm_up + repeats)):
-        before(name, repeat)
-        times[name].append(blocks[name]())
-    return {name: seconds[warm_up:] for name, seconds in times.items()}
-
-
-def ratios(times: Times, above: str, below: str) -> list[float]:
-    """Return one ratio per repeat, of two loops that took turns within it."""
-    return [a / b for a, b in zip(times[above], times[below], strict=True)]

@@ -66,9 +66,7 @@ def find(given: str, uri: str | None = None, output_dir: str = "outputs") -> Exp
 
         path = fetch(given, uri, output_dir)
     else:
-        path = Path(given).expanduser()
-    if not path.is_dir():
-        raise UserError(f"run={given}: no such folder; give a run folder, such as run=outputs/gpt2-bf16-s0")
+        path = RunFolder.open("run", given, output_dir).path
     above = path.parent if path.name == BEST else path.resolve().parent
     for folder in (path, above) if path.resolve().name == BEST else (path,):
         if "precision.mode" in read_object(folder / "config.json"):

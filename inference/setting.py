@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inference.exported import Exported
-from trainer.config.compose import compose, quoted
+from trainer.config.compose import compose
 from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
@@ -16,7 +16,7 @@ from trainer.determinism import set_determinism
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
 from trainer.precision import attention, kernels
-from trainer.run.resume import recorded_overrides
+from trainer.run_folder import RunFolder
 
 _KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "deterministic")
 _GROUPS = ("recipe", "data", "augment", "precision", "loader")
@@ -72,10 +72,10 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     _check_keys(exported, typed, (*_KEYS, *_GROUPS) if with_data else _WITHOUT_DATA)
     other_data = any(key.partition(".")[0] == "data" for key in typed)
     if exported.run:
-        base = _of_run(exported, typed, other_data or not with_data, with_data, split)
+        recorded = _of_run(exported.run, exported.config, other_data or not with_data, with_data, split)
     else:
-        base = _of_folder(exported, typed, with_data)
-    config = compose([*base, *overrides])
+        recorded = _of_folder(exported, typed, with_data)
+    config = compose(overrides, recorded)
     # Training's batch need not be a multiple of the microbatch.
     config = replace(config, batch_size=config.micro_batch_size, run_name="evaluation")
     hardware = detect(config.device)
@@ -101,24 +101,23 @@ def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> 
             raise UserError(f"{key} has no effect on a model that is trained; leave it out")
 
 
-def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bool, split: str) -> list[str]:
-    """Return overrides that make up the run's config, as far as evaluation needs it."""
-    assert exported.run
-    left_out = typed & {"data", "augment", "precision", "loader"}  # chosen anew, with the defaults of that choice
+def _of_run(run: RunFolder, described: dict[str, Any], other_data: bool, with_data: bool, split: str) -> dict[str, Any]:
+    """Return the run's options as far as evaluation needs them, by dotted key; ``described``: config.json of best/."""
+    left_out = set() if with_data else {"data", "augment"}
     left_out |= {"eval_samples"} if other_data or split != "valid" else set()
-    left_out |= set() if with_data else {"data", "augment"}
     # What a model was fine-tuned from is in its weights; the others are of training only.
-    dropped = [f"recipe.{key}=" for key in ("pretrained", "class_weights", "train_image_size")]
-    dropped += ["output_dir=", "augment.mixup=", "augment.cutmix=", *(["loader.workers="] if other_data else [])]
-    recorded = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
-    found = [override for override in recorded if not override.startswith(tuple(dropped))]
-    if other_data and "image_size" in exported.config and "recipe.image_size" not in typed:
-        found.append(f"recipe.image_size={exported.config['image_size']}")
-    return found
+    dropped = {f"recipe.{key}" for key in ("pretrained", "class_weights", "train_image_size")}
+    dropped |= {"augment.mixup", "augment.cutmix"}
+    dropped |= {"loader.workers"} if other_data else set()
+    wanted = {*_GROUPS, *_KEYS} - left_out
+    recorded = {key: value for key, value in run.config().items() if key.partition(".")[0] in wanted}
+    if other_data and "image_size" in described:
+        recorded["recipe.image_size"] = described["image_size"]
+    return {key: value for key, value in recorded.items() if key not in dropped}
 
 
-def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> list[str]:
-    """Return overrides for an exported folder without its run."""
+def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> dict[str, Any]:
+    """Return what an exported folder without its run says about its options, by dotted key."""
     config, is_images = exported.config, exported.recipe == "resnet"
     if with_data and "data" not in typed:
         example = "data=imagefolder data.path=photos" if is_images else "data=text data.path=notes.txt"
@@ -135,9 +134,8 @@ def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> list[str
         options["classes"] = config["arch_options"]["num_classes"]
     elif longest is not None and exported.recipe != "t5":  # whose positions are relative
         options = {"context": min(longest, _LONGEST)}
-    found = [f"recipe={exported.recipe}"]
-    found += [f"recipe.{key}={quoted(value)}" for key, value in options.items() if f"recipe.{key}" not in typed]
-    if is_images and with_data and "augment" not in typed:
+    found = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
+    if is_images and with_data:
         part = config["evaluated_part"]
-        found += ["augment=none"] if part == 1 else ["augment=imagenet", f"augment.evaluated={part}"]
+        found |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.evaluated": part}
     return found

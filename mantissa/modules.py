@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -24,19 +25,18 @@ class ModuleTracer:
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self._owners: list[str] = []
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __enter__(self) -> Self:
         for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(functools.partial(self._begin, name), prepend=True))
-            self._handles.append(module.register_forward_hook(self._end, always_call=True))
+            before = module.register_forward_pre_hook(functools.partial(self._begin, name), prepend=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(module.register_forward_hook(self._end, always_call=True).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def _begin(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)

@@ -245,9 +245,15 @@ class Passes(ABC):
             found = self.gradients(
                 [{name: self._widened(t) for name, t in batch.items()} for batch in self.microbatches]
             )
+        self.gradients_by_name()
+        return found
+
+    def gradients_by_name(self) -> dict[str, Tensor]:
+        """Return the gradients that the optimizer is given, by parameter, masters' own where there are some."""
         if self.masters is not None:
             self.masters.take_gradients()
-        return found
+        changed = (self.masters or self.model).named_parameters()
+        return {name: parameter.grad for name, parameter in changed if parameter.grad is not None}
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -268,9 +274,7 @@ class Passes(ABC):
 
     def sinks(self, found: Gradients) -> dict[str, Tensor]:
         """Return what a step must not harm: the loss, the gradients (by parameter) and the buffers, by name."""
-        changed = (self.masters or self.model).named_parameters()
-        gradients = {name: parameter.grad for name, parameter in changed if parameter.grad is not None}
-        return {"loss": found.loss} | gradients | dict(self.model.named_buffers())
+        return {"loss": found.loss} | self.gradients_by_name() | dict(self.model.named_buffers())
 
     def harmed(self, found: Gradients) -> list[str]:
         """Return the names of the sinks that are not finite, and were before the step."""

@@ -1,4 +1,4 @@
-"""BigNet: a stack of equal linear layers, to show the memory of a step by category, in fp32 and under autocast."""
+"""BigNet: a stack of equal linear layers, to show the memory by category and what autocast can save."""
 
 from __future__ import annotations
 

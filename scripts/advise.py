@@ -13,7 +13,7 @@ and measured longer; the chosen one is timed once more against the default, both
 ratio is what is reported.
 
 The doctor examines a step of the winner; one with a fault is not advised. Writes the answer and a picture to
-<output_dir>/advice/<recipe>-<key>, the setting as conf/experiment/advised_<recipe>_<machine>.yaml, and MLflow's runs.
+<output_dir>/advice/<recipe>-<key>, the setting as conf/experiment/advised_<recipe>_<machine>.yaml, and a run in MLflow.
 After a stop, the same command continues; where options, data, code, hardware and versions are the same, it answers
 at once.
 Exit code: 0, 1 when no candidate works, 2 for a user error, 4 when nothing fits into memory, 130 when interrupted.

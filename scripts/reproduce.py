@@ -4,7 +4,7 @@
   python scripts/reproduce.py claim=two_x        test one, or several: claim=two_x,cpu_bf16
   python scripts/reproduce.py all=true           test all claims that this machine can test, by value
 
-  budget=25min       begin only what is expected to end within this time (also 90s, 1h); the next call continues
+  budget=25min       end after this time (also 90s, 1h), with the run that is under way; the next call continues
   reduced=true       run at a tiny size, to check that it works; no verdict and no record
   pages=true         only write docs/results.md and the table in docs/claims.md
   device=cpu         as for train.py

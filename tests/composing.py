@@ -70,7 +70,7 @@ def _listed_once(create: Callable[..., DefaultsList]) -> Callable[..., DefaultsL
         ]
         choices = [override for override in single if override not in values]
         sources = [(source.scheme(), source.path) for source in repo.get_sources()]
-        if any(scheme == "file" and path != CONF for scheme, path in sources):
+        if config_name == "recorded" or any(scheme == "file" and path != CONF for scheme, path in sources):
             return create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
         schemas = _schemas(ConfigStore.instance().repo)
         lines = [override.input_line for override in choices]
@@ -88,7 +88,8 @@ def _merged_once(merge: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
     def merged_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
         # Overrides of values are applied after this. Before it, the config depends on the files and the schemas only.
         sources = [(source.scheme(), source.path) for source in repo.get_sources()]
-        if any(scheme == "file" and path != CONF for scheme, path in sources):
+        own = any("recorded" in str(default.config_path) for default in defaults)  # by a run
+        if own or any(scheme == "file" and path != CONF for scheme, path in sources):
             return merge(loader, defaults, repo)
         key = repr((sources, defaults, _schemas(ConfigStore.instance().repo)))
         if key not in known:
@@ -100,7 +101,7 @@ def _merged_once(merge: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
 
 def _schemas(stored: Any) -> Any:
     if isinstance(stored, dict):
-        return {name: _schemas(value) for name, value in stored.items()}
+        return {name: _schemas(value) for name, value in stored.items() if not name.startswith("recorded")}
     return id(stored.node)
 
 

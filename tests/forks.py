@@ -213,8 +213,11 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     first, *rest = request["arguments"]
     sys.orig_argv = [sys.executable, first, *rest]
+    searched = request["cwd"]
+    if first == "-P":  # the current folder is not searched
+        searched, (first, *rest) = str(PROJECT), rest
     if first == "-m":
-        sys.path[0], sys.argv = request["cwd"], ["-m", *rest[1:]]
+        sys.path[0], sys.argv = searched, ["-m", *rest[1:]]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.path[0], sys.argv = "", ["-c", *rest[1:]]

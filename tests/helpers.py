@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from trainer.config.registration import build, register
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware
+from trainer.optim.update import Clip
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.trainer import StepRecord, Trainer
 
@@ -93,6 +94,16 @@ def copied(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(copied(item) for item in state)
     return state
+
+
+@dataclass
+class KeptGradients(Clip):
+    """Changes nothing and keeps the gradients, which the step clears."""
+
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+        self.gradients[:] = [gradient.clone() for gradient in gradients]
 
 
 @dataclass

@@ -10,6 +10,7 @@ so how fast the machine is decides only where the kill falls.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -18,9 +19,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from evidence.certificate.certify import COMMON, DEFAULTS
@@ -45,32 +45,15 @@ PLAN = ("start", "set-up", "start", "training", "training", "saving", "closing",
 LONGEST_S = 600
 
 
-@dataclass
-class Round:
-    """One job that was killed until it was done."""
+def disturbed(job: list[str], folder: Path, moments: Sequence[str], draw: random.Random) -> tuple[list[str], Path]:
+    """Run a job in this folder that is killed at each of these moments, then resumed until it is done.
 
-    recipe: str
-    kills: list[str] = field(default_factory=list)
-    """The moment of each, as planned."""
-    resumed: int = 0
-    differences: list[str] = field(default_factory=list)
-
-
-def undisturbed(job: list[str], folder: Path) -> Path | None:
-    """Run a job without a kill, and return its run folder."""
+    Returns:
+        The moments at which it was killed, since it may have ended before, and its run folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    return _until_done(job, folder, Round(""))
-
-
-def disturbed(
-    recipe: str, job: list[str], folder: Path, moments: list[str], draw: random.Random
-) -> tuple[Round, Path | None]:
-    """Run a job in this folder that is killed at each of these moments, then resumed until it is done."""
-    done = Round(recipe)
-    for moment in moments:
-        if _killed_at(job, folder, moment, draw):
-            done.kills.append(moment)
-    return done, _until_done(job, folder, done)
+    killed = [moment for moment in moments if _killed_at(job, folder, moment, draw)]
+    return killed, _until_done(job, folder)
 
 
 def _killed_at(job: list[str], folder: Path, moment: str, draw: random.Random) -> bool:
@@ -107,48 +90,32 @@ def _start(job: list[str], folder: Path, log: Path) -> forks.Popen:
         return forks.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 
 
-def _until_done(job: list[str], folder: Path, done: Round) -> Path | None:
+def _until_done(job: list[str], folder: Path) -> Path:
     """Resume until the run has finished and MLflow has it; whoever leaves something undelivered has to say so."""
     log = folder / "log.txt"
     for _ in range(10):
         code = _start(job, folder, log).wait()
-        done.resumed += 1
         text = log.read_text(encoding="utf-8", errors="replace")
-        if code:
-            done.differences.append(f"resuming ended with {code}: {text[-600:]}")
-            return None
-        finished = [path for path in (folder / "outputs").iterdir() if final_status(path) == "FINISHED"]
-        if len(finished) != 1:
-            done.differences.append(f"{len(finished)} finished runs in {folder}")
-            return None
-        if is_delivered(finished[0]):
-            return finished[0]
-        if "python scripts/sync.py" not in text:
-            done.differences.append(f"ended with something undelivered, and did not say so: {text[-600:]}")
-            return None
-    done.differences.append(f"not delivered after ten attempts: {text[-600:]}")
-    return None
+        assert code == 0, text
+        (finished,) = [path for path in (folder / "outputs").iterdir() if final_status(path) == "FINISHED"]
+        if is_delivered(finished):
+            return finished
+        assert "python scripts/sync.py" in text, f"ended with something undelivered, and did not say so: {text}"
+    raise AssertionError(f"not delivered after ten attempts: {text}")
 
 
 def compared(whole: Path, killed: Path, last_step: int) -> list[str]:
     """Return what differs between the run that nobody disturbed and the one that was killed."""
-    differences = []
     one, other = (load(run / "checkpoints", last_step) for run in (whole, killed))
     tensors, others = one.tensors(), other.tensors()
-    if tensors.keys() != others.keys():
-        differences.append(f"tensors {sorted(tensors.keys() ^ others.keys())[:3]}")
+    differences = [f"tensor {name}" for name in tensors.keys() ^ others.keys()]
     differences += [f"tensor {name}" for name in tensors.keys() & others.keys() if ulps(tensors[name], others[name])]
     if one.progress != other.progress:
         differences.append("the checkpoint's progress")
-    for number, (line, repeated) in enumerate(zip(metrics(whole), metrics(killed), strict=False), 1):
-        if line != repeated:
-            differences.append(f"metrics.jsonl, line {number}")
-            break
-    if len(metrics(whole)) != len(metrics(killed)):
-        differences.append("the number of lines in metrics.jsonl")
-    before, after = points(whole), points(killed)
-    if set(map(str, _exact(before))) != set(map(str, _exact(after))):
-        differences.append(f"MLflow's points {sorted(map(str, _exact(before) ^ _exact(after)))[:4]}")
+    if metrics(whole) != metrics(killed):
+        differences.append("metrics.jsonl")
+    if unlike := _exact(points(whole)) ^ _exact(points(killed)):
+        differences.append(f"MLflow's points {sorted(map(str, unlike))[:4]}")
     return differences + undelivered(killed)
 
 
@@ -189,46 +156,41 @@ def job_of(recipe: str, steps: int, name: str) -> list[str]:
     return [*OPTIONS, *JOBS[recipe], f"steps={steps}", f"run_name={name}"]
 
 
-def campaign(folder: Path, kills: int, seed: int, steps: int = 40) -> list[Round]:
-    """Kill runs of the recipes in turn until there were so many kills; print the result of each round."""
-    draw = random.Random(seed)
-    rounds: list[Round] = []
-    whole = {}
-    for recipe in JOBS:
-        whole[recipe] = undisturbed(job_of(recipe, steps, "run"), folder / f"{recipe}-whole")
-        assert whole[recipe], f"{recipe} does not train undisturbed; see {folder}"
-    while (count := sum(len(done.kills) for done in rounds)) < kills:
-        recipe = list(JOBS)[len(rounds) % len(JOBS)]
-        moments = [draw.choice(PLAN) for _ in range(min(draw.randint(1, 8), kills - count))]
-        if not rounds or draw.random() < 0.5:
-            moments[0] = "set-up"
-        here = folder / f"{recipe}-{len(rounds)}"
+def campaign(folder: Path, kills: int, seed: int, steps: int = 40) -> int:
+    """Kill runs of the recipes in turn until there were so many kills; return the number of rounds that differ."""
+    draw, counted, bad = random.Random(seed), Counter[str](), 0
+    jobs = {recipe: job_of(recipe, steps, "run") for recipe in JOBS}
+    whole = {recipe: disturbed(job, folder / f"{recipe}-whole", (), draw)[1] for recipe, job in jobs.items()}
+    for number, recipe in enumerate(itertools.cycle(JOBS)):
+        if counted.total() >= kills:
+            break
+        moments = [draw.choice(PLAN) for _ in range(min(draw.randint(1, 8), kills - counted.total()))]
+        if draw.random() < 0.5:
+            moments[0] = "set-up"  # which comes only once
+        here = folder / f"{recipe}-{number}"
         here.mkdir(parents=True)
         if "set-up" not in moments:
             shutil.copy(whole[recipe].parents[1] / "mlflow.db", here)
-        done, run = disturbed(recipe, job_of(recipe, steps, "run"), here, moments, draw)
-        if run is not None:
-            assert saved_steps(run / "checkpoints")[-1] == steps
-            done.differences += compared(whole[recipe], run, steps)
-            for left in sorted((here / "outputs").glob("*/tracking.json")):  # killed before a checkpoint, never resumed
-                outcome = send(left.parent)
-                done.differences += [outcome.message] * (outcome.status is SyncStatus.INCOMPLETE)
-                done.differences += undelivered(left.parent) if (left.parent / "metrics.jsonl").exists() else []
-        rounds.append(done)
-        if not done.differences:  # what is kept is to be looked at
+        killed, run = disturbed(jobs[recipe], here, moments, draw)
+        assert saved_steps(run / "checkpoints")[-1] == steps
+        differences = compared(whole[recipe], run, steps)
+        for left in sorted((here / "outputs").glob("*/tracking.json")):  # killed before a checkpoint, never resumed
+            outcome = send(left.parent)
+            differences += [outcome.message] * (outcome.status is SyncStatus.INCOMPLETE)
+            differences += undelivered(left.parent) if (left.parent / "metrics.jsonl").exists() else []
+        counted.update(killed)
+        bad += bool(differences)
+        if not differences:  # what is kept is to be looked at
             shutil.rmtree(here)
-        print(f"{here.name}: kills {', '.join(done.kills)}: {'; '.join(done.differences[:3]) or 'equal'}", flush=True)
-    return rounds
+        print(f"{here.name}: kills {', '.join(killed)}: {'; '.join(differences[:3]) or 'equal'}", flush=True)
+    print(f"{counted.total()} kills in {number} rounds ({dict(counted)}): {bad} rounds differ")
+    return bad
 
 
 def main() -> int:
     """Run the long form in ``kills/``; the exit code is 1 where anything differed."""
     options = {"kills": "200", "seed": "0"} | dict(argument.split("=", 1) for argument in sys.argv[1:])
-    rounds = campaign(Path("kills").resolve(), int(options["kills"]), int(options["seed"]))
-    by_moment = Counter(moment for done in rounds for moment in done.kills)
-    bad = [done for done in rounds if done.differences]
-    print(f"{by_moment.total()} kills in {len(rounds)} rounds ({dict(by_moment)}): {len(bad)} rounds differ")
-    return int(bool(bad))
+    return int(campaign(Path("kills").resolve(), int(options["kills"]), int(options["seed"])) > 0)
 
 
 if __name__ == "__main__":

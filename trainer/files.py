@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,18 +56,14 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON, has a key twice, is nested too deeply, is larger than 64 MiB, or is no file (a pipe,
-            a device, or a link to one, which could be read for ever).
+        ValueError: it is not JSON, is larger than 64 MiB, or is no file (a pipe or a device could be read for ever).
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is not a regular file")
     if found.st_size > _LARGEST_JSON:
         raise ValueError(f"it is larger than {_LARGEST_JSON // 2**20} MiB")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once_each)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -96,20 +91,6 @@ def final_status(folder: Path) -> str | None:
     """Return the status in a run's summary; None: the run was killed before it could write one."""
     status = read_object(folder / SUMMARY_FILE).get("status")
     return status if status in ("FINISHED", "FAILED", "KILLED") else None
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or a copy where the file system has no links.
-
-    Raises:
-        OSError: the source is not there, or the copy cannot be written.
-    """
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def make_folder(path: Path, exist_ok: bool = True) -> None:
@@ -187,10 +168,3 @@ def in_use(folder: Path) -> Iterator[None]:
         except TimeoutError:
             raise UserError(f"{folder} is in use by another process; wait until that process ends") from None
         yield
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key appears twice")
-    return content

@@ -13,12 +13,14 @@ from trainer.errors import UserError
 from trainer.files import SUMMARY_FILE, TOKENIZER, make_folder, read_json, read_object, write_json, write_text
 from trainer.parallel.world import launch_id, launched_processes, restarted
 
+SAME = "same"
+"""``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
+NO_FOLDER = (None, "auto", SAME)
+"""Values of ``resume`` that name no folder: the run has to be found, if there is one."""
 _LAUNCH_FILE = "launch.json"
 """From which folder the run was last started, and by which torchrun."""
 _PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained")
 """Options that are files or folders, or may be."""
-_NO_PATHS = ("", "bpe", "chars", "bytes")
-"""What ``data.tokenizer`` may be instead."""
 
 
 class RunFolder:
@@ -54,6 +56,44 @@ class RunFolder:
             raise UserError(
                 f"output_dir={output_dir} cannot be written ({error.strerror}); choose another with output_dir=…"
             ) from error
+
+    @classmethod
+    def open(cls, key: str, given: str, output_dir: str, uri: str | None = None) -> RunFolder:
+        """Return the run folder that the option ``key`` names, or that its ``mlflow:RUN_ID`` brings to ``output_dir``.
+
+        Every process of a job may call it, also before they know each other. ``uri`` is ``tracking.uri``, if it is set.
+
+        Raises:
+            UserError: the folder does not exist, or MLflow cannot provide the run.
+        """
+        if given.startswith(("mlflow:", "runs:/")):
+            from trainer.tracking.mlflow.fetch import fetch
+
+            try:
+                return cls(fetch(given, uri, output_dir))
+            except UserError as error:
+                raise UserError(str(error).replace("resume=", f"{key}=")) from error
+        path = Path(given).expanduser()
+        if not path.is_dir():
+            raise UserError(
+                f"{key}={given}: there is no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0"
+            )
+        return cls(path)
+
+    @classmethod
+    def to_resume(cls, given: str, output_dir: str, uri: str | None = None) -> RunFolder:
+        """Return the run folder that ``resume=FOLDER`` names, see ``open``.
+
+        Raises:
+            UserError: there is none, or it holds no checkpoint.
+        """
+        folder = cls.open("resume", given, output_dir, uri)
+        if not checkpoint.steps(folder.checkpoints):
+            raise UserError(
+                f"resume={given}: the folder holds no complete checkpoint (looked in {folder.checkpoints}); "
+                "give another run folder, or start without resume="
+            )
+        return folder
 
     def mark_launch(self) -> None:
         """Note from which folder the run was started, and by which torchrun, whose restart finds it again by that."""
@@ -94,11 +134,9 @@ class RunFolder:
             recorded["data.tokenizer"] = str(own)
         for key in _PATHS if self._started not in (Path(), Path.cwd()) else ():
             value = recorded.get(key)
-            split = key == "data.test" and recorded.get("data") == "hub"
-            if not isinstance(value, str) or value in (*_NO_PATHS, str(own)) or split:
-                continue
-            if (there := self._started / Path(value).expanduser()).exists():
-                recorded[key] = str(there)
+            is_split = key == "data.test" and recorded.get("data") == "hub"
+            if value and value != str(own) and not is_split and self._original(value).exists():
+                recorded[key] = str(self._original(value))
         pretrained = recorded.get("recipe.pretrained")
         if pretrained and not Path(pretrained).expanduser().is_dir() and (own / "config.json").is_file():
             recorded["recipe.pretrained"] = str(own)
@@ -106,7 +144,11 @@ class RunFolder:
 
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""
-        return key == "data.path" and not (self._started / Path(str(recorded)).expanduser()).exists()
+        return key == "data.path" and not self._original(recorded).exists()
+
+    def _original(self, path: Any) -> Path:
+        """Return where a path of the record led when the run was started."""
+        return self._started / Path(str(path)).expanduser()
 
     @property
     def _started(self) -> Path:
@@ -119,29 +161,6 @@ def same_place(key: str, before: Any, now: Any) -> bool:
     if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):
         return False
     return os.path.realpath(os.path.expanduser(before)) == os.path.realpath(os.path.expanduser(now))
-
-
-def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFolder:
-    """Return the run folder that ``resume=FOLDER`` names, or that ``resume=mlflow:RUN_ID`` brings here.
-
-    Every process of a job may call it, also before they know each other. ``uri`` is ``tracking.uri``, if it is set.
-
-    Raises:
-        UserError: the folder does not exist or holds no checkpoint; or MLflow cannot provide the run.
-    """
-    if resume.startswith(("mlflow:", "runs:/")):
-        from trainer.tracking.mlflow.fetch import fetch
-
-        return RunFolder(fetch(resume, uri, output_dir))
-    folder = RunFolder(Path(resume).expanduser())
-    if not folder.path.is_dir():
-        raise UserError(f"resume={resume}: no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0")
-    if not checkpoint.steps(folder.checkpoints):
-        raise UserError(
-            f"resume={resume}: the folder holds no complete checkpoint (looked in {folder.checkpoints}); "
-            "give another run folder, or start without resume="
-        )
-    return folder
 
 
 def default_name(recipe: str, precision: str, seed: int) -> str:

@@ -13,7 +13,7 @@ from evidence.memory.fits import fitting, given, too_large
 from evidence.runs import merged
 from mantissa.display import about
 from mantissa.formats import BASIC, FORMATS
-from trainer.config.compose import compose
+from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
@@ -44,11 +44,6 @@ class Candidate:
     """Of train.py, one for each change; they come after the user's own."""
     compiles: bool = False
     """Whether it runs under torch.compile."""
-
-
-def key_of(override: str) -> str:
-    """Return the option that an override sets."""
-    return override.partition("=")[0]
 
 
 @dataclass

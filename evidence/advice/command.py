@@ -39,7 +39,9 @@ from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
-ANSWER, OUTCOMES, PICTURE = "advice.json", "outcomes.jsonl", "advice.png"
+ANSWER, OUTCOMES, PAGE, PICTURE = "advice.json", "outcomes.jsonl", "advice.txt", "advice.png"
+PAGE_WIDTH = 120
+"""Columns."""
 BLOCKS = 600
 """Blocks that fit into a budget, about: a twentieth of a second to a second each."""
 _CODE = ("mantissa", "trainer", "recipes", "conf")
@@ -105,7 +107,9 @@ def main(arguments: list[str]) -> int:
         _save(advice, folder)
         said = sentence(advice)
         written = experiment.write(advice, said, CONF)
-        files = [folder / ANSWER, picture(advice, folder / PICTURE), written.path]
+        with (folder / PAGE).open("w", encoding="utf-8") as page:
+            print_advice(advice, Console(file=page, width=PAGE_WIDTH))
+        files = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE), written.path]
         there = [path for path in files if path is not None]
         print_advice(advice, console)
         notes = [f"Note: {written.note}."] * bool(written.note)

@@ -1,13 +1,12 @@
-"""An advice in MLflow: a parent run with the sentence and the files, and a run of each candidate below it."""
+"""An advice in MLflow: a run with the sentence, the winner's numbers and the files."""
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from pathlib import Path
 
-from evidence.advice.schema import LEFT_OUT, MEASURED, Advice, Entry
+from evidence.advice.schema import Advice
 from trainer.config.schema import Config
 from trainer.errors import first_line
 from trainer.profiling.ledger import MIB
@@ -34,14 +33,6 @@ def publish(advice: Advice, config: Config, sentence: str, files: list[Path]) ->
     if not config.tracking.mlflow:
         return ""
     uri = tracking_uri(config.tracking.uri)
-    try:
-        return _send(advice, uri, f"{config.tracking.experiment or advice.recipe}{EXPERIMENT}", sentence, files)
-    except Exception as error:  # of many kinds, by MLflow and what lies below it
-        return f"the advice is not in MLflow ({first_line(error)}); run the same command again to retry"
-
-
-def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[Path]) -> str:
-    client, now = store.connect(uri), time.time()
     params = {
         "goal": advice.goal,
         "steps": str(advice.steps),
@@ -58,34 +49,25 @@ def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[
         "quality": str(advice.quality.get("verdict", "")),
         "mlflow.note.content": sentence,
     }
-    parent = store.publish(
-        client,
-        experiment,
-        f"advice: {advice.recipe}",
-        advice.key,
-        started_s=now - advice.spent_s,
-        params={name: value for name, value in params.items() if value},
-        metrics=_numbers(advice.entry(advice.winner)) | {"minutes": advice.spent_s / 60},
-        tags=tags,
-        files=files,
-    )
-    for entry in advice.entries:
-        if entry.status != LEFT_OUT:
-            store.publish(
-                client,
-                experiment,
-                entry.label,
-                hashlib.sha256(f"{advice.key}-{entry.label}".encode()).hexdigest()[:32],  # labels may hold quotes
-                started_s=now - sum(entry.step_s),
-                params={"overrides": text} if (text := " ".join(entry.candidate.overrides)) else {},
-                metrics=_numbers(entry),
-                tags={"mlflow.parentRunId": parent.info.run_id, "status": entry.status, "reason": entry.reason},
-                status="FINISHED" if entry.status == MEASURED else "FAILED",
-            )
-    return shown_at(uri, parent.info.experiment_id, parent.info.run_id)
+    try:
+        run = store.publish(
+            store.connect(uri),
+            f"{config.tracking.experiment or advice.recipe}{EXPERIMENT}",
+            f"advice: {advice.recipe}",
+            advice.key,
+            started_s=time.time() - advice.spent_s,
+            params={name: value for name, value in params.items() if value},
+            metrics=_numbers(advice),
+            tags=tags,
+            files=files,
+        )
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        return f"the advice is not in MLflow ({first_line(error)}); run the same command again to retry"
+    return shown_at(uri, run.info.experiment_id, run.info.run_id)
 
 
-def _numbers(entry: Entry) -> dict[str, float]:
+def _numbers(advice: Advice) -> dict[str, float]:
+    entry = advice.entry(advice.winner)
     found = {
         "speed": entry.speed,
         "speed_low": entry.interval.low if entry.interval else None,
@@ -96,5 +78,6 @@ def _numbers(entry: Entry) -> dict[str, float]:
         "compile_s": entry.compile_s or None,
         "pays_after_steps": entry.pays_after_steps,
         "rounds": entry.processes + len(entry.final),
+        "minutes": advice.spent_s / 60,
     }
     return {name: float(value) for name, value in found.items() if value is not None}

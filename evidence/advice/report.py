@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from pathlib import Path
 
 from rich import box
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, Advice, Entry
-from mantissa.display import duration, mebibytes, size
+from mantissa.display import duration, size
 from mantissa.page import COLORS, NOISE
 from mantissa.statistics import Interval
 from trainer.profiling.ledger import MIB
@@ -132,8 +131,6 @@ def table(advice: Advice) -> Table:
 def picture(advice: Advice, path: Path) -> Path | None:
     """Draw peak memory to the right and throughput upwards into a PNG; None: too little was measured.
 
-    The legend names the winner, the baseline, and by numbers what no other setting beats in both speed and memory.
-
     Raises:
         OSError: it cannot be written.
     """
@@ -145,22 +142,12 @@ def picture(advice: Advice, path: Path) -> Path | None:
     axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
     axes.set_ylabel(f"throughput of steps, times that of {advice.baseline}", color=QUIET)
     axes.grid(color="#e8eaed", linewidth=0.8)
-    fastest, number = 0.0, 0
-    for entry in sorted(shown, key=lambda entry: (entry.memory_bytes or 0, -(entry.speed or 0.0))):
-        speed, at = entry.speed or 0.0, (entry.memory_bytes or 0) / MIB
-        marker, color, name = "o", NOISE, ""
-        if entry.label == advice.winner:
-            marker, color, name = "D", COLORS[2], f"advised: {entry.label}"
-        elif entry.label == advice.baseline:
-            marker, color, name = "s", COLORS[0], f"default: {entry.label}"
-        elif speed > fastest:  # than all that need less memory
-            number += 1
-            marker, color, name = f"${number}$", COLORS[1], entry.label
-        fastest = max(fastest, speed)
-        named = "\n".join([*textwrap.wrap(name, 36), f"{speed:.2f}x, {mebibytes(at * MIB)} MiB"]) if name else None
-        axes.plot(at, speed, marker=marker, linestyle="", color=color, alpha=1 if name else 0.45, label=named)
-        if entry.interval:
-            axes.plot([at, at], [entry.interval.low, entry.interval.high], color=color, linewidth=1)
-    figure.legend(loc="outside right upper", frameon=False, labelcolor=INK, fontsize=8)
+    named = {advice.baseline: COLORS[0], advice.winner: COLORS[2]}
+    for entry in shown:
+        point = (entry.memory_bytes or 0) / MIB, entry.speed or 0.0
+        axes.plot(*point, "o", color=named.get(entry.label, NOISE))
+        if entry.label in named:
+            axes.annotate(entry.label, point, xytext=(6, 6), textcoords="offset points", color=INK)
+    axes.margins(x=0.2, y=0.1)
     figure.savefig(path)
     return path

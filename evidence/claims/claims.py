@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from evidence.claims.criteria import Criterion
 from evidence.measures import MEASURES, PROBE_MEASURES, TIMED
 from evidence.runs import NULL_SHIFT, Arm
+from trainer.config.compose import key_of
 from trainer.errors import UserError, first_line, nearest
 from trainer.files import PROJECT
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
@@ -119,7 +120,7 @@ class Claim:
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
         """Return what this machine or the command line lacks to run the claim, in words; empty: nothing."""
-        typed = {override.partition("=")[0] for override in given}
+        typed = set(map(key_of, given))
         asked = [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
         return lacking(self.needs, hardware) + asked
 
@@ -158,7 +159,7 @@ class Claim:
     def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
         """Return the arms of these names as command lines, the null arm last; ``device`` is ``cpu`` or ``cuda``."""
         quiet = (*QUIET, "profiler=memory" if memory_ledger else "profiler=none")
-        asked = [override for override in given if override.partition("=")[0] in self.asks]
+        asked = [override for override in given if key_of(override) in self.asks]
         arms = []
         for name in names:
             words = [*self.words(name, device == "cuda"), f"device={device}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,20 +13,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evidence.budget import Budget, OutOfTime, seconds_of
 from evidence.claims import results
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
 from evidence.claims.reproduce import Reproduction, machine_name, ordered, save
-from evidence.runs import TRAIN, merged
-from mantissa.display import duration
-from trainer.config.compose import compose
+from evidence.runs import TRAIN, OutOfTime, merged
+from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
 
 _WIDE = 200
 """Columns of a table that goes to no terminal."""
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass
@@ -64,13 +64,13 @@ def main(arguments: list[str]) -> int:
         wanted = ordered([name for name, claim in claims.items() if not claim.combines], here)
     else:
         wanted = list(dict.fromkeys(part for name in options.claim for part in load(name).combines or [name]))
-    budget = Budget(seconds_of(options.budget)) if options.budget else None
+    until = time.monotonic() + seconds_of(options.budget) if options.budget else None
     _check_given(wanted, given)
     if not options.all:
         for name in wanted:
             _check(load(name), hardware, given, options)
     folder = options.output_dir.absolute() / "reproduce"
-    reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, budget=budget)
+    reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, until=until)
     if not options.reduced:
         known = _known(claims, here)
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 
 def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction) -> int:
     """Test claims, print and write each outcome at once, say what is left; return the exit code."""
-    done, began = reproduction.done, time.monotonic()
+    done = reproduction.done
     known, new = set(done), []
     left: list[str] = []
     for name in wanted:
@@ -88,8 +88,8 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
             continue
         try:
             reproduction.test(name)
-        except OutOfTime as error:
-            left.append(f"{name} ({duration(error.needed_s) if error.needed_s else 'not known yet'})")
+        except OutOfTime:
+            left.append(name)
             continue
         new.append(name)
         _print(done[name], claims[name], reproduction.reduced)
@@ -102,19 +102,30 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
         for claim in claims.values():  # what follows from them
             if set(claim.combines) & set(new) and (record := results.combined(claim, done)):
                 _print(record, claim, reproduction.reduced)
-    if reproduction.budget:
+    if reproduction.until is not None:
         tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
-        absent = f"; {len(new) - len(tested)} not testable here" if len(new) > len(tested) else ""
-        print(f"\nDone in {duration(time.monotonic() - began)}: {', '.join(tested) or 'no claim'}{absent}.")
+        print(f"\nDone: {', '.join(tested) or 'no claim'}.")
         print(f"Left: {', '.join(left)}. The same command continues." if left else "Nothing is left to test here.")
     return int(any(done[name].get("failures") for name in new))
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds that ``90s``, ``25min`` or ``1.5h`` means.
+
+    Raises:
+        UserError: no unit, another unit, or no positive number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text.strip())
+    if match and (seconds := float(match[1]) * _UNITS[match[2]]) > 0:
+        return seconds
+    raise UserError(f"budget={text} is not a time: set budget=25min, or with another unit budget=90s, budget=1.5h")
 
 
 def _check_given(wanted: list[str], given: list[str]) -> None:
     """Refuse overrides that no claim asks for, before anything is run."""
     asked = {key for name in wanted for key in load(name).asks}
-    if others := [override for override in given if override.partition("=")[0] not in asked]:
-        near = nearest(others[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)
+    if others := [override for override in given if key_of(override) not in asked]:
+        near = nearest(key_of(others[0]), ReproduceOptions.__dataclass_fields__)
         raise UserError(
             f"{others[0]} is not an option{near}: a claim's file fixes all other options "
             f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"
@@ -140,7 +151,7 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
 
 
 def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the outcomes that are still valid: of the present files of the claims, without a failed run, explained."""
+    """Return the outcomes that are still valid: of the present files of the claims, without a failed run."""
     return {
         name: record
         for name, record in outcomes.items()
@@ -148,7 +159,6 @@ def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dic
         and record["claim_sha256"] == claims[name].digest
         and record["verdict"] != NOT_HERE
         and not record.get("failures")
-        and not record.get("unexplained")
         and not record.get("too_slow")  # its arms can run now
     }
 

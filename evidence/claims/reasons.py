@@ -1,50 +1,35 @@
-"""The reasons for the outcome of a claim, as sentences from measurements: operator times, ledgers, the null arm."""
+"""The reasons for the outcome of a claim, as sentences from what its runs recorded: losses, ledgers, the null arm."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from evidence.claims.claims import NULL_ARM
 from evidence.claims.criteria import Finding, number
-from evidence.measures import MEASURES, measured
-from evidence.operators import PRODUCTS
-from evidence.runs import DIVERGED, Arm, Outcome, Runner
+from evidence.measures import MEASURES, TIMED, measured
+from evidence.runs import DIVERGED, Arm, Outcome
 from mantissa.display import size
-from trainer.files import read_object
 from trainer.profiling.ledger import STEADY
 
-_OPERATORS, _LEDGER = "operators", "ledger"
-_EXTRA = {
-    _OPERATORS: (
-        *("profiler=torch", "profiler.wait=1", "profiler.warmup=1", "profiler.active=2"),
-        *("profiler.record_shapes=false", "steps=4"),
-    ),
-    _LEDGER: ("profiler=memory", "profiler.at_step=2", "steps=2"),
-}
-"""Short runs under a profiler: what is added to the arm's name (and the file that it writes), and the overrides."""
 MOST = 3
 """Sentences for a claim."""
 
 
-def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int) -> list[str]:
-    """Return up to ``most`` sentences, one for each criterion that decided; short extra runs measure what it needs."""
+def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome]) -> list[str]:
+    """Return up to ``MOST`` sentences on the criteria that decided; a run says nothing about its own speed."""
     by_name = {arm.label: arm for arm in arms}
     sentences: list[str] = []
     for finding in findings:
         criterion = finding.criterion
-        if not criterion.decides or finding.median is None:
+        if not criterion.decides or finding.median is None or criterion.measure in TIMED:
             continue
         for name, other in zip(criterion.arm, criterion.over or criterion.minus or criterion.arm, strict=True):
-            if len(sentences) == most:
+            if len(sentences) == MOST:
                 return sentences
-            one, base = by_name[name], by_name[other]
-            if criterion.measure == "speed":
-                sentence = _time_sentence(one, base, runner)
-            elif criterion.measure == "memory":
-                sentence = _memory_sentence(one, base, runner)
+            if criterion.measure == "memory":
+                sentence = _memory_sentence(name, other, outcomes)
             elif criterion.measure in ("loss", "best_loss"):
-                null = NULL_ARM in by_name and by_name[NULL_ARM].overrides == base.overrides
+                null = NULL_ARM in by_name and by_name[NULL_ARM].overrides == by_name[other].overrides
                 sentence = _loss_sentence(name, other, outcomes, criterion.measure, null)
             else:
                 sentence = _values_sentence(criterion.measure, criterion.arms, outcomes)
@@ -53,33 +38,20 @@ def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], r
     return sentences
 
 
-def _time_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
-    compiled = any(_is_compiled(each) for each in (arm, base))
-    found = [_operator_ms(each, runner, compiled) for each in (arm, base)]
-    if min(min(times) for times in found) <= 0:
-        return ""
-    (products, rest), (base_products, base_rest) = found
-    return (
-        f"Matrix products, convolutions and attention are {base_products / (base_products + base_rest):.0%} of the "
-        f"{'step' if compiled else 'operator'} time of {base.label} and {products / (products + rest):.0%} of "
-        f"{arm.label}'s; in {arm.label} they take {products / base_products:.2f}x the time, everything else "
-        f"{rest / base_rest:.2f}x."
-    )
-
-
-def _memory_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
-    one, other = (_ledger(each, runner) for each in (arm, base))
+def _memory_sentence(name: str, base: str, outcomes: list[Outcome]) -> str:
+    one, other = (next((run.ledger for run in outcomes if run.arm == arm), None) for arm in (name, base))
     if not (one and other):
         return ""
-    held = sum(other["at_peak"][name] for name in STEADY) / other["peak_bytes"]
+    held = sum(other["at_peak"][category] for category in STEADY) / other["peak_bytes"]
     kept = sum(one["steady"].values()) / sum(other["steady"].values())
     activations, copies = (
-        [size(ledger["highest"][name]) for ledger in (other, one)] for name in ("activations", "autocast_copies")
+        [size(ledger["highest"][category]) for ledger in (other, one)]
+        for category in ("activations", "autocast_copies")
     )
     return (
-        f"By the ledger {base.label} peaks at {size(other['peak_bytes'])}, {held:.0%} of it weights, "
-        f"gradients and optimizer state, which come to {kept:.2f}x that in {arm.label}; activations reach "
-        f"{activations[0]} in {base.label} and {activations[1]} in {arm.label}, copies of weights in 16 bits "
+        f"By the ledger {base} peaks at {size(other['peak_bytes'])}, {held:.0%} of it weights, "
+        f"gradients and optimizer state, which come to {kept:.2f}x that in {name}; activations reach "
+        f"{activations[0]} in {base} and {activations[1]} in {name}, copies of weights in 16 bits "
         f"{copies[0]} and {copies[1]}."
     )
 
@@ -132,38 +104,3 @@ def _values_sentence(measure: str, names: list[str], outcomes: list[Outcome]) ->
             parts.append(f"{number(sorted(values)[len(values) // 2])} in {name}")
     called = MEASURES[measure][1] if measure in MEASURES else measure.replace("_", " ")
     return f"{called[0].upper()}{called[1:]}: {', '.join(parts)}." if parts else ""
-
-
-def _is_compiled(arm: Arm) -> bool:
-    modes = [text.partition("=")[2] for text in arm.overrides if text.partition("=")[0] in ("compile", "compile.mode")]
-    return modes[-1:] not in ([], ["off"])
-
-
-def _operator_ms(arm: Arm, runner: Runner, compiled: bool) -> tuple[float, float]:
-    """Return milliseconds of a step: matrix products, and the other operators; 0 where they are not known.
-
-    ``compiled``: the second is the rest of the measured step, for the operators that torch.compile fuses have no time
-    of their own.
-    """
-    record = _profile(arm, _OPERATORS, runner)
-    if not record:
-        return 0.0, 0.0
-    times = {name.removeprefix("aten::"): us / record["steps"] / 1e3 for name, us in record["self_time_us"].items()}
-    products = sum(ms for name, ms in times.items() if PRODUCTS.search(name))
-    if not compiled:
-        return products, sum(times.values()) - products
-    run = runner.done(arm, 0)
-    step_s = run.summary.get("step_time_s") if run else None
-    return products, 0.0 if step_s is None else 1e3 * step_s - products
-
-
-def _ledger(arm: Arm, runner: Runner) -> dict[str, Any]:
-    done = runner.done(arm, 0)
-    return (done and done.ledger) or _profile(arm, _LEDGER, runner)
-
-
-def _profile(arm: Arm, kind: str, runner: Runner) -> dict[str, Any]:
-    """Run an arm for a few steps under a profiler, and return what that has written; empty where it failed."""
-    short = Arm(f"{arm.label}-{kind}", (*arm.overrides, *_EXTRA[kind]), arm.seed_shift)
-    folder = (runner.done(short, 0) or runner.run(short, 0)).folder
-    return read_object(folder / "profile" / f"{kind}.json")

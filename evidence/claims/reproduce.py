@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
-from evidence.budget import Budget, OutOfTime
 from evidence.claims.claims import Claim, load
 from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
-from evidence.claims.reasons import MOST, reasons
+from evidence.claims.reasons import reasons
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
+from trainer.config.compose import key_of
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
@@ -44,8 +44,8 @@ class Reproduction:
     """Called with each line of progress."""
     launch: Launch | None = None
     """See ``Runner``."""
-    budget: Budget | None = None
-    """Of time."""
+    until: float | None = None
+    """See ``Runner``."""
     git: dict[str, str] = field(init=False, default_factory=git_facts)
     done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     """The record of each claim that is tested, by its id."""
@@ -55,7 +55,7 @@ class Reproduction:
 
         Raises:
             UserError: no such claim, or a mistake in its file.
-            OutOfTime: it does not fit in the budget; the runs that are done are kept.
+            OutOfTime: there is no time left; the runs that are done are kept.
         """
         if name not in self.done:
             claim = load(name)
@@ -78,15 +78,10 @@ class Reproduction:
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
         seeds = list(range(claim.repeats))
-        runner = Runner(self.folder / self._key(claim), launch=self.launch, budget=self.budget)
+        runner = Runner(self.folder / self._key(claim), launch=self.launch, until=self.until)
         self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
         outcomes = runner.run_all(arms, seeds, lambda *run: self.report(outcome_line(*run)))
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
-        try:
-            why = reasons(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
-        except OutOfTime:
-            why = ["There was no time left for the runs under a profiler that explain it; the same command makes them."]
-            not_run["unexplained"] = True
         commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
         return self._record(
             claim,
@@ -94,7 +89,7 @@ class Reproduction:
             # Also where a run was of another commit, pulled in the meantime.
             git=self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {}),
             findings=[_plain(finding) | {"why": self._public(finding.why)} for finding in findings],
-            why=why,
+            why=reasons(findings, arms, outcomes),
             arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
             **not_run,
             failures=[
@@ -130,7 +125,7 @@ class Reproduction:
     def _key(self, claim: Claim) -> str:
         """Return the name of the folder of these runs: another one for another file, commit, machine or torch."""
         torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
-        given = [override for override in self.given if override.partition("=")[0] in claim.asks]
+        given = [override for override in self.given if key_of(override) in claim.asks]
         parts = [claim.digest, self.git.get("commit"), machine_name(self.hardware), torch_version, threads, given]
         digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
         return f"{claim.id}-{'reduced-' * self.reduced}{digest[:10]}"
@@ -202,7 +197,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
     asked = {key: f"{key}=…" for key in claim.asks}  # the user's paths are private
-    overrides = [asked.get(override.partition("=")[0], override) for override in arm.overrides]
+    overrides = [asked.get(key_of(override), override) for override in arm.overrides]
     mine = [outcome for outcome in outcomes if outcome.arm == arm.label]
     names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]
     values = {name: [measured(outcome, name) for outcome in mine] for name in names}

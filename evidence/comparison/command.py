@@ -9,7 +9,7 @@ from evidence.comparison.compare import NULL, Comparison, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import sentences, table, write_report
 from evidence.runs import NULL_SHIFT, Arm, check_labels
-from trainer.config.compose import CONF
+from trainer.config.compose import CONF, key_of
 from trainer.config.options import fraction, listed, parse, unquoted
 from trainer.errors import UserError, nearest
 from trainer.tracking.mlflow.addresses import tracking_uri
@@ -67,7 +67,7 @@ def planned(arguments: list[str]) -> Comparison:
         raise UserError(f"the label {NULL} is reserved for the null arm; choose another")
     check_labels(arms)
     for text in (*common, *(text for arm in arms for text in arm.overrides)):
-        if text.partition("=")[0] in CHOSEN:
+        if key_of(text) in CHOSEN:
             raise UserError(f"{text} is set for every run; remove it, and use seeds=5, and name=… for the comparison")
     baseline = options.baseline or arms[0].label
     if baseline not in labels:

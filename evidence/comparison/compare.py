@@ -14,7 +14,7 @@ from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, outcome_line
 from mantissa.display import loss
-from trainer.config.compose import combinations, compose
+from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -144,7 +144,7 @@ def _comparable(config: Config) -> dict[str, Any]:
 
 def _added(comparison: Comparison, is_gpu: bool) -> list[str]:
     """Return the defaults of the runs: no checkpoints, and a memory ledger where CUDA does not count memory."""
-    typed = {part.partition("=")[0] for part in comparison.common}
+    typed = set(map(key_of, comparison.common))
     added = {"checkpoint": "none", "profiler": "none" if is_gpu else "memory"}
     return [f"{key}={value}" for key, value in added.items() if key not in typed]
 

@@ -9,7 +9,7 @@ import torch
 
 from evidence.doctor.mlflow import publish
 from evidence.doctor.replay import of_overrides, of_run
-from evidence.doctor.report import VERDICT, folder_of, write
+from evidence.doctor.report import write
 from mantissa.doctor.diagnosis import CHECKS, diagnose
 from mantissa.doctor.report import lines, opening
 from trainer.config.options import parse
@@ -39,8 +39,6 @@ def main(arguments: list[str]) -> int:
     if options.reference not in REFERENCES:
         hint = nearest(options.reference, REFERENCES)
         raise UserError(f"reference={options.reference} is not a reference{hint} ({', '.join(REFERENCES)})")
-    if options.reference != "auto" and "pairs" not in checks:
-        raise UserError(f"reference={options.reference} is for check=pairs, which is not asked for; leave it out")
     if checks == ("islands",):
         raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
     if options.resume:
@@ -56,8 +54,6 @@ def main(arguments: list[str]) -> int:
     if diagnosis.budget.spent:
         print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))
-    if (folder_of(diagnosis) / VERDICT).exists():
-        print("the earlier report of this step is replaced")
     try:
         files = write(diagnosis, ["python", "scripts/doctor.py", *arguments])
     except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict

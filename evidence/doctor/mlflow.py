@@ -47,8 +47,7 @@ def publish(diagnosis: Diagnosis, files: list[Path]) -> list[str]:
 def _log(uri: str, run_id: str, diagnosis: Diagnosis, files: list[Path]) -> None:
     client = connect(uri)
     before = client.get_run(run_id).data.tags
-    for file in files:
-        client.log_artifact(run_id, str(file), f"doctor/{file.parent.name}")
+    client.log_artifacts(run_id, str(files[0].parent), f"doctor/{files[0].parent.name}")
     wanted = tags(diagnosis)
     for name in (f"doctor.{tag}" for tag in TAGS):
         if name not in wanted and name in before:  # of an earlier examination

@@ -7,31 +7,26 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Replay
-from mantissa.formats import FORMATS
 from mantissa.updates import UpdateMeter
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
+from trainer.config.recorded import options_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_object
-from trainer.hardware import UNAVAILABLE, detect, peak_memory_bytes, reset_peak_memory
+from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.optim.classes import is_elementwise
 from trainer.parallel.single import Parallel
-from trainer.parallel.world import World
-from trainer.precision.kernels import not_timed
-from trainer.precision.modes import Precision
-from trainer.precision.scaler import AutoScaler
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
-from trainer.run.resume import check_same, recorded_overrides
-from trainer.run_folder import RunFolder, local_folder
+from trainer.run.resume import check_same
+from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")
@@ -42,14 +37,14 @@ OTHERS = 3
 
 def of_overrides(overrides: Sequence[str], step: int) -> Replay:
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
-    config = compose(overrides)
-    trainer, notes = _trainer(config)
+    config = replace(compose(overrides), parallel=Parallel())
+    trainer = Trainer.from_config(config)
     wanted = max(1, step)
     if wanted > trainer.plan.steps:
         raise UserError(
             f"step={wanted}: the run has {trainer.plan.steps} steps; set steps={wanted}, or a smaller step="
         )
-    return _take_or_earlier(config, trainer, wanted, None, notes)
+    return _take_or_earlier(config, trainer, wanted, None)
 
 
 def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
@@ -64,13 +59,12 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
                 f"{override}: a run is examined as it was trained; to examine another one before its start, leave out "
                 f"resume={resume}"
             )
-    in_mlflow = resume.startswith(("mlflow:", "runs:/"))
-    folder = local_folder(resume, "outputs") if in_mlflow else RunFolder(Path(resume).expanduser())
-    config = compose([*recorded_overrides(folder), *overrides])
+    folder = RunFolder.open("resume", resume, "outputs")
+    config = compose(overrides, options_of(folder))
     check_same(folder, flatten(config))
+    config = replace(config, parallel=Parallel())  # its ranks are taken one after another
     failure, summary = read_object(folder.path / f"{FAILURE}.json"), folder.summary()
-    trainer, notes = _trainer(config)
-    notes += _differences(summary, trainer)
+    trainer = Trainer.from_config(config)
     failed = int(failure.get("step", 0))
     if failed and step > failed:
         raise UserError(f"step={step}: {folder.path} stopped at step {failed}; set step={failed}, or leave it out")
@@ -78,7 +72,8 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
     wanted = step or failed or last + 1
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
-    replay = _take_or_earlier(config, trainer, wanted, folder, notes)
+    replay = _take_or_earlier(config, trainer, wanted, folder)
+    replay.notes += _differences(summary)
     replay.finished = not step and not failed and summary.get("status") == "FINISHED"
     replay.failed = replay.step.number == failed or replay.step.number < wanted
     if replay.failed and failure.get("loss_scale"):
@@ -87,7 +82,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
     return replay
 
 
-def _take_or_earlier(config: Config, trainer: Trainer, step: int, folder: RunFolder | None, notes: list[str]) -> Replay:
+def _take_or_earlier(config: Config, trainer: Trainer, step: int, folder: RunFolder | None) -> Replay:
     """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet.
 
     Args:
@@ -95,47 +90,28 @@ def _take_or_earlier(config: Config, trainer: Trainer, step: int, folder: RunFol
         trainer: at the first step.
         step: that is wanted.
         folder: of the run, with its checkpoints; None: there is no run yet.
-        notes: for the replay.
     """
     try:
         replay = take(trainer, step, _restore(folder, trainer, step))
     except _NotFinite as earlier:
-        notes.append(f"the loss is not finite at step {earlier.step} already: that step is examined, not step {step}")
-        trainer, _ = _trainer(config)
+        note = f"the loss is not finite at step {earlier.step} already: that step is examined, not step {step}"
+        trainer = Trainer.from_config(config)
         replay = take(trainer, earlier.step, _restore(folder, trainer, earlier.step))
-    replay.notes = notes + replay.notes
+        replay.notes.insert(0, note)
     replay.folder = folder.path if folder is not None else None
-    replay.missing = config.precision.mode if config.precision.mode != replay.precision else ""
     return replay
-
-
-def _trainer(config: Config) -> tuple[Trainer, list[str]]:
-    """Return a trainer of one process, in the run's precision or, where this machine has not got it, the nearest."""
-    notes = []
-    hardware = detect(config.device)
-    config = replace(config, parallel=Parallel())
-    mode = config.precision.mode
-    if hardware.support(mode) == UNAVAILABLE:
-        half = FORMATS[mode].half is not None
-        nearest = "bf16" if half else "fp32"
-        notes.append(f"precision={mode} is not available here: its rung is left out, and steps are taken in {nearest}")
-        precision = replace(config.precision, mode=nearest, fp8_scaling=None) if half else Precision()
-        config = replace(config, precision=precision, scaler=AutoScaler())
-    return Trainer.from_config(config, hardware, World()), notes
 
 
 def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
     """Restore the newest checkpoint before a step, and return its name, or ``the beginning``."""
     places = [folder.checkpoints, folder.path / FAILURE] if folder is not None else []
     saved = [(number, place) for place in places for number in store.steps(place) if number < step]
-    for number, place in sorted(saved, reverse=True):
-        path = store.find_verified(place, number)
-        reader = CheckpointReader(path)
-        weights = (tensor for name, tensor in reader.tensors().items() if name.startswith("weights/"))
-        if all(bool(tensor.isfinite().all()) for tensor in weights):  # else a step before it harmed them
-            trainer.restore(reader)
-            return path.name
-    return "the beginning"
+    if not saved:
+        return "the beginning"
+    number, place = max(saved)
+    path = store.find_verified(place, number)
+    trainer.restore(CheckpointReader(path))
+    return path.name
 
 
 class _NotFinite(Exception):
@@ -189,16 +165,12 @@ def take(trainer: Trainer, step: int, began: str) -> Replay:
     )
 
 
-def _differences(summary: dict[str, Any], trainer: Trainer) -> list[str]:
+def _differences(summary: dict[str, Any]) -> list[str]:
     """Return in what the run was made otherwise than it is replayed: its bits may differ, too."""
-    if not summary:
-        return []
-    mode, own = trainer.config.precision.mode, "torch's own"
-    kernels_here = not_timed(mode, trainer.in_fp32_arithmetic, trainer.hardware)
-    before = {**summary["versions"], **summary["git"], "kernels": summary.get("fp32_arithmetic") or own}
-    here = {**versions(), **git_facts(), "kernels": kernels_here or own}
+    before = {**summary.get("versions", {}), **summary.get("git", {})}
+    here = {**versions(), **git_facts()}
     return [
         f"{name}: {before[name]} in the run, {here[name]} here; numbers may differ in the last bits"
-        for name in ("torch", "transformers", "commit", "kernels")
+        for name in ("torch", "transformers", "commit")
         if name in before and name in here and before[name] != here[name]
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evidence.runs import merged
 from mantissa.display import size
-from trainer.config.compose import compose
+from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import OutOfMemory, UserError
@@ -18,7 +18,7 @@ from trainer.run.memory.fit import fit_plan, needed_bytes, rough_bytes
 
 def given(overrides: Sequence[str], *keys: str) -> bool:
     """Return whether the user has set one of these options, or a group's choice by ``group.mode``."""
-    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    typed = set(map(key_of, overrides))
     return bool(typed & {*keys, *(f"{key}.mode" for key in keys)})
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from evidence.memory.trial import trial
 from mantissa.display import size
-from trainer.config.compose import compose
+from trainer.config.compose import compose, key_of
 from trainer.config.options import fraction
 from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes, detect
@@ -69,14 +69,14 @@ def largest_micro_batch(
     Raises:
         UserError: the overrides, or a budget in which not even one sample fits.
     """
-    if any(_key(override) == "micro_batch_size" for override in overrides):
+    if "micro_batch_size" in map(key_of, overrides):
         raise UserError("micro_batch_size is what this command finds; leave it out")
     limit_bytes = int(budget_bytes * (1 - margin))
     config = compose(overrides)
     config, plan, *_ = config.resolve(detect(config.device))
     batch_size, multiple = plan.batching.batch_size, config.augment.micro_batch_multiple
     samples = len(config.open_datasets().train)
-    common = [override for override in overrides if _key(override) not in _KEYS]
+    common = [override for override in overrides if key_of(override) not in _KEYS]
 
     def sized(size: int) -> list[str]:
         return [*common, f"micro_batch_size={size}", f"batch_size={2 * size if size < batch_size else size}"]
@@ -127,26 +127,10 @@ def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int
 
 def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
     # Not for a single sample: batch norm refuses it where its last feature map is one pixel.
-    two, eight = _needed(sized(2), limit_bytes), _needed(sized(8))
+    configs = compose(sized(2)), compose(sized(8))
+    two, eight = (required_bytes(config, forecast(config)) for config in configs)
     each = max(1.0, (eight - two) / 6)  # the straight line through both
     return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / each)))
-
-
-def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:
-    """Return the forecast, see ``required_bytes``.
-
-    Raises:
-        UserError: the weights alone are above the limit.
-    """
-    config = compose(overrides)
-    ledger = forecast(config)
-    weights = ledger.highest["weights"]
-    if limit_bytes is not None and weights > limit_bytes:
-        raise UserError(
-            f"the weights alone take {size(weights)}, more than the budget leaves ({size(limit_bytes)}); "
-            "use a larger budget or a smaller model"
-        )
-    return required_bytes(config, ledger)
 
 
 def parse_budget(text: str, hardware: Hardware) -> int:
@@ -178,7 +162,3 @@ def parse_margin(text: str) -> float:
     if margin is None or not 0 <= margin < 0.9:
         raise UserError(f"margin={text} is not a valid part of the budget; write, for example, margin=5%")
     return margin
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+").partition("=")[0]

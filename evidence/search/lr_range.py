@@ -7,16 +7,24 @@ fastai's ``lr_find`` (Howard and Gugger, fastai: A Layered API for Deep Learning
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from mantissa.page import COLORS
+from trainer.config.compose import combinations, compose, key_of
+from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.hardware import Hardware
+from trainer.errors import RunError, UserError
+from trainer.hardware import Hardware, detect
 from trainer.optim.schedule import Schedule
+from trainer.parallel.world import launched_processes
+from trainer.run_folder import RunFolder
+from trainer.tracking.plots import INK, QUIET, bare_figure
 from trainer.trainer import StepRecord, Trainer
 
 SMOOTHING = 0.9
@@ -26,6 +34,71 @@ TOO_HIGH = 4.0
 """The test ends where the smoothed loss is so many times its lowest value (as in fastai)."""
 FIRST = 10
 """Steps at the start from which nothing is suggested: the smoothed loss is the mean of a few batches there."""
+
+
+@dataclass
+class RangeOptions:
+    """Of scripts/lr_range.py."""
+
+    min: float = 1e-7
+    max: float = 10.0
+    steps: int = 100
+
+
+def main(arguments: list[str]) -> int:
+    """Run the test for every combination of the overrides, and print what to paste.
+
+    Raises:
+        UserError: a range that is none, an option that the test sets itself, or a mistake of train.py's.
+        RunError: nothing can be suggested.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    options, overrides = parse(arguments, RangeOptions, "overrides")
+    configs = _configs(options, overrides)
+    first = next(iter(configs.values()))
+    hardware = detect(first.device)
+    curves = []
+    for label, config in configs.items():
+        print(f"{label or config.name}: {options.steps} steps, lr from {options.min:g} to {options.max:g}")
+        curve = range_test(config, hardware, options.min, options.max, label, print)
+        skipped = f", {curve.skipped_steps} steps skipped by the loss scale" if curve.skipped_steps else ""
+        print(f"  ended after {len(curve.lr)} steps: {curve.ended}{skipped}")
+        curves.append(curve)
+    name = first.run_name or (first.name if len(configs) == 1 else first.recipe.name)
+    folder = RunFolder.create(f"{first.output_dir}/lr_range", name).path
+    draw(curves, f"Learning-rate range test: {name}").savefig(folder / "lr_range.png")
+    print(f"\nplot {folder / 'lr_range.png'}")
+    for curve in curves:
+        print(f"\n{curve.label or 'paste one of'}")
+        for reason, lr in curve.suggestions().items():
+            print(f"  optimizer.lr={lr:g}  {reason}")
+        if not curve.suggestions():
+            print("  the loss does not fall")
+    if not any(curve.suggestions() for curve in curves):
+        raise RunError("the loss does not fall within this range: set a larger max, or more steps (steps=300)")
+    return 0
+
+
+def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
+    """Return the configs of the tests by their labels; mistakes are found before any work."""
+    if not 0 < options.min < options.max < math.inf:
+        raise UserError(
+            f"min={options.min:g} and max={options.max:g} must be learning rates above 0, min the lower one, such as "
+            f"min={RangeOptions.min:g} max={RangeOptions.max:g}"
+        )
+    if options.steps <= 2 * FIRST:
+        raise UserError(f"steps={options.steps} are too few for a curve; use more than {2 * FIRST}, such as steps=100")
+    for override in overrides:
+        key = key_of(override)
+        if key == "optimizer.lr" or key.partition(".")[0] == "schedule" or key in ("resume", "epochs"):
+            raise UserError(f"{override} has no effect: the test sets every rate and steps itself; leave it out")
+    configs = {}
+    for label, own in combinations([*overrides, f"steps={options.steps}"]).items():
+        config = configs[label] = compose(own)
+        if launched_processes() or config.parallel.kind != "single":
+            raise UserError("the test runs in one process; leave out torchrun and parallel=…")
+        config.resolve(detect(config.device))
+    return configs
 
 
 @dataclass
@@ -138,3 +211,31 @@ def range_test(
 def _steps(trainer: Trainer) -> Iterator[StepRecord]:
     for microbatches in trainer.batches():
         yield trainer.train_step(microbatches)
+
+
+def draw(curves: list[Curve], title: str) -> Any:
+    """Return the figure: every loss faint, the smoothed ones strong, a mark where each falls fastest."""
+    figure, axes = bare_figure(8, 4.5)
+    axes.set_title(title, loc="left", color=INK, fontsize=12)
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate", color=QUIET)
+    axes.set_ylabel("training loss", color=QUIET)
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
+    for number, curve in enumerate(curves):
+        color = COLORS[number % len(COLORS)]
+        smoothed = np.array(curve.smoothed)
+        lr = np.array(curve.lr)
+        axes.plot(lr, curve.loss, color=color, linewidth=0.8, alpha=0.3)
+        axes.plot(lr[: len(smoothed)], smoothed, color=color, linewidth=1.8, label=curve.label or "smoothed")
+        if curve.steepest is not None and curve.lowest is not None:
+            at, tenth = lr[curve.steepest], lr[curve.lowest] / 10
+            label = f"falls fastest at {at:.1e}"
+            axes.plot(at, smoothed[curve.steepest], "o", color=color, markersize=7, linestyle="none", label=label)
+            style = {"color": color, "linewidth": 1, "linestyle": (0, (4, 3))}
+            axes.axvline(tenth, label=f"a tenth of the lowest: {tenth:.1e}", **style)
+    if finite := [value for curve in curves for value in curve.loss if math.isfinite(value)]:
+        low, first = min(finite), max(curve.smoothed[0] for curve in curves if curve.smoothed)
+        room = max(first - low, 1e-3 * abs(first), 1e-9)
+        axes.set_ylim(low - 0.05 * room, first + 0.25 * room)  # what rises far above would flatten the rest
+    axes.legend(frameon=False, labelcolor=INK, loc="lower left")
+    return figure

@@ -26,8 +26,8 @@ from trainer.files import check_output_dir, make_folder
 from trainer.hardware import detect
 from trainer.parallel.world import launched_processes
 from trainer.run.command import release_memory
-from trainer.run.resume import SAME
 from trainer.run.start import train
+from trainer.run_folder import SAME
 
 PRUNERS = ("median", "hyperband", "none")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from trainer.config.compose import combinations, compose
+from trainer.config.compose import combinations, compose, key_of
 from trainer.config.options import unquoted
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -58,7 +58,7 @@ def parse_space(arguments: Sequence[str]) -> tuple[Space, list[str]]:
     if not space:
         raise UserError(f'there is nothing to search; give a space, such as "{_EXAMPLE}"')
     for other in others:
-        key = other.lstrip("+~").partition("=")[0]
+        key = key_of(other)
         if key in space:
             raise UserError(f"{key} is searched and set ({other}); remove one of them")
         if key in _SET_HERE:

@@ -12,20 +12,20 @@ from typing import TypeVar
 import torch
 
 from mantissa.display import size
-from mantissa.doctor import range as gradients
 from mantissa.doctor.compiled import compiled_trials
-from mantissa.doctor.divergence import REPLAYS, STEPS, divergence, do_masters_cure
+from mantissa.doctor.divergence import REPLAYS, STEPS, divergence
 from mantissa.doctor.exchange import overflow_of_sum
+from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.islands import Islands, price, search
-from mantissa.doctor.pairs import Pairs, measure
+from mantissa.doctor.pairs import Pairs, local_errors
 from mantissa.doctor.provenance import absorbed, find
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
+from mantissa.dtypes import OperatorManifest, manifest
 from mantissa.errors import is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Examined, Finding
 from mantissa.formats import FORMATS
-from mantissa.manifest import OperatorManifest, manifest
 from mantissa.step import Passes, Step
-from mantissa.updates import Counts, judge, keeps_16_bits
+from mantissa.updates import Counts, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
@@ -52,8 +52,6 @@ class Replay:
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
     updates: dict[str, Counts] = field(default_factory=dict)
     """What rounding did to each parameter's update; empty where it was skipped, or cannot be measured."""
-    missing: str = ""
-    """The run's format where this machine has not got it, and another one was examined."""
     folder: Path | None = None
     """Of the run; None: a check-up before a run."""
     failed: bool = False
@@ -127,14 +125,12 @@ class Diagnosis:
     """Of the sweep: what the run does."""
     findings: list[Finding] = field(default_factory=list)
     manifest: OperatorManifest | None = None
-    range: gradients.Range | None = None
+    range: Range | None = None
     pairs: Pairs | None = None
     islands: Islands | None = None
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Of the steps that ``divergence`` takes, by format."""
     notes: list[str] = field(default_factory=list)
-    checks: tuple[str, ...] = CHECKS
-    """That were asked for."""
 
     @property
     def finite(self) -> bool:
@@ -176,14 +172,14 @@ def diagnose(
     """
     step = replay.step
     budget = Budget(budget_s, step.free_bytes, say)
-    result = Diagnosis(replay, budget, notes=list(replay.notes), checks=checks)
+    result = Diagnosis(replay, budget, notes=list(replay.notes))
     if SWEEP in checks or not replay.finite:
         _sweep(result)
     if "manifest" in checks:
         result.manifest = result.add(budget.take("manifest", lambda: _manifest(step)))
     fp32 = result.trial(FP32)
     if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
-        found = budget.take("range", lambda: gradients.measure(step))
+        found = budget.take("range", lambda: fp16_range(step))
         if found is not None and result.findings:  # what is found there has a cause, which is found already
             found.findings = []
         result.range = result.add(found)
@@ -213,7 +209,7 @@ def _manifest(step: Step) -> OperatorManifest:
 
 
 def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
-    found = measure(step, reference)
+    found = local_errors(step, reference)
     if found.findings:
         found.findings = absorbed(step.own(), found.findings)
     return found
@@ -249,7 +245,7 @@ def _sweep(result: Diagnosis) -> None:
         del passes
     if own.status == OK:
         step.scale = own.scale
-    if broken is None and step.ranks > 1:
+    if broken is None and 1 < step.ranks <= len(step.microbatches):
         result.findings += budget.take("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
         trials, findings = budget.take("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
@@ -292,21 +288,15 @@ def _train_on(result: Diagnosis) -> None:
         return
     if result.findings or not result.finite:
         return
-    fp32 = result.trial(FP32)
-    seconds = STEPS * (REPLAYS * (replay.seconds if fp32 is None else fp32.seconds) + replay.seconds)
+    seconds = STEPS * (REPLAYS * budget.spent.get(FP32, replay.seconds) + replay.seconds)
     if seconds > budget.left():
         budget.left_out.append(
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
         )
         return
-    batches = step.following(STEPS)
-    found = budget.take("divergence", lambda: divergence(step, batches))
-    if found is None:
-        return
-    if found.first and keeps_16_bits(step.format):
-        found.masters_cure = budget.take("divergence with masters", lambda: do_masters_cure(step, batches, found))
-    result.losses = found.losses
-    result.findings += found.findings
+    found = result.add(budget.take("divergence", lambda: divergence(step, step.following(STEPS))))
+    if found is not None:
+        result.losses = found.losses
 
 
 def _cure(result: Diagnosis) -> None:
@@ -319,7 +309,7 @@ def _cure(result: Diagnosis) -> None:
     finding = found[0]
 
     def healthy(fp32_modules: list[str]) -> bool:
-        return result.pairs is None or not measure(step, fp32_modules=fp32_modules).findings
+        return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
     islands = budget.take("islands", lambda: search(step, finding, healthy, budget.left))
     if islands is None:

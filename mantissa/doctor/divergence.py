@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
-from mantissa.formats import BF16, FP8, Format
+from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
+from mantissa.formats import BF16, FP8
 from mantissa.step import Batch, Passes, Step, nudged
+from mantissa.updates import keeps_16_bits
 
 STEPS = 20
 REPLAYS = 3
@@ -19,82 +20,63 @@ _IN_A_ROW = 3
 
 
 @dataclass
-class Divergence:
+class Divergence(Examined):
     """The losses of some steps in the run's format, and of the same steps in fp32."""
 
-    format: Format
-    step: int
-    """The first one."""
-    losses: dict[str, list[float]]
+    losses: dict[str, list[float]] = field(default_factory=dict)
     """By name, that of the run's format first."""
-    middle: Tensor
-    """The mean of the fp32 losses of each step, fp64."""
-    limit: Tensor
-    """How far from it a loss may be, fp64."""
-    masters_cure: bool | None = None
-    """Whether the loss with fp32 masters does not leave; None: they were not tried."""
-
-    @property
-    def first(self) -> int | None:
-        """The index of the first of three losses in a row that are beyond the limit, or None."""
-        return self.leaves(self.losses[self.format.name])
-
-    def leaves(self, losses: list[float]) -> int | None:
-        """Return the index of the first of three losses in a row that are beyond the limit, or None.
-
-        Steps in which fp32 is not finite are not judged: a format cannot be worse than that.
-        """
-        away = (torch.tensor(losses, dtype=torch.float64) - self.middle).abs()
-        beyond = (~(away <= self.limit) & self.middle.isfinite() & self.limit.isfinite()).tolist()
-        starts = range(len(beyond) - _IN_A_ROW + 1)
-        return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What was found: nothing, or one divergence."""
-        if self.first is None:
-            return []
-        name, first = self.format.name, self.first
-        away = self.losses[name][first] - self.middle[first].item()
-        effect = f"is {away:.3g} away from that of fp32" if math.isfinite(away) else "is not finite"
-        detail = (
-            f"from step {self.step + first} on the loss {effect}; rounding explains at most {self.limit[first]:.3g}"
-        )
-        cure = []
-        if self.masters_cure:
-            cure = [f"precision={_with_masters(self.format)}"]
-            detail += f"; with {cure[0]} it stays near that of fp32"
-        # The first loss is computed before any update.
-        return [Finding(DIVERGENCE, UPDATE if first else FORWARD, "", name, detail=detail, cure=cure)]
 
 
 def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     """Train some steps as the run does, and in fp32 from weights and inputs changed by the format's rounding error.
 
     The run's format is at fault where its loss leaves ``4 x`` the spread of the fp32 losses for three steps in a row.
+    Where only 16 bits hold the weights, fp32 masters are tried as the cure.
 
     Args:
         step: the first step.
         batches: the microbatches of each step.
     """
-    number = step.format.number
-    unit = BF16.unit_roundoff if number is FP8 else number.unit_roundoff
-    losses = {step.format.name: _losses(step.own(), batches)}
-    for seed in range(REPLAYS):
-        losses[f"fp32, changed {seed + 1}"] = _changed(step, batches, unit, seed)
-    values = torch.tensor([each for name, each in losses.items() if name != step.format.name], dtype=torch.float64)
+    format = step.format
+    unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
+    own = _losses(step.own(), batches)
+    references = {f"fp32, changed {seed + 1}": _changed(step, batches, unit, seed) for seed in range(REPLAYS)}
+    result = Divergence(losses={format.name: own} | references)
+    values = torch.tensor(list(references.values()), dtype=torch.float64)
     spread = (values.max(0).values - values.min(0).values).cummax(0).values
-    return Divergence(step.format, step.number, losses, values.mean(0), TIMES * spread.clamp(min=unit * unit))
+    middle, limit = values.mean(0), TIMES * spread.clamp(min=unit * unit)
+    first = leaves(own, middle, limit)
+    if first is None:
+        return result
+    away = own[first] - middle[first].item()
+    effect = f"is {away:.3g} away from that of fp32" if math.isfinite(away) else "is not finite"
+    detail = f"from step {step.number + first} on the loss {effect}; rounding explains at most {limit[first]:.3g}"
+    # The first loss is computed before any update.
+    finding = Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)
+    masters = f"{format.number.name}_master"
+    if keeps_16_bits(format):
+        with_masters = _losses(step.passes(masters, own=True, scale=step.scale), batches)
+        if leaves(with_masters, middle, limit) is None:
+            finding.cure = [f"precision={masters}"]
+            finding.detail += f"; with precision={masters} it stays near that of fp32"
+    result.findings = [finding]
+    return result
 
 
-def do_masters_cure(step: Step, batches: list[list[Batch]], found: Divergence) -> bool:
-    """Return whether the loss stays near that of fp32 where fp32 masters hold the weights and the optimizer's state."""
-    masters = step.passes(_with_masters(step.format), own=True, scale=step.scale)
-    return found.leaves(_losses(masters, batches)) is None
+def leaves(losses: list[float], middle: Tensor, limit: Tensor) -> int | None:
+    """Return the index of the first of three losses in a row that are beyond the limit, or None.
 
+    Steps in which fp32 is not finite are not judged: a format cannot be worse than that.
 
-def _with_masters(format: Format) -> str:
-    return f"{format.number.name}_master"
+    Args:
+        losses: of each step.
+        middle: the mean of the fp32 losses of each step, fp64.
+        limit: how far from it a loss may be, fp64.
+    """
+    away = (torch.tensor(losses, dtype=torch.float64) - middle).abs()
+    beyond = (~(away <= limit) & middle.isfinite() & limit.isfinite()).tolist()
+    starts = range(len(beyond) - _IN_A_ROW + 1)
+    return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
 
 
 def _losses(passes: Passes, batches: list[list[Batch]]) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from mantissa.display import dtype_name
 from mantissa.finding import EXCHANGE, OVERFLOW, Finding
@@ -11,38 +10,26 @@ from mantissa.step import Passes, finite
 
 
 def overflow_of_sum(passes: Passes, ranks: int) -> list[Finding]:
-    """Return the parameters whose gradients are finite on every rank, and whose sum over the ranks is not.
+    """Return the parameters whose 16-bit gradients are finite on every rank, and whose sum over the ranks is not.
 
-    The microbatches go to the ranks in rotation, as in training. Only 16-bit gradients are looked at.
+    The microbatches, as many as ranks or more, go to the ranks in rotation, as in training.
     """
-    gradients: dict[str, list[Tensor]] = {}
+    weights = dict(passes.model.named_parameters())
+    by_rank = []
     for rank in range(ranks):
         passes.start()
-        own = passes.microbatches[rank::ranks]
-        if not own:
-            return []
-        passes.gradients(own)
-        for name, gradient in _in_weights_dtype(passes).items():
-            if gradient.dtype.itemsize == 2:
-                gradients.setdefault(name, []).append(gradient)
+        passes.gradients(passes.microbatches[rank::ranks])
+        # Masters' sums are rounded to the weights' dtype before they are exchanged.
+        by_rank.append(
+            {name: each.to(weights[name].dtype, copy=True) for name, each in passes.gradients_by_name().items()}
+        )
     found = []
-    for name, parts in gradients.items():
-        total = torch.stack(parts).sum(0)
-        if all(map(finite, parts)) and not finite(total):
-            wide = torch.stack(parts).double().sum(0).abs().max().item()
-            detail = (
-                f"the gradient of {name} is finite on every rank; their sum is {wide:.6g} > "
-                f"{torch.finfo(total.dtype).max:.6g}"
-            )
+    for name in by_rank[0]:
+        parts = torch.stack([gradients[name] for gradients in by_rank])
+        total = parts.sum(0)
+        if total.dtype.itemsize == 2 and finite(parts) and not finite(total):
+            wide, largest = parts.double().sum(0).abs().max().item(), torch.finfo(total.dtype).max
+            detail = f"the gradient of {name} is finite on every rank; their sum is {wide:.6g} > {largest:.6g}"
             place = (OVERFLOW, EXCHANGE, name.rpartition(".")[0], f"sum of {ranks} ranks")
             found.append(Finding(*place, "all_reduce", dtype_name(total.dtype), tuple(total.shape), detail))
     return found
-
-
-def _in_weights_dtype(passes: Passes) -> dict[str, Tensor]:
-    """Return a rank's gradients as they are exchanged: masters' sums are rounded to the weights' dtype first."""
-    weights = dict(passes.model.named_parameters())
-    if passes.masters is not None:
-        passes.masters.take_gradients()
-    changed = (passes.masters or passes.model).named_parameters()
-    return {name: p.grad.to(weights[name].dtype, copy=True) for name, p in changed if p.grad is not None}

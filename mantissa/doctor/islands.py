@@ -30,8 +30,6 @@ class Islands:
     """Whether every module was tried to be left out."""
     own: list[str] = field(default_factory=list)
     """Of the run, which stay."""
-    stopped: bool = False
-    """Whether the search ended because the time was up, or after ``CALLS`` trials."""
     calls: int = 0
     time_ratio: float | None = None
     """Of a step with the islands to one without; None: not measured."""
@@ -56,10 +54,8 @@ class Islands:
 
     def text(self) -> str:
         """Return a line for the terminal."""
-        if not self.cured and self.stopped:
-            return f"islands: {len(self.modules)} fp32 modules do not cure this step yet, and the time was up"
         if not self.cured:
-            return "islands: no fp32 modules cure this step"
+            return "islands: no fp32 modules that cure this step were found"
         return f'islands: "{self.override}"' + (f"  ({self.cost})" if self.cost else "")
 
 
@@ -94,9 +90,7 @@ def search(
         # In an island already: the module that contains the island.
         inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
-    result.cured = module is None
-    result.stopped = bool(module)
-    result.minimal = result.cured
+    result.cured = result.minimal = module is None
     for name in list(result.modules) if result.cured and len(result.modules) > 1 else []:
         if not may_go_on():
             result.minimal = False

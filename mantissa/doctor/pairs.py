@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.doctor.calls import Call, Different, Evaluated, Recording, relative_error
+from mantissa.doctor.module_calls import Call, Different, Evaluated, Recording, evaluate, record, relative_error
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Step, tensors
@@ -50,7 +50,7 @@ def rounded(tensor: Tensor, number: Number) -> Tensor:
 
 
 @dataclass
-class Row:
+class LocalError:
     """The local error of one tensor of one call."""
 
     module: str
@@ -78,10 +78,10 @@ class Row:
 class Pairs(Examined):
     """All local errors of a step."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LocalError] = field(default_factory=list)
 
 
-def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list[str] | None = None) -> Pairs:
+def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules: list[str] | None = None) -> Pairs:
     """Return the local errors of a step in its run's format.
 
     Args:
@@ -92,9 +92,9 @@ def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list
     name = step.format.name
     if step.format.number is FP8:
         return Pairs(notes=[f"errors of modules: not judged with precision={name}"])
-    recording = Recording.of(step, reference or reference_dtype(step.format), fp32_modules)
+    recording = record(step, reference or reference_dtype(step.format), fp32_modules)
     result = Pairs()
-    worst: dict[tuple[str, str], tuple[Row, Call]] = {}
+    worst: dict[tuple[str, str], tuple[LocalError, Call]] = {}
     for call in recording.calls:
         try:
             rows = _Comparison(recording, step.format.number, call).rows()
@@ -121,7 +121,7 @@ def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list
     return result
 
 
-def _sums_in_half(module: nn.Module, row: Row) -> bool:
+def _sums_in_half(module: nn.Module, row: LocalError) -> bool:
     """Return whether torch's own kernel adds up this gradient in 16 bits, whatever the model is.
 
     Layer norm on a CPU does, over all rows: 0.33 u sqrt(n) of random gradients, without a limit where they cancel.
@@ -141,14 +141,15 @@ class _Comparison:
         self._cotangents = [value.gradient for _, value in self._targets]
         self._module = recording.reference.model.get_submodule(call.module)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LocalError]:
         """Return the errors of what it computes, and of the gradients; leave the input gradients in the call."""
         call = self._call
         if any(child.skipped and child.overwritten for child in call.children):
             call.skipped = "a submodule's result is not known"
         if call.skipped:
             return []
-        exact = self._recording.exact(call, [value.tensor for value in self._sources], self._cotangents)
+        sources = [value.tensor for value in self._sources]
+        exact = evaluate(self._recording.reference, call, sources, self._cotangents)
         for value, target in zip(call.returned.values, exact.targets, strict=False):
             value.tensor = target
         for number, value in enumerate(call.given.values):
@@ -179,8 +180,9 @@ class _Comparison:
         sources = [_saturated(value.tensor, value.low) for value in self._sources]
         cotangents = [None if gradient is None else gradient * scale for gradient in self._cotangents]
         with self._products:
-            found = self._recording.in_low(self._call, sources, cotangents)
-        dtype = self._recording.dtype
+            found = evaluate(self._recording.low, self._call, sources, cotangents)
+        # Divided in the reference's dtype, in which a small scale loses nothing.
+        dtype = next(self._recording.reference.model.parameters()).dtype
         return found._replace(gradients={name: g.to(dtype) / scale for name, g in found.gradients.items()})
 
     def _rounded(self) -> Evaluated:
@@ -196,9 +198,9 @@ class _Comparison:
             each.gradient if each.gradient is None else as_low(each.gradient, each.low) for _, each in self._targets
         ]
         with _rounded_weights(self._module, number):
-            return self._recording.exact(self._call, sources, cotangents)
+            return evaluate(self._recording.reference, self._call, sources, cotangents)
 
-    def _rows(self, exact: Evaluated, changed: Evaluated, low: Evaluated, scale: float) -> list[Row]:
+    def _rows(self, exact: Evaluated, changed: Evaluated, low: Evaluated, scale: float) -> list[LocalError]:
         forward, both = self._products.forward, self._products.forward + self._products.backward
         rows = []
         for number, (name, _) in enumerate(self._targets):
@@ -231,7 +233,7 @@ class _Comparison:
         products: int,
         scale: float = 1.0,
         least: float = 0.0,
-    ) -> Row:
+    ) -> LocalError:
         call, number = self._call, self._number
         e, cond = relative_error(low, exact), relative_error(changed, exact)
         d = max(1, products)
@@ -244,7 +246,7 @@ class _Comparison:
         absolute = number.smallest / 2 * math.sqrt(exact.numel()) / norm if norm and number is FP16 else 0.0
         bound = max(FACTOR * max(cond, number.unit_roundoff * math.sqrt(d), absolute), least)
         accumulated = call.accumulated if direction == FORWARD and name.startswith("result") else math.nan
-        return Row(call.module, call.number, direction, name, e, cond, d, bound, accumulated)
+        return LocalError(call.module, call.number, direction, name, e, cond, d, bound, accumulated)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,18 +34,15 @@ class FormatTrial:
     why: str = ""
     """It was left out."""
     loss: float = math.nan
-    seconds: float = 0.0
 
     def take(self) -> Passes:
         """Take the step, and return the passes that did; sets ``status``."""
         assert self.build is not None
         passes = self.build()
-        began = time.monotonic()
         self.harmed, found = passes.until_finite(self.scales)
         self.scale = passes.scale
         self.loss = found.loss.item()
         self.status = BREAKS if self.harmed else OK
-        self.seconds = time.monotonic() - began
         return passes
 
     def text(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,11 @@ from benchmarks import gpu
 from benchmarks.bench import BenchOptions
 from evidence.claims.command import ReproduceOptions
 from trainer.config.compose import compose
-from trainer.config.options import parse, run
+from trainer.config.options import parse
 from trainer.files import write_json
 from trainer.hardware import detect
 
 NAMES = [stage.name for stage in gpu.STAGES]
-ORDER = ["rates", "gate", "gpt2_compiled", "gpt2_profile", "gpt2_master", "resnet50_compiled", "resnet50_profile"]
-ORDER += ["claims_first", "gpt2_eager", "resnet50_eager", "tests", "bench", "claims"]
 
 
 class Machine:
@@ -75,8 +72,10 @@ def call(tmp_path: Path, machine: Machine) -> Callable[..., dict[str, str]]:
 def test_stages_come_in_order_and_the_claims_get_the_time_that_is_left(
     call: Callable[..., dict[str, str]], machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One that fails or hangs does not stop the others."""
     ended = call("28min")
-    assert machine.started == ORDER == NAMES
+    assert machine.started == NAMES
+    assert NAMES.index("claims_first") < NAMES.index("gpt2_eager")
     assert ended.pop("claims") == "not finished"  # the next call has more time for them
     assert set(ended.values()) == {"done"}
     assert {"all=true", "device=auto", "data.path=text", f"budget={28 * 60 - 12 * 60 - 15}s"} <= set(
@@ -84,13 +83,8 @@ def test_stages_come_in_order_and_the_claims_get_the_time_that_is_left(
     )
     expected = "gpt2_compiled: done, 520k tokens/s, 43% of the matmul rate, goal 500k tokens/s, 50%"
     assert expected in capsys.readouterr().out.splitlines()
-
-
-def test_one_that_fails_or_hangs_does_not_stop_the_others(
-    call: Callable[..., dict[str, str]], machine: Machine
-) -> None:
     machine.codes, machine.takes = {"tests": 1}, {"gpt2_compiled": 1e6}
-    ended = call("28min")
+    ended = call("28min", commit="b")
     assert machine.started == NAMES
     assert (ended["tests"], ended["gpt2_compiled"], ended["bench"]) == ("failed", "took too long", "done")
 
@@ -121,13 +115,10 @@ def test_the_next_call_continues_at_the_same_commit(call: Callable[..., dict[str
 def test_what_is_worth_keeping_is_copied_after_each_stage(
     call: Callable[..., dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "results" / "h200").mkdir(parents=True)
-    write_json(tmp_path / "results" / "h200" / "two_x.json", {})
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     call("4min")
     kept = {str(path.relative_to(tmp_path / "out" / "h200")) for path in (tmp_path / "out").rglob("*.*")}
-    assert {"gpu.jsonl", "two_x.json", "gate.log", "gpt2_compiled/run/profile/operators.txt"} <= kept
-    assert not any(name.endswith(".part") for name in kept)
+    assert {"gpu.jsonl", "gate.log", "gpt2_compiled/run/profile/operators.txt"} <= kept
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -151,28 +142,3 @@ def test_a_process_ends_with_its_code_or_at_its_limit(tmp_path: Path) -> None:
     assert gpu.launch(line, log, 60.0, lambda: None) == 3
     assert log.read_text() == "said\n"
     assert gpu.launch([sys.executable, "-c", "import time; time.sleep(600)"], log, 0.0, lambda: None) is None
-
-
-def test_the_rates_are_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "product_rates", lambda hardware: {"bf16": 790.0})
-    assert gpu.main(["rates", "device=cpu"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["product_tflops"] == {"bf16": 790.0}
-    assert found["copy_gb_per_s"] > 0
-    assert found["versions"]["torch"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["budget=soon"], "budget=soon"),
-        (["only=test", "reduced=true"], "only=test is not a stage"),
-        (["device=cpu"], "there is no CUDA GPU here; set reduced=true to rehearse on a CPU"),
-        (["steps=3", "reduced=true"], "steps=3 is not an option; data.path=… of a claim is the only override"),
-    ],
-)
-def test_a_mistake_is_named(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(gpu.main, None, [*arguments, f"output_dir={tmp_path}"]) == 2
-    assert words in capsys.readouterr().err

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,38 +8,20 @@ import torch
 from torch import nn
 
 from benchmarks import nanogpt as module
-from benchmarks.jobs import Job, shakespeare
-from benchmarks.nanogpt import (
-    DEFAULT,
-    PLAIN,
-    Contest,
-    Contestant,
-    PlainLoop,
-    PlainShape,
-    Point,
-    _plain,
-    nanogpt,
-    race,
-    race_rows,
-)
-from benchmarks.rows import Bench, Row
+from benchmarks.jobs import shakespeare
+from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, Contestant, PlainShape, Point, _plain, nanogpt, race, race_rows
+from benchmarks.rows import Bench
 from recipes.gpt2 import SHAPES
 from trainer.hardware import detect
 from trainer.trainer import Trainer
 
 SHAPE = PlainShape(context=8, layers=2, heads=2, width=16, batch_size=4, steps=8, warmup=2)
-COUNTS = {"layers", "heads", "width", "context"}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
-    return path
 
 
 @pytest.fixture
-def contest(text: Path) -> Contest:
+def contest(tmp_path: Path) -> Contest:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     small = ("recipe.context=8", "batch_size=4", "steps=8", "eval_samples=4")
     job = replace(shakespeare(str(text)), steps=1)
     job = replace(job, overrides=(*job.overrides, *small))
@@ -53,7 +34,8 @@ def test_the_recipes_are_the_same_run(shared_data: Path) -> None:
     config = job.config().resolve(detect("cpu"))
     shape, plan = PlainShape(), config.plan
     own = SHAPES[config.config.recipe.size]  # type: ignore[attr-defined]
-    assert all(getattr(own, name) == getattr(shape, name) for name in COUNTS)
+    for name in ("layers", "heads", "width", "context"):
+        assert getattr(own, name) == getattr(shape, name)
     assert (plan.steps, plan.batching.batch_size, plan.batching.accumulation) == (shape.steps, shape.batch_size, 1)
     optimizer, schedule = config.config.optimizer, config.config.schedule
     for step in (0, 50, 99, 100, 1000, 1999):
@@ -93,28 +75,6 @@ def _copy(plain: nn.Module, ours: dict[str, nn.Parameter]) -> None:
         own.copy_(parameter.T if parameter.ndim == 2 and name not in outer else parameter)
 
 
-def test_the_baseline_starts_at_chance_and_learns(contest: Contest) -> None:
-    trainer = Trainer.from_config(contest.job.config())
-    loop = _plain(replace(contest, shape=replace(SHAPE, lr=1e-2, steps=60)), trainer, seed=1)
-    chance = math.log(trainer.datasets.tokens.tokenizer.vocab_size)  # type: ignore[attr-defined]
-    loop.run(1)
-    assert loop.loss == pytest.approx(chance, rel=0.05)
-    loop.run(59)
-    assert loop.step == 60
-    assert loop.loss < 0.8 * chance
-
-
-def test_the_seed_decides_weights_and_batches(contest: Contest) -> None:
-    trainer = Trainer.from_config(contest.job.config())
-
-    def after_two_steps(seed: int) -> float:
-        loop: PlainLoop = _plain(contest, trainer, seed)
-        loop.run(2)
-        return loop.loss
-
-    assert after_two_steps(1) == after_two_steps(1) != after_two_steps(2)
-
-
 def _row(steps: int, losses: list[float], seconds_a_step: float) -> Contestant:
     left = iter(losses)
     return Contestant(steps, lambda count: count * seconds_a_step, lambda: next(left))
@@ -135,74 +95,29 @@ def test_each_takes_its_share_of_its_steps_in_every_round(contest: Contest) -> N
 
 def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:
     rows = list(nanogpt(Bench(detect("cpu"), 1, tmp_path, modes=frozenset({"bf16"})), contest))
-    steps = [row for row in rows if ", step, " in row.name]
-    assert [row.name.partition(", step, ")[2] for row in steps] == [
-        f"ours fp32 / {PLAIN} fp32",
-        "ours fp32 / a bare loop fp32",
-        f"ours bf16 / {PLAIN} bf16",
-        "ours bf16 / a bare loop bf16",
-        f"ours bf16 / {PLAIN} fp32",
+    assert [row.name.removeprefix("shakespeare, ") for row in rows] == [
+        f"step, ours fp32 / {PLAIN} fp32",
+        "step, ours fp32 / a bare loop fp32",
+        f"step, ours bf16 / {PLAIN} bf16",
+        "step, ours bf16 / a bare loop bf16",
+        f"step, ours bf16 / {PLAIN} fp32",
+        *(f"time to the loss, {name} / {PLAIN}" for name in contest.ours),
     ]
-    races = rows[len(steps) :]
-    assert [row.name.partition("loss, ")[2] for row in races] == [f"{name} / {PLAIN}" for name in contest.ours]
-    assert all(row.values and min(row.values) > 0 for row in rows if row not in races)
-    assert races[0].target is None
-    assert races[1].target == 0.7
-    assert "steps=4" in races[1].measured
-    assert "steps and" in races[0].measured  # what nanoGPT's loop reached
+    assert all(min(row.values) > 0 for row in rows)
+    assert [row.target for row in rows[-2:]] == [None, 0.7]
 
 
-def test_a_format_in_fp32_arithmetic_is_left_out_unless_named(contest: Contest, tmp_path: Path) -> None:
-    hardware = replace(detect("cpu"), cpu_flags=frozenset())
-    rows = list(nanogpt(Bench(hardware, 1, tmp_path), replace(contest, ours={DEFAULT: ()})))
-    left_out = [row for row in rows if not row.values and "left out" in row.measured]
-    assert [row.measured for row in left_out] == [WHY]
-    assert not any("bf16" in row.name for row in rows if row not in left_out)
-
-
-WIDE = "bf16 matmuls, convolutions: fp32 arithmetic, this CPU has no bf16 instructions"
-WHY = f"left out: {WIDE}; measured with modes=bf16"
-
-
-def test_without_a_text_the_standard_library_is_read() -> None:
-    assert Job("shakespeare", shakespeare().overrides).config().data.kind == "python_docs"
-
-
-def raced(contest: Contest, folder: Path, monkeypatch: pytest.MonkeyPatch, *last: float) -> Row:
-    """The row of a contestant whose loss at the end is one of ``last``, with each seed the next one."""
-    settings = {"ours with fewer steps": ("steps=400",)}
+@pytest.mark.parametrize(("last", "met"), [((1.8, 1.8, 1.8), True), ((1.8, 1.95, 1.8), False)])
+def test_a_run_that_does_not_reach_the_loss_counts_with_its_whole_time(
+    last: tuple[float, ...], met: bool, contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``last``: the loss at the end, with each seed the next one."""
     ends = list(last)
     monkeypatch.setattr(module, "_ours", lambda *_: _row(400, [2.5, 2.0, ends.pop(0)], 1.0))
     monkeypatch.setattr(module, "_baseline", lambda *_: _row(1000, [2.5, 1.8, 1.7], 1.0))
-    hardware = replace(detect("cpu"), cpu_flags=frozenset())
-    (row,) = race_rows(Bench(hardware, len(last), folder), replace(contest, ours=settings))
-    return row
-
-
-def test_a_run_that_does_not_reach_the_loss_counts_with_its_whole_time(
-    contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = raced(contest, tmp_path, monkeypatch, 1.8, 1.95, 1.8)
+    bench = Bench(replace(detect("cpu"), cpu_flags=frozenset()), len(last), tmp_path)
+    (row,) = race_rows(bench, replace(contest, ours={"ours with fewer steps": ("steps=400",)}))
     assert row.values == [400 / 750] * 3
-    assert (max(row.values) <= 0.7, row.met) == (True, False)
-    assert "at least 0.533x" in row.text()
-    assert row.text().count("1.950 (not reached) after 400 steps and 400.0 s against 1.800 after 750 steps") == 1
-    assert "MISSED" in row.text()
-
-
-@pytest.mark.parametrize(("last", "met"), [((1.8, 1.8), True), ((1.95, 1.95), False)])
-def test_the_loss_is_met_where_all_seeds_reach_it(
-    last: tuple[float, ...], met: bool, contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = raced(contest, tmp_path, monkeypatch, *last)
-    assert len(row.values) == 2
     assert row.met is met
-    assert ("at least" not in row.text()) is met
-
-
-def test_a_real_run_that_learns_nothing_is_a_lower_bound(contest: Contest, tmp_path: Path) -> None:
-    never = {DEFAULT: ("optimizer.lr=1e-12",)}
-    small = replace(contest, ours=never, shape=replace(SHAPE, lr=1e-2, steps=60))
-    row = next(iter(race_rows(Bench(detect("cpu"), 1, tmp_path), small)))
-    assert (len(row.values), row.lower_bound) == (1, True)
-    assert "(not reached)" in row.measured
+    missed = "1.950 (not reached) after 400 steps and 400.0 s against 1.800 after 750 steps"
+    assert ("at least 0.533x" in row.text(), row.text().count(missed)) == ((False, 0) if met else (True, 1))

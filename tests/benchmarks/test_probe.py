@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from benchmarks import probe as probes
 from evidence.measures import PROBE_MEASURES
-from trainer.config.options import run
 from trainer.errors import UserError
 
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=8 data=synthetic data.vocab_size=64 batch_size=4 device=cpu"
@@ -32,6 +29,7 @@ def test_gemm_is_as_exact_as_its_format(tmp_path: Path) -> None:
     ]
     assert 0 < errors[0] < 1e-5
     assert 1e-3 < errors[1] < 3e-2
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_gemm_counts_two_operations_for_each_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +42,10 @@ def test_gemm_counts_two_operations_for_each_product(tmp_path: Path, monkeypatch
     monkeypatch.setattr(probes, "stopwatch", lambda loop, device: block)
     assert measures(tmp_path, "gemm size=100 device=cpu")["tflops"] == pytest.approx(2e6 / 1e-3 / 1e12)
     assert blocks == [1, 2, 4, *[8] * 11]  # of at least five milliseconds
+    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: lambda steps: math.nan)
+    with pytest.raises(UserError, match="gemm measured no number for tflops"):
+        measures(tmp_path / "nothing", "gemm size=8 device=cpu")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_before_unscaling_the_norm_is_that_of_the_scaled_gradients(tmp_path: Path) -> None:
@@ -63,37 +65,3 @@ def test_the_forecast_of_the_largest_batch_is_where_its_line_meets_the_budget(tm
     assert small["fixed_mib"] > 4 * 4 * 12 * 128**2 * 4 / 2**20  # weights, gradients and two moments of four blocks
     more = large["largest_batch"] - small["largest_batch"]
     assert more == pytest.approx(0.95 * 64 / small["mib_per_sample"], abs=1)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("gem size=4", "did you mean 'gemm'?"),
-        ("", "nothing is not a probe (gemm, clip_order, max_batch)"),
-        ("gemm size=x", "size=x must be a whole number"),
-        ("gemm sise=64", "sise is not an option; did you mean 'size'?"),
-        ("gemm size=0", "size=0 must be a whole number of at least 1"),
-        ("gemm seed=x", "seed=x must be a whole number of at least 0"),
-        ("gemm precision=fp8 device=cpu", "precision=fp8 is not one of fp32, tf32, bf16, fp16"),
-        ("gemm precision=tf32 device=cpu", "precision=tf32 is not available"),
-        (f"max_batch by=magic {GPT2}", "by=magic is neither trials nor forecast"),
-        (f"clip_order order=during {GPT2}", "order=during is neither before nor after"),
-    ],
-)
-def test_mistakes_are_named(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(probes.main, None, text.split()) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_what_is_no_number_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = itertools.chain([1.0], itertools.repeat(math.nan))
-    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: lambda steps: next(seconds))
-    with pytest.raises(UserError, match="gemm measured no number for tflops"):
-        measures(tmp_path, "gemm size=8 device=cpu")
-    assert not list(tmp_path.iterdir())
-    assert torch.get_default_dtype() == torch.float32
-
-
-def test_what_every_probe_measures_is_known_beforehand() -> None:
-    assert re.findall(r"^  (\w+) ", str(probes.__doc__), re.MULTILINE) == list(probes.PROBES)
-    assert set(PROBE_MEASURES) == set(probes.PROBES)

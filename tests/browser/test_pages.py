@@ -13,11 +13,8 @@ import pytest
 
 from tests import shortcuts
 from tests.serving import serve_ui
+from tests.tracked import open_tracker
 from trainer.files import write_json
-from trainer.tracking.mlflow.record import RunInfo
-from trainer.tracking.mlflow.store import connect
-from trainer.tracking.options import Tracking
-from trainer.tracking.tracker import Tracker
 from trainer.tracking.ui import (
     comparison_address,
     curves_address,
@@ -36,15 +33,8 @@ pytestmark = [
 ]
 
 FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-sync",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--window-size=1600,1200",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=1600,1200"),
+    *("--disable-quic", "--disable-sync", "--disable-background-networking", "--disable-component-update"),
 )
 WAIT_S = 120
 
@@ -80,13 +70,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         run.mkdir()
         module = {"module": "wte", "type": "Embedding", "weights": "float32", "compute": "float32", "output": "float32"}
         write_json(run / "precision.json", {"modules": [module, module | {"module": "h.0.attn"}]})
-        info = RunInfo(
-            "gpt2",
-            run.name,
-            {"precision.mode": precision, "optimizer.lr": 6e-4},
-            {"precision": precision, "hardware": "a test's CPU"},
-        )
-        tracker = Tracker(Tracking(uri=uri, system_metrics=False, flush_every_s=0.1, patience_s=300), run, info)
+        params = {"precision.mode": precision, "optimizer.lr": 6e-4}
+        tags = {"precision": precision, "hardware": "a test's CPU"}
+        tracker = open_tracker(run, uri=uri, experiment="gpt2", params=params, tags=tags)
         for step in range(1, 21):
             tracker.log(step, {"loss": loss + (20 - step) / 10, "tokens_per_s": 1000.0 + step})
         tracker.log(20, {"valid/loss": loss + 0.5})
@@ -144,23 +130,6 @@ def test_the_runs_are_listed_drawn_and_compared(browser: Chrome, server: str, st
     metrics = ("loss", "3.125", "3.25", "tokens_per_s", "valid/loss", "3.75")
     address = comparison_address(server, experiment, newest.run_ids)
     assert_shows(browser, address, "Comparing 2 Runs", *names, *params, *metrics)
-
-
-def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, server: str, store: str) -> None:
-    """As those of scripts/compare.py are, which MLflow's page hides behind their parent in the order of time."""
-    newest = newest_runs(store, None, 2)
-    client = connect(store)
-    parent = client.create_run(newest.experiment_id, start_time=1, run_name="compare-it").info.run_id
-    try:
-        for run_id in newest.run_ids:
-            client.set_tag(run_id, "mlflow.parentRunId", parent)
-        assert newest_runs(store, None, 2).run_ids == newest.run_ids
-        address = curves_address(server, newest.experiment_id, newest.run_ids)
-        assert_shows(browser, address, "2 matching runs", *newest.run_names, "Model metrics", "final", "best")
-    finally:
-        for run_id in newest.run_ids:
-            client.delete_tag(run_id, "mlflow.parentRunId")
-        client.delete_run(parent)
 
 
 def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: str, store: str) -> None:

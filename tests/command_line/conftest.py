@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from tests import forks
+from trainer.config import options
 from trainer.tracking.mlflow.store import connect
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,10 @@ class Result:
     code: int
     out: str
     err: str
+
+
+Train = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
@@ -48,6 +54,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return current
 
 
+def write_idx(folder: Path, brightness: int) -> None:
+    """Images of digits in files like MNIST's, whose pixels are below ``brightness``."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for part in ("train", "t10k"):
+        images, labels = rng.integers(0, brightness, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
+        header = struct.pack(">IIII", 0x803, *images.shape)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = struct.pack(">II", 0x801, len(labels))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+
+
 @pytest.fixture
 def user_data(folder: Path) -> None:
     """texts/ with text files, images/ with a folder per class, idx/ with files like MNIST's."""
@@ -61,13 +79,7 @@ def user_data(folder: Path) -> None:
         path = folder / "images" / f"class{index % 2}" / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).save(path)
-    (folder / "idx").mkdir()
-    for part in ("train", "t10k"):
-        images, labels = rng.integers(0, 256, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
-        header = struct.pack(">IIII", 0x803, *images.shape)
-        (folder / "idx" / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        header = struct.pack(">II", 0x801, len(labels))
-        (folder / "idx" / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+    write_idx(folder / "idx", 256)
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +93,13 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+def store(folder: Path, empty_store: Path) -> str:
+    """The address of ``mlflow.db`` in the current folder, which is where runs go without any option."""
+    return f"sqlite:///{shutil.copy(empty_store, folder / 'mlflow.db')}"
+
+
+@pytest.fixture
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -115,7 +133,32 @@ def _command(*overrides: str) -> Result:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def succeed(train: Train) -> Train:
+    """``train``, which must end without an error."""
+
+    def command(*overrides: str) -> Result:
+        done = train(*overrides)
+        assert done.code == 0, done.out + done.err
+        return done
+
+    return command
+
+
+@pytest.fixture
+def script(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """``script(main, "seeds=2", …)``: another script in this process; what it trains are forks, see ``tests.forks``."""
+    for module in ("evidence.runs", "evidence.certificate.certify"):
+        monkeypatch.setattr(f"{module}.subprocess", forks)
+
+    def command(main: Callable[[list[str]], int], *arguments: str) -> Result:
+        capsys.readouterr()
+        return Result(options.run(main, None, arguments), *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
     """``start("precision=bf16", …)``: scripts/train.py as a process of its own.
 
     A fork, see ``tests.forks``, unless ``fresh``: then it imports everything anew, from the script's own project.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +12,13 @@ from evidence.claims.claims import load, names
 from evidence.claims.reproduce import Reproduction
 from evidence.measures import TIMED
 from evidence.runs import Launch
+from tests.command_line.conftest import Train
 from trainer.config.compose import compose
 from trainer.hardware import detect
 
 
 @pytest.fixture
-def launch(train: Callable[..., Any]) -> Launch:
+def launch(train: Train) -> Launch:
     """What a Runner calls in place of a process of its own: the same command line, in this process."""
 
     def run(command: list[str], log: Path, limit_s: float | None) -> int:

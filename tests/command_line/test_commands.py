@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.command_line.conftest import Train
 from tests.helpers import SHIPPED
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -86,9 +86,7 @@ def read(path: Path) -> Any:
 
 @pytest.mark.usefixtures("user_data")
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_runs_two_steps(
-    choice: str, train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_choice_runs_two_steps(choice: str, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if choice.startswith("compile/"):
         monkeypatch.setenv("PATH", str(folder))  # without a compiler
     done = train(*tiny(choice))
@@ -103,30 +101,27 @@ def test_every_choice_runs_two_steps(
     assert math.isfinite(summary["final"]["valid/loss"])
 
 
-def test_compile_off_and_default_agree(train: Callable[..., Any], folder: Path) -> None:
+def test_compile_off_and_default_agree(succeed: Train, folder: Path) -> None:
     """The one test that compiles for real: about ten seconds, most of them in g++."""
     if not shutil.which("g++"):
         pytest.skip("torch.compile on a CPU needs a C++ compiler")
     for mode in ("off", "default"):
-        done = train(*tiny(f"compile/{mode}"), "profiler=none", f"run_name={mode}")
-        assert done.code == 0, done.err
+        succeed(*tiny(f"compile/{mode}"), "profiler=none", f"run_name={mode}")
     losses = [read(folder / "outputs" / mode / "summary.json")["final"]["valid/loss"] for mode in ("off", "default")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_threads_are_those_asked_for_and_the_next_run_has_its_own(train: Callable[..., Any], folder: Path) -> None:
+def test_threads_are_those_asked_for_and_the_next_run_has_its_own(succeed: Train, folder: Path) -> None:
     before = torch.get_num_threads()
-    done = train(*BIGNET, *SHORT, "threads=3", "profiler=none")
-    assert done.code == 0, done.err
+    succeed(*BIGNET, *SHORT, "threads=3", "profiler=none")
     assert read(only_run(folder) / "summary.json")["hardware"]["threads"] == 3
     assert torch.get_num_threads() == before != 3
 
 
 @pytest.mark.usefixtures("plots")
-def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path) -> None:
-    done = train(*GPT2, "precision=bf16", "steps=8", "batch_size=4", "micro_batch_size=2", "eval_samples=4",
+def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
+    done = succeed(*GPT2, "precision=bf16", "steps=8", "batch_size=4", "micro_batch_size=2", "eval_samples=4",
                  "tracking=local", "profiler=torch", "precision.fp32_modules=[ln_f]")  # fmt: skip
-    assert done.code == 0, done.err
     assert done.err == ""
     run = only_run(folder)
     assert {path.name for path in run.iterdir()} == {
@@ -134,8 +129,6 @@ def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path
         "profile", "tracking.json", "launch.json", "tokenizer", ".lock",
     }  # fmt: skip
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000008"}
-    assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (run / "plots" / "throughput.png").stat().st_size > 1000
     assert read(run / "profile" / "trace.json")["traceEvents"]
     assert read(run / "summary.json")["utilisation"]["mfu"] > 0
     assert "aten::" in (run / "profile" / "operators.txt").read_text()
@@ -146,8 +139,7 @@ def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path
     assert manifest["effective"]["fp32_modules"] == ["gpt2.transformer.ln_f"]
     assert any("bfloat16" in row["compute"] for row in manifest["modules"] if row["weights"] == "float32")
     assert "requested bf16; matmuls run in bfloat16" in done.out
-    emulated = "bf16 matmuls, batched matmuls, convolutions, attention: fp32 arithmetic, this CPU has no bf16"
-    assert (emulated in done.out) == (manifest["support"] == "emulated")
+    assert ("fp32 arithmetic, this CPU has no bf16" in done.out) == (manifest["support"] == "emulated")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 8, 8]
     wanted = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "step_time_s", "memory_bytes", "tokens_per_s"}
@@ -155,7 +147,7 @@ def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path
     assert {path.suffix for path in (run / "best").iterdir()} == {".json", ".safetensors"}
 
 
-def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[..., Any]) -> None:
+def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> None:
     done = train(*GPT2, *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=fp16", "scaler.init=1e9")
     before, _, after = done.out.partition("summary\n")
     for words in (
@@ -169,22 +161,21 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[.
         assert words in after
     assert "run folder outputs/gpt2-fp16-s0\n" in after  # and no MLflow to compare runs in
     assert done.err == ""
-    assert not [line for line in done.out.splitlines() if line != line.rstrip()]
 
 
-def test_bignet_ends_with_the_ledger(train: Callable[..., Any], folder: Path) -> None:
+def test_bignet_ends_with_the_ledger(train: Train, folder: Path) -> None:
     done = train(*BIGNET, "recipe.width=64", "steps=4", *SHORT[1:], "precision=bf16")
     after = done.out.partition("summary\n")[2]
     for category in ("weights", "gradients", "optimizer", "autocast_copies", "activations", "temporary"):
         assert f"\n{category} " in after
     ledger = read(only_run(folder) / "profile" / "ledger.json")
     assert ledger["step"] == 3  # counted from 1, as in metrics.jsonl
+    assert "autocast can save at most " in after
 
 
-def test_help_lists_every_choice(train: Callable[..., Any], folder: Path) -> None:
+def test_help_lists_every_choice(train: Train, folder: Path) -> None:
     done = train("--help")
     assert (done.code, done.err) == (0, "")
     for choice in CHOICES:
         assert f"\n  {choice.partition('/')[2]} " in done.out
-    assert "_schema" not in done.out
     assert not list(folder.iterdir())

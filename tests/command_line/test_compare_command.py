@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from evidence.comparison.command import main
-from tests import forks
-from tests.command_line.conftest import PROJECT, Result
-from trainer.config.options import run
+from tests.command_line.conftest import PROJECT, Result, Start
 from trainer.tracking.mlflow.store import connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -27,17 +23,9 @@ COMMAND = [
 ]
 
 
-@pytest.fixture
-def compare(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """The command in this process, where torch and MLflow are loaded; what it trains has processes of its own."""
-    monkeypatch.setattr("evidence.runs.subprocess", forks)
-    return lambda *arguments: Result(run(main, None, arguments), *capsys.readouterr())
-
-
 def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
-    folder: Path, empty_store: Path, start: Callable[..., subprocess.Popen[str]], compare: Callable[..., Result]
+    folder: Path, store: str, start: Start, script: Callable[..., Result]
 ) -> None:
-    shutil.copy(empty_store, folder / "mlflow.db")
     first = start(*COMMAND, script=SCRIPT)
     assert first.stdout
     assert first.stdout.readline().startswith("2 arms × 2 seeds, alternating")
@@ -46,7 +34,7 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     out, err = first.communicate(timeout=300)
     assert (first.returncode, "run the same command again to continue" in err) == (130, True), out + err
 
-    second = compare(*COMMAND)
+    second = script(main, *COMMAND)
     assert second.code == 1, second.out + second.err
     lines = second.out.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
@@ -56,31 +44,25 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     assert f"report {root}/report.html" in second.out
     assert "2 of 2 runs diverged where the baseline's did not" in (root / "report.md").read_text()
     found = json.loads((root / "comparison.json").read_text())
-    assert [(arm["label"], arm["seeds"], arm["quality"]["verdict"]) for arm in found["arms"]] == [
-        ("fp32", [0, 1], ""),
-        ("hot", [], "WORSE"),
-    ]
+    arms = [(arm["label"], arm["seeds"], arm["quality"]["verdict"]) for arm in found["arms"]]
+    assert arms == [("fp32", [0, 1], ""), ("hot", [], "WORSE")]
     assert found["arms"][0]["memory"]["values"][0] > 0
 
-    third = compare(*COMMAND)
+    third = script(main, *COMMAND)
     assert third.code == 1
     assert third.out.count("already done") == third.out.count("failed earlier") == 2
     assert third.out.splitlines()[-1] == second.out.splitlines()[-1]  # the address in MLflow
-    client = connect(f"sqlite:///{folder}/mlflow.db")
+    client = connect(store)
     experiment = client.get_experiment_by_name("bignet")
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = [run for run in runs if run.info.run_name == "compare-it"]
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    assert sorted((run.info.run_name, run.info.status) for run in children) == [
-        *(("fp32-s0", "FINISHED"), ("fp32-s1", "FINISHED"), ("hot-s0", "FAILED"), ("hot-s1", "FAILED"))
-    ]
+    statuses = {run.info.run_name: run.info.status for run in children}
+    assert statuses == {"fp32-s0": "FINISHED", "fp32-s1": "FINISHED", "hot-s0": "FAILED", "hot-s1": "FAILED"}
     assert [run.data.tags["arm"] for run in children] == [run.info.run_name.partition("-")[0] for run in children]
-    reported = third.out.splitlines()
-    assert f"/runs/{parent.info.run_id}?" in reported[-3]
-    assert "&compareRunsMode=CHART&searchFilter=attributes.run_id%20IN%20" in reported[-1]
-    shown = reported[-1]
+    *_, below, _, shown = third.out.splitlines()
+    assert f"/runs/{parent.info.run_id}?" in below
     assert [run.info.run_id in shown for run in children] == [run.info.status == "FINISHED" for run in children]
     assert parent.info.run_id not in shown
-    assert parent.data.tags["quality.hot"] == "WORSE"
-    assert parent.data.params["arms"] == "fp32, hot"
+    assert (parent.data.tags["quality.hot"], parent.data.params["arms"]) == ("WORSE", "fp32, hot")
     assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}

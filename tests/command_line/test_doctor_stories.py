@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evidence.doctor.command import main
+from tests.command_line.conftest import Train
 from tests.command_line.test_documented_commands import PROJECT, commands
 
 PAGE = PROJECT / "docs/doctor.md"
@@ -29,7 +28,7 @@ def printed(pattern: str) -> str:
     return match[0]
 
 
-def test_an_overflow_in_t5(train: Callable[..., Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_overflow_in_t5(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training, doctor = story("t5-fp16-s0")
     failed = train(*training, "tracking=local")
     assert failed.code == 3
@@ -42,7 +41,7 @@ def test_an_overflow_in_t5(train: Callable[..., Any], folder: Path, capsys: pyte
 
 
 def test_norm_weights_that_never_move(
-    train: Callable[..., Any], folder: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, succeed: Train, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training, doctor = story("llama-bf16_pure-s0")
     fewer = [word for word in training if word.partition("=")[0] not in ("steps", "diagnostics.every")]
@@ -52,5 +51,5 @@ def test_norm_weights_that_never_move(
     assert main(doctor) == 7
     assert printed(r"FOUND lost updates, update: \S+layernorm\n") in capsys.readouterr().out
     cured = [word.replace("bf16_pure", "bf16_master") for word in fewer]
-    assert train(*cured, "steps=2", "tracking=local").code == 0
+    succeed(*cured, "steps=2", "tracking=local")
     assert main([doctor[0].replace("bf16_pure", "bf16_master"), "check=updates"]) == 0

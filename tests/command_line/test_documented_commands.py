@@ -14,12 +14,7 @@ from tests.helpers import SHIPPED
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
-FILES = [
-    *PAGES,
-    *SHIPPED,
-    *sorted((PROJECT / "scripts").glob("*.py")),
-    PROJECT / "trainer/run/command.py",
-]
+FILES = [*PAGES, *SHIPPED, *sorted((PROJECT / "scripts").glob("*.py")), PROJECT / "trainer/run/command.py"]
 COMMAND = re.compile(
     r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*"
     r"(?:python (?:scripts/|benchmarks/[bg])|torchrun |make |sbatch |pip |docker |source )[^`]*)"
@@ -39,22 +34,14 @@ def commands(path: Path) -> list[str]:
     return [found[1].strip() for line in lines if (found := COMMAND.match(line.strip()))]
 
 
-def every_command() -> list[str]:
-    return [command for path in FILES for command in commands(path)]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_no_command_of_a_page_ends_with_a_comment(page: Path) -> None:
-    """An interactive zsh knows no comments: their words would become arguments, and an apostrophe would wait."""
+def test_commands_can_be_pasted_into_zsh(page: Path) -> None:
+    """It knows no comments: their words would become arguments. And it would look for files that fit a list."""
     for command in commands(page):
         assert " #" not in QUOTED.sub("", command), f"put the comment into the text: {command}"
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_lists_within_the_text_are_quoted(path: Path) -> None:
-    for span in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
+    for span in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
         for word in QUOTED.sub("", span).split():
-            assert not KEY_VALUE.match(word), f"{path.name}: quote {word}"
+            assert not KEY_VALUE.match(word), f"quote {word}"
 
 
 @pytest.mark.parametrize("shell", ["zsh", "bash"])
@@ -62,7 +49,8 @@ def test_a_shell_passes_every_command_unchanged(shell: str, tmp_path: Path) -> N
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
-    found = [command for command in every_command() if not set("<>$…|") & set(command)]
+    every = [command for path in FILES for command in commands(path)]
+    found = [command for command in every if not set("<>$…|") & set(command)]
     assert len(found) > 40
     options = ["-f"] if shell == "zsh" else ["--norc", "-O", "failglob"]
     script = "\n".join(f"printf '%s\\n' {command.partition(' # ')[0]}; echo ---" for command in found)

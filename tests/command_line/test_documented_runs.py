@@ -9,15 +9,14 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed.run as torchrun
 
 from evidence.search.space import PREFIX, check_space, parse_space
+from tests.command_line.conftest import Train
 from tests.command_line.test_documented_commands import PAGES, PROJECT, commands
 from trainer.config.compose import combinations, compose
 from trainer.config.explain import known_options
@@ -27,36 +26,19 @@ TRAIN = "python scripts/train.py"
 # What is not run here, by how it begins; its options are checked. Other tests run most of them.
 ELSEWHERE = (
     # Installs, downloads, or needs another machine.
-    *(
-        "source .venv/bin/activate",
-        "pip ",
-        "PYTHONPATH=",
-        "make ",
-        "sbatch ",
-        f"{TRAIN} -m hydra/launcher=submitit_slurm",
-    ),
-    *(f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT"),
+    "source .venv/bin/activate", "pip ", "PYTHONPATH=", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
+    f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT",
     # Takes several processes, or minutes.
-    *("torchrun ", "python benchmarks/gpu.py reduced=true", "python benchmarks/bench.py", "python scripts/advise.py"),
-    *(
-        "python scripts/certify.py",
-        "python scripts/compare.py",
-        "python scripts/lr_range.py",
-        "python scripts/max_batch.py",
-    ),
-    *(
-        "python scripts/reproduce.py claim=",
-        "python scripts/search.py",
-        "python scripts/sync.py",
-        "python scripts/ui.py",
-    ),
+    "torchrun ", "python benchmarks/gpu.py reduced=true", "python benchmarks/bench.py", "python scripts/advise.py",
+    "python scripts/certify.py", "python scripts/compare.py", "python scripts/lr_range.py",
+    "python scripts/max_batch.py", "python scripts/reproduce.py claim=", "python scripts/search.py",
+    "python scripts/sync.py", "python scripts/ui.py",
     # Fails on purpose, or needs a file that the reader writes.
-    *("python scripts/doctor.py", f"{TRAIN} recipe=t5 data=synthetic", f"{TRAIN} recipe=llama recipe.size=nano"),
-    *(f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit", f"{TRAIN} recipe=tumour", f"{TRAIN} -m recipe=tumour"),
-    *(f"{TRAIN} resume=mlflow:RUN_ID", "python scripts/evaluate.py run=outputs/photos split=test"),
+    "python scripts/doctor.py", f"{TRAIN} recipe=t5 data=synthetic", f"{TRAIN} recipe=llama recipe.size=nano",
+    f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit", f"{TRAIN} recipe=tumour", f"{TRAIN} -m recipe=tumour",
+    f"{TRAIN} resume=mlflow:RUN_ID", "python scripts/evaluate.py run=outputs/photos split=test",
     "python scripts/predict.py run=outputs/photos path=new_photos",
-)
-PROGRAMS = {"python", "torchrun", "make", "srun", "pip", "docker", "source", "git", "bash", "sbatch", "cd", "export"}
+)  # fmt: skip
 SMALL = {
     "gpt2": ("recipe.context=16",),
     "resnet": ("recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "loader.workers=0"),
@@ -116,7 +98,8 @@ def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("page", sorted({path.name for path in PAGES if run_here(path.name)}))
 def test_the_commands_of_a_page_run(
     page: str,
-    train: Callable[..., Any],
+    train: Train,
+    succeed: Train,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +109,7 @@ def test_the_commands_of_a_page_run(
         script, *arguments = shlex.split(command)[1:]
         for run, first in BEFORE.items():
             if run in command and not (folder / run).exists():
-                assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
+                succeed(*first, *small(first), "steps=2", "tracking=local")
         if script != "scripts/train.py":
             given = small(arguments) if script == "scripts/memory.py" else []
             monkeypatch.setattr(sys, "argv", [script, *arguments, *given])
@@ -153,22 +136,11 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
     assert not [start for start in ELSEWHERE if not any(command.startswith(start) for command in found)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_what_looks_like_a_command_is_found_as_one(page: Path) -> None:
-    found = [command.split()[0] for command in commands(page)]
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if line.startswith("    ") and (word := line.split()[:1]) and word[0] in PROGRAMS:
-            assert word[0] in found, line
-
-
 def own_options(script: str) -> set[str]:
     """The keys that are a script's own, as its help has them; the other keys of examples are train.py's."""
     text = ast.get_docstring(ast.parse((PROJECT / script).read_text(encoding="utf-8"))) or ""
-    return (
-        set(re.findall(r"\b([a-z_]+)=", text))
-        - {path.name for path in (PROJECT / "conf").iterdir()}
-        - {"micro_batch_size"}
-    )
+    others = {path.name for path in (PROJECT / "conf").iterdir()} | {"micro_batch_size"}
+    return set(re.findall(r"\b([a-z_]+)=", text)) - others
 
 
 @pytest.mark.usefixtures("files")
@@ -186,25 +158,16 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
     if words[0] != "python" or "recipe=tumour" in words:
         return
     own = own_options(words[1]) if words[1] != "scripts/train.py" else set()
-    arguments = [word for word in words[2:] if word != "-m" and "hydra" not in word]
-    others = [word for word in arguments if word.partition("=")[0] not in own]
+    typed = [word for word in words[2:] if word != "-m" and "hydra" not in word]
+    others = [word for word in typed if word.partition("=")[0] not in own]
     if any(word.startswith(PREFIX) for word in others):
         space, others = parse_space(others)
         check_space(space, others)
-    overridden = [word.partition("=")[2].split() for word in others if word.startswith("arm.")]
+    arms = [word.partition("=")[2].split() for word in others if word.startswith("arm.")]
     others = [word for word in others if not word.startswith("arm.")]
-    for each in overridden:
-        compose([*others, *each])
-    for arms in (word.removeprefix("arms=") for word in arguments if word.startswith("arms=")):
-        others.append(f"precision={arms}")
-    for overrides in combinations(others).values():
+    others += [f"precision={word.removeprefix('arms=')}" for word in typed if word.startswith("arms=")]
+    for overrides in [*combinations(others).values(), *([*others, *arm] for arm in arms)]:
         compose(overrides)
-
-
-def spans(text: str) -> list[str]:
-    """Overrides within a text."""
-    found = dict.fromkeys(re.findall(rf"`({WORD}(?: {WORD})*)`", text))
-    return [word for span in found for word in shlex.split(span)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda path: path.name)
@@ -212,7 +175,8 @@ def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
     files = [*(PROJECT / "scripts").glob("*.py"), *(PROJECT / "benchmarks" / f"{name}.py" for name in ("bench", "gpu"))]
     scripts = set().union(*(own_options(str(path.relative_to(PROJECT))) for path in files))
     known = known_options()
-    for word in spans(page.read_text(encoding="utf-8")):
+    spans = dict.fromkeys(re.findall(rf"`({WORD}(?: {WORD})*)`", page.read_text(encoding="utf-8")))
+    for word in [word for span in spans for word in shlex.split(span)]:
         key, _, value = word.partition("=")
         if (folder := PROJECT / "conf" / key).is_dir() and value[0] != "$":
             assert all((folder / f"{each}.yaml").exists() for each in value.split(",")), word

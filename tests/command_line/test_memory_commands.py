@@ -29,6 +29,11 @@ from trainer.trainer import StepRecord
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
 
+@pytest.fixture(autouse=True)
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.memory.trial.subprocess", forks)
+
+
 def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
 
@@ -51,13 +56,13 @@ def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.Capture
 
 def test_a_trial_fails_where_its_limit_is_reached() -> None:
     job = [*JOB, "checkpoint=none"]
-    for size, fits in ((512, True), (16384, False)):  # activations alone: 4 × 256 × 16384 × 4 bytes
+    for size, fits in ((512, True), (65536, False)):  # activations alone: 4 × 256 × 65536 × 4 bytes
         assert trial([*job, f"batch_size={size}", f"micro_batch_size={size}"], 60 * 2**20).fits == fits
 
 
 def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def pretended(overrides: list[str], limit_bytes: int) -> Trial:
-        return Trial(int(overrides[-2].split("=")[1]) <= 1000)
+        return Trial(int(overrides[-2].split("=")[1]) <= 1000 and limit_bytes > 2**20)
 
     monkeypatch.setattr("evidence.memory.max_batch.trial", pretended)
     many = "data.samples=4096"  # larger microbatches than the data has are not tried
@@ -69,7 +74,7 @@ def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monk
     assert 968 <= int(size[1]) <= 1000
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
     assert run(max_batch, None, [*JOB, "budget=1MiB"]) == 2
-    assert "the weights alone take 1.0 MiB" in capsys.readouterr().err
+    assert "not even micro_batch_size=1 fits into 972.8 KiB" in capsys.readouterr().err
 
 
 def test_the_report_is_of_the_microbatch_that_was_chosen(

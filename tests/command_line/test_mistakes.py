@@ -7,14 +7,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.command_line.conftest import Start, Train
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.trainer import Trainer
 
@@ -86,7 +85,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{TEXT} data.path=docs.jsonl": ("is a file of rows", "use data=hub data.name=docs.jsonl"),
     f"{BIGNET} output_dir=notes.txt/runs": ("output_dir=notes.txt/runs", "notes.txt is a file", "output_dir="),
     f"{BIGNET} output_dir=/proc/runs": ("output_dir=/proc/runs cannot be written", "output_dir="),
-    "resume=nowhere": ("resume=nowhere: no such folder", "outputs/gpt2-bf16-s0"),
+    "resume=nowhere": ("resume=nowhere: there is no such folder", "outputs/gpt2-bf16-s0"),
     "resume=empty": ("resume=empty: the folder holds no complete checkpoint",),
 }  # fmt: skip
 
@@ -97,7 +96,7 @@ def everything(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("command", TYPED)
 def test_a_mistake_gets_one_sentence_and_leaves_nothing(
-    command: str, train: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, train: Train, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "empty").mkdir()
     (folder / "docs.jsonl").write_text('{"text": "a row"}\n')
@@ -143,7 +142,7 @@ print(sorted(heavy & set(sys.modules)))
     assert reported == ["2"] * len(commands) + ["[]"], done.stderr
 
 
-def test_the_process_ends_with_the_code(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:
     process = start("precision=bf61")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 2
@@ -152,51 +151,42 @@ def test_the_process_ends_with_the_code(start: Callable[..., subprocess.Popen[st
     assert not list(folder.iterdir())
 
 
-@pytest.fixture
-def earlier(train: Callable[..., Any], folder: Path) -> Path:
-    """The folder of a run with checkpoints of steps 2 and 4."""
-    assert train(*f"{BIGNET} steps=4 checkpoint.every=2 checkpoint.keep=2".split()).code == 0
-    return folder / "outputs" / "bignet-fp32-s0"
-
-
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        (
-            "checkpoints/step-00000004/optimizer.safetensors",
-            "is damaged: optimizer.safetensors does not match",
-        ),
+        ("checkpoints/step-00000004/optimizer.safetensors", "is damaged: optimizer.safetensors does not match"),
         ("metrics.jsonl", "metrics.jsonl, line 1, is damaged"),
     ],
 )
 def test_what_cannot_be_resumed_is_named_and_left_as_it_is(
-    file: str, words: str, earlier: Path, train: Callable[..., Any], folder: Path
+    file: str, words: str, train: Train, succeed: Train, folder: Path
 ) -> None:
-    (earlier / file).write_bytes(b"oops\n")
+    succeed(*f"{BIGNET} steps=4 checkpoint.every=2 checkpoint.keep=2".split())
+    run = folder / "outputs" / "bignet-fp32-s0"
+    (run / file).write_bytes(b"oops\n")
     before = everything(folder)
-    done = train(f"resume={earlier}", "steps=8")
+    done = train(f"resume={run}", "steps=8")
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert words in done.err
     assert everything(folder) == before
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_that_is_not_finite_ends_with_the_step_and_the_last_good_checkpoint(
-    precision: str, train: Callable[..., Any], folder: Path
+    train: Train, folder: Path
 ) -> None:
     diverging = "optimizer=sgd optimizer.lr=30 schedule=constant schedule.warmup_steps=0 steps=200"
-    done = train(*f"{BIGNET} {diverging} precision={precision} checkpoint.every=1 log_every=1 eval_every=200".split())
+    done = train(*f"{BIGNET} {diverging} precision=bf16 checkpoint.every=1 log_every=1 eval_every=200".split())
     assert done.code == 3
     assert "Traceback" not in done.out + done.err
-    assert done.err.endswith(f"/scripts/doctor.py resume=outputs/bignet-{precision}-s0\n")
+    assert done.err.endswith("/scripts/doctor.py resume=outputs/bignet-bf16-s0\n")
     assert done.err.count("\n") == 3
-    run = folder / "outputs" / f"bignet-{precision}-s0"
+    run = folder / "outputs" / "bignet-bf16-s0"
     assert json.loads((run / "failure.json").read_text())["message"] in done.err
     (last,) = (run / "checkpoints").iterdir()
     step = int(last.name.removeprefix("step-"))
     assert step >= 1
     assert f"step {step + 1}: the gradients are not finite" in done.err
-    assert f"last valid checkpoint is step {step}, in outputs/bignet-{precision}-s0/checkpoints" in done.err
+    assert f"last valid checkpoint is step {step}, in outputs/bignet-bf16-s0/checkpoints" in done.err
     assert all(torch.isfinite(tensor).all() for tensor in load_file(last / "model.safetensors").values())
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("FAILED", step + 1)
@@ -209,7 +199,7 @@ def no_space(*arguments: object) -> None:
 
 
 def test_a_full_disk_loses_the_checkpoints_and_reports_it(
-    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CheckpointWriter, "flush", no_space)
     done = train(*f"{BIGNET} steps=2 eval_every=1".split())
@@ -231,7 +221,7 @@ def test_a_full_disk_loses_the_checkpoints_and_reports_it(
     ],
 )
 def test_a_disk_that_is_full_at_the_end_is_an_error_and_resuming_finishes_the_run(
-    fails: str, reported: str, train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+    fails: str, reported: str, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, command = folder / "outputs/bignet-fp32-s0", "python scripts/train.py resume=outputs/bignet-fp32-s0"
     with monkeypatch.context() as patch:

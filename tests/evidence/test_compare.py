@@ -50,21 +50,14 @@ def test_arms_of_any_overrides() -> None:
     ("arguments", "reported"),
     [
         (["arms=[fp32,bf61]"], ("arms: bf61 is not a precision", "did you mean 'bf16'?", 'arm.<name>="key=value')),
-        ([], ("two arms or more",)),
         (["arms=[fp32,fp32]"], ("the arm fp32 appears twice", "arm.<name>=")),
-        ([PAIR, "arm.a/b=clip=norm"], ("'a/b' needs a name of letters",)),
         ([PAIR, "arm.null=clip=norm"], ("the label null is reserved for the null arm",)),
-        ([PAIR, "arm.other=precision=bf16 seed=3"], ("seed=3 is set for every run", "seeds=5")),
         ([PAIR, "baseline=pf32"], ("baseline=pf32 is not among the arms (fp32, bf16)", "did you mean 'fp32'?")),
         ([PAIR, "seeds=1"], ("seeds=1 must be two or more different numbers from 0 to 999", "use seeds=5")),
-        ([PAIR, "seeds=five"], ("seeds=five is neither a number nor a list", "seeds=3,4,5")),
-        ([PAIR, "seeds=4,"], ("seeds=4, must be two or more",)),
         ([PAIR, "seeds=[1,1]"], ("different numbers",)),
         ([PAIR, "seeds=[0,1000]"], ("from 0 to 999",)),
         ([PAIR, "seed=3"], ("seed=3 is set for every run", "seeds=5")),
         ([PAIR, "margin=0"], ("margin=0 must be a number above 0", "margin=0.3%")),
-        ([PAIR, "margin=nan"], ("margin=nan must be a number above 0",)),
-        ([PAIR, "margin=abc"], ("margin=abc must be a number above 0",)),
         ([PAIR, "name=a/b"], ("name=a/b must be the name of a folder",)),
     ],
 )
@@ -80,9 +73,7 @@ def test_mistakes_in_the_options(arguments: list[str], reported: tuple[str, ...]
     ("arguments", "reported"),
     [
         (["arm.a=precision=fp32", "arm.b=clip=none batch_size=4"], ("arm b is the same as the baseline a",)),
-        ([PAIR, "arm.two=parallel=ddp"], ("arm two: ", "parallel")),
         ([PAIR, "arm.typo=precison=bf16"], ("arm typo: precison is not a key", "did you mean 'precision'?")),
-        ([PAIR, "arm.bare=compile"], ("arm bare: 'compile' is not an override",)),
         ([PAIR, "optimizer.lr=-1"], ("arm fp32: ", "optimizer.lr=-1")),
         ([PAIR, "clip=none,norm"], ("arm fp32: clip=none,norm has several values; use one arm per value",)),
         ([PAIR, "steps=10"], ("steps=10 leaves no steps to measure the speed", "log_every=10", "use steps=40")),
@@ -164,16 +155,12 @@ def test_one_failed_arm_does_not_lose_the_others(tmp_path: Path, code: int, firs
     assert [run for run, known in reported if not known] == ran
 
 
-def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
+def test_another_comparison_in_the_folder_and_a_second_process_are_refused(tmp_path: Path) -> None:
     comparison = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it"])
-    (comparison.folder).mkdir(parents=True)
-    (comparison.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
-    with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
-        compare(comparison, check_arms(comparison))
-
-
-def test_two_at_a_time_do_not_remove_each_others_unfinished_runs(tmp_path: Path) -> None:
-    comparison = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
+    configs = check_arms(comparison)
     comparison.folder.mkdir(parents=True)
     with in_use(comparison.folder), pytest.raises(UserError, match="in use by another process"):
-        compare(comparison, check_arms(comparison), show=lambda line: None)
+        compare(comparison, configs, show=lambda line: None)  # it would remove the other's unfinished runs
+    (comparison.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
+    with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
+        compare(comparison, configs)

@@ -13,7 +13,7 @@ import pytest
 from evidence.comparison.compare import Comparison, Result
 from evidence.comparison.judge import judge
 from evidence.comparison.plots import figures
-from evidence.comparison.report import HEAD, markdown, page, rows, sentences, table, write_report
+from evidence.comparison.report import HEAD, page, rows, sentences, table, write_report
 from evidence.runs import Arm, Outcome
 from tests.evidence.ended import ended
 from trainer.profiling.ledger import CATEGORIES
@@ -81,20 +81,19 @@ def cells(found: Result, arm: str) -> dict[str, str]:
 def test_a_speed_in_fp32_arithmetic_is_said_not_to_be_the_formats(tmp_path: Path) -> None:
     why = "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"
     found = result(tmp_path, ["fp32", "bf16"], 3, wide=why)
-    head, _, bf16, null = rows(found)
-    assert bf16[head.index("speedup")] == "not testable"
-    assert bf16[head.index("throughput")].endswith(" in fp32 arithmetic")
+    bf16 = cells(found, "bf16")
+    assert bf16["speedup"] == "not testable"
+    assert bf16["throughput"].endswith(" in fp32 arithmetic")
+    assert "x" in cells(found, "null")["speedup"]
     assert {"speed", "tradeoff"}.isdisjoint(figures(found))
-    assert {"speed", "tradeoff"} <= figures(result(tmp_path / "timed", ["fp32", "bf16"], 3)).keys()
-    assert "x" in null[head.index("speedup")]
     (sentence,) = (line for line in sentences(found) if line.startswith("bf16"))
     assert f"; speed not testable here ({why});" in sentence
-    assert "faster" not in sentence
-    assert "slower" not in sentence
+    assert not re.search("faster|slower", sentence)
 
 
 def test_the_table(found: Result) -> None:
     base, bf16, null = (cells(found, arm) for arm in ("fp32", "bf16", "null"))
+    assert list(base)[:3] == ["arm", "quality", "difference"], "the verdicts come first"
     assert base["arm"] == "fp32 (baseline)"
     assert re.fullmatch(r"[\d,]+ tokens/s ± \d+\.\d %", base["throughput"])
     assert (base["speedup"], base["difference"], base["quality"]) == ("1", "", "")
@@ -107,29 +106,16 @@ def test_the_table(found: Result) -> None:
     assert (bf16["quality"], bf16["curves diverge at"]) == ("EQUIVALENT", "never")
     assert (null["quality"], null["curves diverge at"]) == ("noise", "")
     assert "energy" not in base
-
-
-def test_in_a_terminal_it_is_narrow(found: Result) -> None:
-    assert max(map(len, table(found).splitlines())) <= 90
     assert "Energy: not measured" in table(found)
+    assert max(map(len, table(found).splitlines())) <= 90
 
 
 def test_energy_where_it_was_measured(tmp_path: Path) -> None:
     found = result(tmp_path, ["fp32", "bf16"], 2, energy=True)
     assert (cells(found, "fp32")["energy"], cells(found, "bf16")["energy"]) == ("1", "1.010x")
-    assert set(cells(found, "fp32")) == set(HEAD)
     assert "not measured" not in table(found)
-    assert re.match(r"bf16: \d+\.\d % (faster|slower) \[", sentences(found)[0])
+    assert re.match(r"bf16: \d+\.\d % faster \[", sentences(found)[0])
     assert "1.0 % more energy for the same work than fp32; validation loss" in sentences(found)[0]
-
-
-def test_two_seeds_far_apart_give_no_absurd_interval(tmp_path: Path) -> None:
-    found = result(tmp_path, ["fp32", "bf16"], 2)
-    for outcome in found.outcomes:
-        outcome.summary["units_per_s"] *= 1 + 3 * outcome.seed
-    found = judged(found.comparison, found.outcomes)
-    assert cells(found, "bf16")["throughput"].endswith("± over 100 %")
-    write_report(found, ["compare"])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +135,6 @@ def test_a_failed_arm_is_named_with_its_reason(
         f"fp16: validation loss {quality}; {words}." for words in reported
     ]
     assert "the disk &lt;b&gt;is&lt;/b&gt; full" in page(found, ["x"], {})
-    assert "fp16, seeds 0, 1, 2, failed" in markdown(found, ["x"], "")
 
 
 def test_when_all_failed_there_is_still_a_report(found: Result) -> None:
@@ -161,37 +146,22 @@ def test_when_all_failed_there_is_still_a_report(found: Result) -> None:
     assert "nan" not in files[0].read_text()
 
 
-def test_markdown(found: Result) -> None:
-    text = markdown(found, ["python", "scripts/compare.py", "arms=[fp32,bf16]"], "![Throughput](speed.png)\n\n")
-    assert "    python scripts/compare.py 'arms=[fp32,bf16]'\n" in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 4
-    assert {line.count("|") for line in lines} == {len(HEAD)}  # all but energy
-    assert "Energy: not measured" in text
-    assert "![Throughput](speed.png)" in text
-    assert "A test's CPU" in text
-    assert "commit 0123456789" in text
-
-
 def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
     found = result(tmp_path, ["fp32", "tf32", "bf16", "fp16", "compiled"], 5)
-    assert len(found.outcomes) == 30
-    files = write_report(found, ["python", "scripts/compare.py"])
+    files = write_report(found, ["python", "scripts/compare.py", "arms=[fp32,bf16]"])
     assert {file.name for file in files} == {
         *("report.html", "report.md", "loss.png", "apart.png", "speed.png", "memory.png", "tradeoff.png")
     }
     assert all(file.stat().st_size for file in files)
-    text = files[0].read_text()
-    assert not re.search(r"<script|<link|<iframe|<img|@import|javascript:|\son\w+=|\ssrc=", text)
-    assert not re.search(r"https?://(?!www\.w3\.org/)", text)  # XML's own names are no addresses
-    assert re.findall(r"url\((?!#)", text) == []
-    assert text.count("<svg") == 5
-    assert "a&lt;b" in text
-    assert "a<b" not in text
-    assert all(f">{word}<" in text for word in ("fp32 (baseline)", "compiled", "null", "activations"))
-
-
-def test_the_first_columns_are_the_verdicts(found: Result) -> None:
-    assert rows(found)[0][:3] == ("arm", "quality", "difference")
-    first = re.findall(r"<tr><td>bf16</td>(.*?)</td>", page(found, ["compare"], {}))
-    assert first == ["<td class=EQUIVALENT>EQUIVALENT"]
+    html, markdown = (file.read_text() for file in files[:2])
+    assert not re.search(r"<script|<link|<iframe|<img|@import|javascript:|\son\w+=|\ssrc=", html)
+    assert not re.search(r"https?://(?!www\.w3\.org/)", html)  # XML's own names are no addresses
+    assert re.findall(r"url\((?!#)", html) == []
+    assert html.count("<svg") == 5
+    assert ("a&lt;b" in html, "a<b" in html) == (True, False)
+    assert "<tr><td>bf16</td><td class=EQUIVALENT>EQUIVALENT</td>" in html
+    assert "    python scripts/compare.py 'arms=[fp32,bf16]'\n" in markdown
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert (len(lines), {line.count("|") for line in lines}) == (2 + 6, {len(HEAD)})  # all but energy
+    assert "](speed.png)" in markdown
+    assert "commit 0123456789" in markdown

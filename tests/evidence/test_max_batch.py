@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -23,24 +24,20 @@ def counted(largest: int) -> tuple[list[int], Callable[[int], bool]]:
     return tried, lambda size: (tried.append(size), size <= largest)[1]
 
 
-@pytest.mark.parametrize("largest", [0, 1, 2, 7, 31, 32, 33, 100, 5000, 2**20])
+@pytest.mark.parametrize("most", [1, 2, 33, 455, 2**20])
+@pytest.mark.parametrize("largest", [0, 1, 2, 31, 32, 33, 100, 5000, 2**20])
 @pytest.mark.parametrize("guess", [1, 5, 40, 4000, 2**20])
-def test_search_finds_the_last_that_fits(largest: int, guess: int) -> None:
-    tried, fits = counted(largest)
-    found = search(fits, guess)
-    assert found <= largest
-    assert largest - found <= largest // 32
-    assert found == 0 or found in tried
-    assert len(tried) == len(set(tried)) <= 30
-
-
-@pytest.mark.parametrize("most", [1, 2, 33, 455])
-@pytest.mark.parametrize(("largest", "guess"), [(0, 1), (1, 200_693), (455, 200_693), (2**20, 7), (2**20, 2**20)])
-def test_search_never_tries_more_than_there_are(most: int, largest: int, guess: int) -> None:
+def test_search_finds_the_last_that_fits_and_never_tries_more_than_there_are(
+    largest: int, guess: int, most: int
+) -> None:
     tried, fits = counted(largest)
     found = search(fits, guess, most)
+    there = min(largest, most)
+    assert found <= there
+    assert there - found <= there // 32
+    assert found == 0 or found in tried
     assert max(tried) <= most
-    assert min(largest, most) - found <= most // 32
+    assert len(tried) == len(set(tried)) <= 30
 
 
 def test_a_good_guess_takes_few_trials() -> None:
@@ -67,13 +64,7 @@ MIXED = ["recipe=resnet", "device=cpu", "data=digits", "augment=none", "augment.
         # A step of more microbatches than one accumulates in the trials, too.
         ([*BIGNET, "batch_size=8"], 7, 9, "micro_batch_size=8 batch_size=8", [(7, 14), (9, 9)]),
         # No trial has more samples than the data.
-        (
-            [*BIGNET, "batch_size=64", "data.samples=455"],
-            200_693,
-            455,
-            "micro_batch_size=64 batch_size=64",
-            [(455, 455)],
-        ),
+        ([*BIGNET, "batch_size=64", "data.samples=455"], 9999, 455, "micro_batch_size=64 batch_size=64", [(455, 455)]),
         # Images that are mixed in pairs are tried in even numbers.
         ([*MIXED, "batch_size=64"], 7, 13, "micro_batch_size=8 batch_size=64", [(12, 24)]),
     ],
@@ -98,31 +89,24 @@ def test_trials_are_steps_as_training_takes_them(
     assert not [micro for micro, _ in seen if micro % multiple or micro > 455]
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_"), [("8GiB", 2**33), ("1.5MiB", 3 * 2**19), ("500MB", 5 * 10**8), ("device", 2**33)]
-)
-def test_a_budget_is_an_amount_of_memory(text: str, bytes_: int) -> None:
-    assert parse_budget(text, GPU) == bytes_
-
-
-@pytest.mark.parametrize("text", ["8", "lots", "-1GiB", "0GiB", "8GiBs", ""])
-def test_other_budgets_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="write budget=8GiB"):
-        parse_budget(text, GPU)
-
-
-def test_a_budget_above_what_is_there_is_refused() -> None:
-    with pytest.raises(UserError, match=r"budget=9GiB is more than a GPU has, 8\.00 GiB; use budget=device"):
-        parse_budget("9GiB", GPU)
-    with pytest.raises(UserError, match="has free now"):
-        parse_budget("900TiB", CPU)
-
-
-def test_margins() -> None:
+def test_a_budget_is_an_amount_of_memory_and_a_margin_a_part_of_it() -> None:
+    budgets = {"8GiB": 2**33, "1.5MiB": 3 * 2**19, "500MB": 5 * 10**8, "device": 2**33}
+    assert {text: parse_budget(text, GPU) for text in budgets} == budgets
     assert (parse_margin("5%"), parse_margin("0.1"), parse_margin("0")) == (0.05, 0.1, 0)
-    for text in ("5", "-5%", "100%", "some"):
-        with pytest.raises(UserError, match="write, for example, margin=5%"):
-            parse_margin(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        *((partial(parse_budget, hardware=GPU), text, "write budget=8GiB") for text in ("8", "-1GiB", "0GiB", "8GiBs")),
+        (partial(parse_budget, hardware=GPU), "9GiB", r"more than a GPU has, 8\.00 GiB; use budget=device"),
+        (partial(parse_budget, hardware=CPU), "900TiB", "has free now"),
+        *((parse_margin, text, "write, for example, margin=5%") for text in ("5", "-5%", "100%", "some")),
+    ],
+)
+def test_other_budgets_and_margins_are_refused(parse: Callable[[str], float], text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse(text)
 
 
 def test_errors_are_reported_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +114,6 @@ def test_errors_are_reported_before_any_trial(monkeypatch: pytest.MonkeyPatch) -
     job = ["recipe=bignet", "device=cpu", "data.samples=8"]
     with pytest.raises(UserError, match="leave it out"):
         largest_micro_batch([*job, "micro_batch_size=4"], 2**30)
-    with pytest.raises(UserError, match=r"the weights alone take 76.4 MiB, more than the budget leaves \(57.0 MiB\)"):
-        largest_micro_batch(job, 60 * 2**20)
 
 
 def test_out_of_memory_is_recognised_on_every_device() -> None:
@@ -143,17 +125,16 @@ def test_out_of_memory_is_recognised_on_every_device() -> None:
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     for message in (
         "could not create a primitive",
-        "could not create a memory object",
         "GET was unable to find an engine to execute this computation",
-        "FIND was unable to find an engine to execute this computation",
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
     ):
         assert is_out_of_memory(RuntimeError(message)), message
-    assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor for the matmul primitive"))
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert not is_out_of_memory(ValueError("could not create a primitive"))
-    assert not is_out_of_memory(OSError(errno.ENOENT, "No such file"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    for other in (
+        RuntimeError("could not create a primitive descriptor for the matmul primitive"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        ValueError("could not create a primitive"),
+        OSError(errno.ENOENT, "No such file"),
+    ):
+        assert not is_out_of_memory(other), other

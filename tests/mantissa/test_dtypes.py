@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mantissa.manifest import LOSS, DtypeRecorder
+from mantissa.dtypes import LOSS, DtypeRecorder
 from tests.helpers import copied, fit, same_bits, trainer_of
 from trainer.determinism import random_state
 from trainer.profiling.attention import KernelsTaken

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from tests.helpers import NoData, compose, fit, same_bits
 from tests.parallel import training
+from tests.parallel.shards import whole
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
@@ -35,7 +37,7 @@ from trainer.parallel.single import Parallel
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.recipe import DataSource, LossOutput
+from trainer.recipe import DataSource, LossOutput, Recipe
 from trainer.trainer import Trainer
 
 DEVICE = os.environ.get("MANTISSA_TEST_DEVICE", "cpu")
@@ -56,34 +58,20 @@ class Gradients(ClipNorm):
         self.after[:] = map(whole, gradients)
 
 
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()
-    return full
-
-
 def trainer_of(config: Config) -> Trainer:
     world = config.parallel.world(DEVICE)
     return Trainer.from_config(config, detect(DEVICE), world)
 
 
-def tagging(mode: str, micro_batch_size: int, **options: Any) -> Config:
-    options = {"clip": Gradients(), **options}
-    return Config(
-        recipe=options.pop("recipe", None) or Tagging(),
-        data=NoData(),
-        parallel=MODES[mode](),
-        micro_batch_size=micro_batch_size,
-        batch_size=SAMPLES,
-        **options,
-    )
+def tagging(mode: str, micro_batch_size: int, recipe: Recipe | None = None, **options: Any) -> Config:
+    options = {"clip": Gradients(), "batch_size": SAMPLES, "micro_batch_size": micro_batch_size} | options
+    return Config(recipe or Tagging(), NoData(), parallel=MODES[mode](), **options)
 
 
 def step_of(trainer: Trainer) -> dict[str, Any]:
     """Take one step and return what it did, in full precision."""
     clip = trainer.config.clip
-    assert isinstance(clip, Gradients)
-    trainer.model.train()
-    record = trainer.train_step(next(trainer.batches()))
+    record = fit(trainer, 1)[0]
     return {
         "gradient": torch.cat([tensor.flatten() for tensor in clip.before]).tolist(),
         "clipped": torch.cat([tensor.flatten() for tensor in clip.after]).tolist(),
@@ -101,11 +89,21 @@ class Float32(Tagging):
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         datasets = super().datasets(data, seed)
         for part in (datasets.train, datasets.valid):
-            part.tensors["x"] = part.tensors["x"].float()  # type: ignore[attr-defined]
+            part.tensors["x"] = part.tensors["x"].float()
         return datasets
 
     def build_model(self, datasets: Datasets) -> nn.Module:
         return super().build_model(datasets).float()
+
+
+def gradient(mode: str) -> dict[str, Any]:
+    world = MODES[mode]().world(DEVICE).size
+    result = {}
+    for micro in (1, 2, 4, 8):
+        if SAMPLES % (micro * world) == 0:
+            result[f"fp64 {micro}"] = step_of(trainer_of(tagging(mode, micro)))
+    result["fp32 1"] = step_of(trainer_of(tagging(mode, 1, Float32())))
+    return result
 
 
 class Huge(Float32):
@@ -115,20 +113,9 @@ class Huge(Float32):
         return LossOutput(super().loss(model, batch).loss_sum * 1e21, {})
 
 
-def gradient(mode: str) -> dict[str, Any]:
-    world = MODES[mode]().world(DEVICE).size
-    result = {}
-    for micro in (1, 2, 4, 8):
-        if SAMPLES % (micro * world) == 0:
-            result[f"fp64 {micro}"] = step_of(trainer_of(tagging(mode, micro)))
-    result["fp32 1"] = step_of(trainer_of(tagging(mode, 1, recipe=Float32())))
-    return result
-
-
 def huge(mode: str) -> list[Any]:
     """The norm of gradients whose squares are infinite in fp32, and whether the step was skipped."""
-    trainer = trainer_of(tagging(mode, 1, recipe=Huge(), clip=ClipNorm()))
-    record = trainer.train_step(next(trainer.batches()))
+    record = fit(trainer_of(tagging(mode, 1, Huge(), clip=ClipNorm())), 1)[0]
     return [record.grad_norm.item(), bool(record.skipped)]
 
 
@@ -139,7 +126,7 @@ def flag(mode: str) -> dict[str, Any]:
     states: dict[bool, list[dict[str, Any]]] = {}
     records: dict[bool, list[tuple[bool, float]]] = {}
     for given in (True, False):
-        config = tagging(mode, 1, recipe=Float32(), precision=Precision("fp16"), scaler=AutoScaler(), clip=ClipNorm())
+        config = tagging(mode, 1, Float32(), precision=Precision("fp16"), scaler=AutoScaler(), clip=ClipNorm())
         trainer = trainer_of(config)
         assert trainer.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
         assert trainer.update._takes_flag is (DEVICE == "cuda")
@@ -178,39 +165,30 @@ def flag_obeyed(mode: str) -> dict[str, Any]:
 def communication(mode: str) -> dict[str, Any]:
     """How often gradients are exchanged in a step of four microbatches."""
     exchanged = 0
-    original = parallel._sum
 
-    def counted(state: None, bucket: Any) -> Any:
-        nonlocal exchanged
-        exchanged += 1
-        return original(state, bucket)
+    def counted(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(exchange)  # torch looks at the signature of DDP's
+        def count(*arguments: Any, **options: Any) -> Any:
+            nonlocal exchanged
+            exchanged += 1
+            return exchange(*arguments, **options)
 
-    counted.__annotations__ = {}
-    parallel._sum = counted
-    trainer = trainer_of(tagging(mode, 1, clip=ClipNorm()))
-    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+        return count
 
-    def counted_scatter(*arguments: Any, **options: Any) -> Any:
-        nonlocal exchanged
-        exchanged += 1
-        return scatter(*arguments, **options)
-
-    setattr(dist, scatter.__name__, counted_scatter)
-    try:
-        trainer.train_step(next(trainer.batches()))
-    finally:
-        setattr(dist, scatter.__name__, scatter)
-        parallel._sum = original
+    scatter = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    with mock.patch.object(parallel, "_sum", counted(parallel._sum)):
+        trainer = trainer_of(tagging(mode, 1, clip=ClipNorm()))
+        with mock.patch.object(dist, scatter, counted(getattr(dist, scatter))):
+            fit(trainer, 1)
     return {"microbatches": trainer.plan.batching.accumulation, "exchanged": exchanged}
 
 
 def accumulation(mode: str) -> dict[str, Any]:
     """The gradient of 128 samples, one a microbatch, that the masters of 16-bit weights get."""
-    config = compose(*BIGNET, "device=cpu", "batch_size=128", "micro_batch_size=1", f"parallel={mode}")
+    config = compose(*BIGNET, "batch_size=128", "micro_batch_size=1", f"parallel={mode}", "precision=bf16_master")
     clip = Gradients()
-    trainer = trainer_of(replace(config, precision=Precision("bf16_master"), clip=clip))
-    trainer.model.train()
-    trainer.train_step(next(trainer.batches()))
+    trainer = trainer_of(replace(config, clip=clip))
+    fit(trainer, 1)
     return {
         "gradient": torch.cat([tensor.flatten() for tensor in clip.before]).tolist(),
         "cleared": all(parameter.grad is None for parameter in trainer.model.parameters()),
@@ -220,15 +198,10 @@ def accumulation(mode: str) -> dict[str, Any]:
 ACTIVATIONS = ("none", "blocks", "selective")
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "steps=2")
 VISION = (
-    "recipe=resnet",
-    "recipe.arch=resnet18",
-    "recipe.image_size=32",
-    "data=synthetic",
-    "data.samples=16",
-    "steps=2",
+    *("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.samples=16", "steps=2"),
     "batch_size=4",  # FSDP keeps no weights in channels_last, and a CPU without bf16 is slow in the other layout
 )
-BIGNET = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "profiler=none", "steps=2")
+BIGNET = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "steps=2", "device=cpu")
 PRECISIONS = ("fp32", "bf16", "fp16")
 TWO_STEPS = ("batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=3", "device=cpu")
 
@@ -279,25 +252,22 @@ def exchange() -> dict[str, Any]:
     return heard
 
 
+CASES: dict[str, Callable[[str], Any]] = {
+    "gradient": gradient,
+    "huge": huge,
+    "flag": flag,
+    "communication": communication,
+    "accumulation": accumulation,
+}
+
+
 def main() -> None:
     case, folder = sys.argv[1:3]
     torch.set_num_threads(1)
     several = parallel.launched_processes() > 1 or DEVICE == "cuda"  # one GPU is enough to shard on it
     modes = ["ddp", "fsdp"] if several else ["single"]
-    cases: dict[str, Callable[[str], Any]] = {
-        "gradient": gradient,
-        "huge": huge,
-        "flag": flag,
-        "communication": communication,
-        "accumulation": accumulation,
-    }
-    chosen = [
-        name
-        for name in cases
-        if (case in ("all", name) or (case == "four" and name == "gradient"))
-        and (several or name in ("gradient", "accumulation"))
-    ]
-    found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
+    names = {"all": [*CASES] if several else ["gradient", "accumulation"], "four": ["gradient"], "flag": ["flag"]}
+    found: dict[str, Any] = {name: {mode: CASES[name](mode) for mode in modes} for name in names.get(case, ())}
     if case == "training":
         found = {"training": {mode: training.found(mode, DEVICE) for mode in modes}}
     if case == "composition":
@@ -305,7 +275,7 @@ def main() -> None:
     if case == "all" and several:
         found["exchange"] = exchange()
     rank = dist.get_rank() if dist.is_initialized() else 0
-    (Path(folder) / f"{len(modes)}-{case}-rank{rank}.json").write_text(json.dumps(found))
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
 

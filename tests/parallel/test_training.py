@@ -28,7 +28,6 @@ def test_two_processes_train_as_one_does_and_resume_exactly(rule: str, mode: str
     change = torch.tensor(expected["change"])
     first, second = (rank["training"][mode][rule] for rank in ranks("training", 2))
     if mode == "fsdp" and rule in REFUSED_BY_FSDP:
-        assert first == second
         assert REFUSED_BY_FSDP[rule] in first
         return
     for key in ("losses", "change", "numerics"):  # bf16_sr rounds by the same random numbers
@@ -42,9 +41,7 @@ def test_two_processes_train_as_one_does_and_resume_exactly(rule: str, mode: str
             for name in ("edq", "grad_flushed", "lost_updates", "scale_headroom_bits"):
                 other = found["numerics"][step].get(f"numerics/{name}")
                 assert other == pytest.approx(metrics.get(f"numerics/{name}"), abs=0.1), name
-        assert found["score"] == pytest.approx(
-            expected["score"], rel=tolerance
-        )  # of averaged weights, if there are any
+        assert found["score"] == pytest.approx(expected["score"], rel=tolerance)  # of averaged weights, if any
         assert found["resumed alike"]
         assert found["unchanged"] == expected["unchanged"]
         if rule.startswith("lora"):
@@ -53,8 +50,7 @@ def test_two_processes_train_as_one_does_and_resume_exactly(rule: str, mode: str
         else:
             assert found["unchanged"] == (FROZEN if rule.startswith("freeze") else [])
         assert found["saved"] == expected["saved"]
-        assert not {key.rpartition(".")[0] for key in found["saved"]} & {
-            f"optimizer/{key}" for key in found["unchanged"]
-        }
+        kept = {key.removeprefix("optimizer/").rpartition(".")[0] for key in found["saved"]}
+        assert kept.isdisjoint(found["unchanged"])
         masters = sum(key.endswith(".master_weight") for key in found["saved"])
         assert (masters > 0) == rule.endswith("_master")

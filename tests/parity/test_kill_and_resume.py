@@ -66,20 +66,11 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
 
 
 def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, Any]:
-    overrides = [
-        *(
-            f"precision={mode}",
-            f"steps={STEPS}",
-            "batch_size=4",
-            "micro_batch_size=2",
-            "eval_every=5",
-            "eval_samples=4",
-        ),
-        *("log_every=4", "clip=norm", f"scaler.init={2.0**21}", "scaler.interval=3"),  # so that the scale also grows
-        *("deterministic=true", "tracking=local", "device=cpu"),
-        *(f"output_dir={folder}", "run_name=run", f"resume={resume}"),
-    ]
-    return train(compose(*RECIPES[recipe], *overrides))
+    sizes = (f"steps={STEPS}", "batch_size=4", "micro_batch_size=2", "eval_every=5", "eval_samples=4", "log_every=4")
+    scaled = ("clip=norm", f"scaler.init={2.0**21}", "scaler.interval=3")  # so that the scale also grows
+    own = (f"output_dir={folder}", "run_name=run", f"resume={resume}", "tracking=local")
+    exactly = (f"precision={mode}", "device=cpu", "deterministic=true")
+    return train(compose(*RECIPES[recipe], *sizes, *scaled, *own, *exactly))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -11,15 +13,7 @@ from trainer.errors import NonFiniteError
 from trainer.run.monitor import Monitor
 from trainer.trainer import StepRecord, Trainer
 
-BIGNET = [
-    "recipe=bignet",
-    "recipe.layers=2",
-    "recipe.width=8",
-    "batch_size=4",
-    "micro_batch_size=2",
-    "steps=40",
-    "profiler=none",
-]
+BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "steps=40"]
 
 
 def bignet(*overrides: str) -> tuple[Trainer, list[list[Batch]]]:
@@ -49,9 +43,15 @@ def state(trainer: Trainer) -> tuple[object, object]:
     return copied(trainer.model.state_dict()), copied(trainer.optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("clip", ["none", "norm", "value"])
+@pytest.mark.parametrize(
+    ("clip", "value", "optimizer"),
+    [
+        ("none", math.inf, "adamw"),
+        ("norm", math.nan, "sgd"),
+        ("value", -math.inf, "adamw"),
+        ("norm", math.inf, "rmsprop"),
+    ],
+)
 def test_fp16_skips_the_step_halves_the_scale_and_continues(clip: str, value: float, optimizer: str) -> None:
     trainer, steps = bignet("precision=fp16", "scaler.init=1024", f"clip={clip}", f"optimizer={optimizer}")
     monitor = watched(trainer)
@@ -73,9 +73,7 @@ def test_fp16_skips_the_step_halves_the_scale_and_continues(clip: str, value: fl
     monitor.add(record)
     assert not record.skipped
     assert record.loss_scale.item() == scale / 2
-    after = state(trainer)
-    assert not same_bits(after[0], before[0])
-    assert not same_bits(after[1], before[1])
+    assert [same_bits(*pair) for pair in zip(state(trainer), before, strict=True)] == [False, False]
     assert monitor.skipped_steps == 1
 
 
@@ -95,29 +93,6 @@ def test_without_a_loss_scale_the_update_and_all_later_ones_are_blocked(mode: st
     with pytest.raises(NonFiniteError, match=r"step 3: the gradients are not finite .*the update was not applied"):
         monitor.add(trainer.train_step(steps[4]))
     assert same_bits(state(trainer), before)
-
-
-def test_an_overflow_at_the_floor_ends_the_run() -> None:
-    trainer, steps = bignet("precision=fp16", "scaler.init=4", "scaler.floor_scale=1")
-    monitor = watched(trainer)
-    records = [trainer.train_step(poisoned(step)) for step in steps[:3]]
-    assert [record.loss_scale.item() for record in records] == [4, 2, 1]
-    for record in records[:2]:
-        monitor.add(record)
-    with pytest.raises(NonFiniteError, match=r"step 3: .*smallest loss scale allowed .*scaler.floor_scale=1"):
-        monitor.add(records[2])
-    assert trainer.loss_scale.scale.item() == 1
-
-
-def test_too_many_skips_in_a_row_end_the_run_and_a_good_step_starts_the_count_again() -> None:
-    trainer, steps = bignet("precision=fp16", "scaler.max_consecutive_skips=3")
-    monitor = watched(trainer)
-    for index in range(7):  # three bad, one good, three bad
-        step = steps[index]
-        monitor.add(trainer.train_step(step if index == 3 else poisoned(step)))
-    assert monitor.skipped_steps == 6
-    with pytest.raises(NonFiniteError, match=r"step 8: 4 steps in a row .*scaler.max_consecutive_skips=3"):
-        monitor.add(trainer.train_step(poisoned(steps[7])))
 
 
 def test_a_static_scale_skips_and_stays() -> None:

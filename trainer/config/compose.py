@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,12 +16,11 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.explain import explain, intended_key, is_text
-from trainer.config.registration import build, register
+from trainer.config.recorded import base
+from trainer.config.registration import CONF as CONF
+from trainer.config.registration import build
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import PROJECT
-
-CONF = PROJECT / "conf"
 
 # Hydra's flags. Their values are not checked, because none begins with a dash.
 _FLAGS = {
@@ -33,22 +30,31 @@ _FLAGS = {
 }
 
 
-def compose(overrides: Sequence[str]) -> Config:
+def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None) -> Config:
     """Return the config that scripts/train.py would train with these overrides.
+
+    Args:
+        overrides: of the command line.
+        recorded: options of a run that take the place of the defaults, by dotted key; those of a group all together.
 
     Raises:
         UserError: one of them is a mistake.
     """
     overrides = checked_arguments(overrides)
-    register()
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
     try:
+        name, kept = base(overrides, recorded)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            return build(hydra.compose("config", overrides), overrides)
+            return build(hydra.compose(name, overrides), overrides, kept)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def key_of(override: str) -> str:
+    """Return the option that an override sets or removes: ``optimizer.lr`` of ``+optimizer.lr=1``."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -76,18 +82,9 @@ def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def quoted(value: Any) -> str:
-    """Return a plain value as Hydra reads it in an override."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, (int, float)):
-        return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
-    if isinstance(value, list):
-        return f"[{','.join(map(quoted, value))}]"
-    if isinstance(value, dict):
-        keys = [re.sub(r"([\\()\[\]{}:=,\s])", r"\\\1", str(key)) for key in value]
-        return f"{{{','.join(f'{key}:{quoted(item)}' for key, item in zip(keys, value.values(), strict=True))}}}"
-    return _in_quotes(str(value).replace("${", "\\${"))  # which OmegaConf would look up
+def quoted(text: str) -> str:
+    """Return text as Hydra reads it in an override, whatever it looks like."""
+    return _in_quotes(text.replace("${", "\\${"))  # which OmegaConf would look up
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:

@@ -109,25 +109,15 @@ _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
     **dict.fromkeys(("betas", "momentum", "eps", "nesterov"), "optimizer.options."),
-    **dict.fromkeys(("batch", "bs", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
     **dict.fromkeys(("max_steps", "iterations", "iters", "max_iters"), "steps"),
-    **dict.fromkeys(("epoch", "num_epochs", "max_epochs"), "epochs"),
     **dict.fromkeys(("model", "network", "task"), "recipe"),
-    **dict.fromkeys(("dataset", "datasets"), "data"),
     **dict.fromkeys(("amp", "dtype", "fp16", "bf16", "mixed_precision"), "precision"),
-    **dict.fromkeys(("optim", "opt"), "optimizer"),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
     **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad"), "clip.max_norm"),
     **dict.fromkeys(("warmup", "warmup_iters"), "schedule.warmup_steps"),
     **dict.fromkeys(("gpu", "cuda"), "device"),
     **dict.fromkeys(("num_workers", "n_workers"), "loader.workers"),
-    **dict.fromkeys(("out", "out_dir", "output"), "output_dir"),
-    **dict.fromkeys(("resume_from", "resume_from_checkpoint"), "resume"),
-    **dict.fromkeys(("name",), "run_name"),
-    **dict.fromkeys(("dataset_name",), "data.name"),
-    **dict.fromkeys(("augmentation", "aug"), "augment"),
 }
-"""Names of keys in other trainers, and the key here; a final dot: the name is appended."""
+"""Other trainers' names of keys that the key here does not resemble; a final dot: the name is appended."""
 
 
 _FIRST = ("optimizer", "schedule", "recipe", "data")

@@ -15,13 +15,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
 from recipes.huggingface import is_kept
+from trainer.config.init_from import adopt
 from trainer.config.schema import Config
-from trainer.config.source import adopt
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
 from trainer.optim.classes import accepted_options, optimizer_class
 from trainer.parallel import wrap  # noqa: F401  # choices of a config group are found below its class
 from trainer.recipe import NO_OPTION, Decision, Recipe
+
+CONF = PROJECT / "conf"
+"""The folder of Hydra's YAML."""
 
 
 def groups() -> dict[str, dict[str, type]]:
@@ -34,7 +37,7 @@ def groups() -> dict[str, dict[str, type]]:
         importlib.import_module(module.name)
     found: dict[str, dict[str, type]] = {}
     for group, base in get_type_hints(Config).items():
-        if (PROJECT / "conf" / group).is_dir():
+        if (CONF / group).is_dir():
             key = "name" if base is Recipe else "kind"
             kinds = {vars(cls).get(key): cls for cls in (base, *_subclasses(base))}
             found[group] = {name: cls for name, cls in kinds.items() if name} or {group: base}
@@ -61,7 +64,7 @@ def _subclasses(cls: type) -> list[Any]:
     return [sub for one in direct for sub in (one, *_subclasses(one))]
 
 
-def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
+def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping[str, Any] = {}) -> Config:
     """Turn what Hydra composed into live, typed objects.
 
     Args:
@@ -69,6 +72,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
         overrides: the command line. Options that an optimizer's YAML has for another class are left out where the
             command line names the class and not the options; an earlier run gives its options (``init_from``) where
             the command line does not.
+        recorded: what the command line was composed on, by dotted key: it stays, like what is typed.
 
     Raises:
         UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
@@ -78,8 +82,10 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
     typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     dropped = _of_another_class(composed, typed)
-    source, kept = adopt(composed, typed)
-    kept += _fine_tuned(composed, typed)
+    given = {*typed, *recorded}
+    composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for
+    source, kept = adopt(composed, given)
+    kept += _fine_tuned(composed, given)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
@@ -94,7 +100,7 @@ def _of_another_class(composed: DictConfig, typed: Mapping[str, str]) -> list[De
     name = composed.optimizer.name
     if "optimizer.name" not in typed:
         return []
-    names = {path.stem: OmegaConf.load(path).name for path in (PROJECT / "conf" / "optimizer").glob("*.yaml")}
+    names = {path.stem: OmegaConf.load(path).name for path in (CONF / "optimizer").glob("*.yaml")}
     right = sorted(choice for choice, cls in names.items() if cls == name)
     chosen = typed.get("optimizer", "adamw")  # the default of conf/config.yaml
     if right and chosen in names and chosen not in right and "experiment" not in typed:  # which has its own settings

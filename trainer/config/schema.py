@@ -7,7 +7,7 @@ from typing import Self
 
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.early_stopping import EarlyStopping
-from trainer.config.source import Source
+from trainer.config.init_from import InitFrom
 from trainer.config.step import Resolved, StepConfig
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -39,7 +39,7 @@ class RunConfig:
 class Config(RunConfig, StepConfig):
     """All options of a run, in one level as on the command line."""
 
-    source: Source | None = field(default=None, metadata=NO_OPTION)
+    source: InitFrom | None = field(default=None, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,6 +45,8 @@ class Ledger:
     """Bytes of each category at that moment; they add up to ``peak_bytes``."""
     highest: dict[str, int]
     """The most that each category held at any moment; the moments differ, so these add up to more."""
+    half_at_peak: dict[str, int]
+    """The part of ``at_peak`` that is in floating-point dtypes of at most 16 bits."""
     largest: list[LargeTensor] = field(default_factory=list)
 
     @property
@@ -53,23 +55,46 @@ class Ledger:
         return {category: self.highest[category] for category in STEADY}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the ledger in plain JSON types."""
-        return asdict(self) | {"steady": self.steady}
+        """Return the ledger in plain JSON types, with the sentence."""
+        return asdict(self) | {"steady": self.steady, "sentence": self.sentence()}
 
     def text(self) -> str:
-        """Return the table and the largest tensors as plain text."""
+        """Return the table, the largest tensors and the sentence as plain text."""
         lines = [f"Peak {display.size(self.peak_bytes)}, reached in the {self.peak_phase} phase", ""]
         lines.append(f"{'':<16}{'at the peak':>16}{'share':>9}{'highest':>16}")
         for name, highest in self.highest.items():
             if highest:
-                mib, share = self.at_peak[name] / MIB, self.at_peak[name] / max(1, self.peak_bytes)
+                mib, share = self.at_peak[name] / MIB, self._share(self.at_peak[name])
                 lines.append(f"{name:<16}{mib:>12.1f} MiB{share:>9.1%}{highest / MIB:>12.1f} MiB")
         lines += ["", "Largest tensors at the peak:"]
         for tensor in self.largest:
             shape = " x ".join(map(str, tensor.shape))
             what = f"{tensor.category}, {tensor.dtype} [{shape}], {tensor.name}"
             lines.append(f"{tensor.bytes / MIB:>10.1f} MiB  {what}")
-        return "\n".join([*lines, ""])
+        return "\n".join([*lines, "", self.sentence(), ""])
+
+    def sentence(self) -> str:
+        """Return a sentence about what dominates the peak and what autocast can save there.
+
+        The saving is an upper bound: activations and temporary tensors that are still in fp32 at the peak,
+        halved. Inputs keep the dtype of the data, and copies of the weights exist only under autocast.
+        """
+        steady = sum(self.at_peak[name] for name in STEADY)
+        working = self.at_peak["activations"] + self.at_peak["temporary"]
+        half = self.half_at_peak["activations"] + self.half_at_peak["temporary"]
+        could_save = (working - half) / 2
+        held = " and ".join(", ".join(name for name in STEADY if self.at_peak[name]).rsplit(", ", 1))
+        copies = f" and {display.size(c)} of copies of weights" if (c := self.highest["autocast_copies"]) else ""
+        advice = "; try a larger micro_batch_size" if steady >= working else ""
+        return (
+            f"Of the peak of {display.size(self.peak_bytes)}, {self._share(steady):.0%} are {held}, whose dtypes "
+            f"autocast does not change, and {self._share(working):.0%} activations and temporary tensors: "
+            f"{display.size(half)} in 16 bits{copies}; autocast can save at most {display.size(could_save)} "
+            f"({self._share(could_save):.1%}){advice}."
+        )
+
+    def _share(self, amount: float) -> float:
+        return amount / self.peak_bytes if self.peak_bytes else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -158,15 +183,18 @@ class MemoryLedger(TorchDispatchMode):
         alive: dict[_Block, int] = {}
         for change, block, _ in events[: peak_index + 1]:
             alive[block] = alive.get(block, 0) + change
-        at_peak = dict.fromkeys(CATEGORIES, 0)
+        at_peak, half = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
         for block, size in alive.items():
             at_peak[block.category] += size
+            if block.dtype.is_floating_point and block.dtype.itemsize <= 2:
+                half[block.category] += size
         top = sorted(alive.items(), key=lambda item: -item[1])[:5]
         return Ledger(
             peak_bytes=sum(alive.values()),
             peak_phase=events[peak_index][2],
             at_peak=at_peak,
             highest=highest,
+            half_at_peak=half,
             largest=[LargeTensor(b.name, b.category, b.shape, display.dtype_name(b.dtype), size) for b, size in top],
         )
 

@@ -30,7 +30,7 @@ class Session:
     def __init__(self, config: Any, folder: Path, device: torch.device, recorder: Callable[[], MemoryLedger]) -> None:
         self.ledger: Ledger | None = None
         self.summary: str | None = None
-        """One line for the end of the run, where there is no ledger."""
+        """One line for the end of the run."""
         self._config, self._folder, self._device, self._recorder = config, folder, device, recorder
         self._started = 0
 
@@ -114,6 +114,7 @@ class _MemorySession(Session):
         with self._allocator_history(), self._recorder() as recorder:
             yield
         self.ledger = recorder.report()
+        self.summary = self.ledger.sentence()
         record = {"step": step_index} | self.ledger.to_dict()
         (self._folder / "ledger.json").write_text(json.dumps(record, indent=1))
         (self._folder / "ledger.txt").write_text(self.ledger.text())

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,13 +24,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer.config.compose import CONF, checked_arguments, compose
+from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
 from trainer.config.schema import Config
 from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory
 from trainer.parallel.world import launched_processes
 from trainer.run.memory.fit import out_of_memory
-from trainer.run.resume import continuing, named_run
 from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
 from trainer.run.start import train
@@ -54,12 +54,7 @@ def main(run_class: type[Run] = Run) -> int:
     attempt = partial(_attempt, run_class)
     try:
         arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
-        folder = named_run(arguments)
-        if folder is None or any(each.startswith("-") for each in arguments):
-            codes = _sweep(Sweep(arguments), attempt)
-        else:
-            overrides = continuing(folder, arguments)
-            codes = [attempt(lambda: compose(overrides), overrides).code]
+        codes = _sweep(Sweep(arguments), attempt)
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -185,13 +180,6 @@ def _choices() -> str:
 
 def _first_sentence(path: Path) -> str:
     """Return the comment at the head of a YAML, up to the line that ends a sentence; commands are no part of it."""
-    found: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# @package"):
-            continue
-        if not line.startswith("# ") or line.startswith("#  "):
-            break
-        found.append(line[2:].strip())
-        if found[-1].endswith("."):
-            break
-    return " ".join(found)
+    text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
+    found = re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text)
+    return found[0].removeprefix("# ").replace("\n# ", " ").strip() if found else ""

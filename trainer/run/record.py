@@ -7,16 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mantissa.manifest import DtypeRecorder
+from mantissa.dtypes import DtypeRecorder
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import redacted
-from trainer.optim.state import AVERAGE
 from trainer.precision import attention
 from trainer.precision.kernels import sentence
 from trainer.precision.manifest import dtypes_in_use, manifest_of
@@ -135,9 +132,8 @@ def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolde
     """Write failure.json, from which the step that failed can be replayed; every rank has to call it.
 
     A run without a checkpoint also saves its weights, below ``failure/``, as a checkpoint of the step before: they have
-    not changed since, nor has the optimizer's state. Buffers and generators are those after the last step that was
-    taken (``generators``). In running statistics that are no longer finite (``buffers_reset``) those elements are as in
-    a new model.
+    not changed since, nor has the optimizer's state. Buffers, of which running statistics may be no longer finite, and
+    generators are those after the last step that was taken (``generators``).
 
     Args:
         error: of the step.
@@ -146,13 +142,10 @@ def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolde
         progress: see ``CheckpointWriter.save``.
     """
     world, saved = trainer.world, None
-    facts: dict[str, Any] = {"checkpoint": None, "generators": None, "buffers_reset": []}
+    facts: dict[str, Any] = {"checkpoint": None, "generators": None}
     if not error.failure["later_updates"] and not world.on_first(lambda: checkpoint.steps(folder.checkpoints)):
         training = trainer.state_dict() | {"step": error.failure["step"] - 1}
         training["loss_scale"]["scale"] = error.failure["loss_scale"]
-        statistics = [name for name, _ in trainer.model.named_buffers()]
-        facts["buffers_reset"] = _reset_nonfinite(training["model"], statistics)
-        _reset_nonfinite(training["optimizer"], [f"{name}.{AVERAGE}" for name in statistics])
         monitor = progress["monitor"] | {"losses": [], "last": {}}
         monitor |= {key: monitor[key] - 1 for key in ("skipped_steps", "skipped_in_a_row")}  # without the failed step
         snapshot = Snapshot.of(training, progress | {"monitor": monitor}, world)
@@ -171,17 +164,3 @@ def forget_failure(folder: RunFolder) -> None:
     """Remove what ``record_failure`` wrote: a run that is resumed goes on as it was at its checkpoint."""
     (folder.path / f"{FAILURE}.json").unlink(missing_ok=True)
     shutil.rmtree(folder.path / FAILURE, ignore_errors=True)
-
-
-def _reset_nonfinite(state: dict[str, torch.Tensor], buffers: list[str]) -> list[str]:
-    """Replace NaN and infinities in a state's running statistics, as a reader would refuse them; return their names.
-
-    Training does not read them.
-    """
-    reset = []
-    for name in sorted(state.keys() & set(buffers)):
-        kept, statistic = state[name].isfinite(), name.removesuffix(f".{AVERAGE}").rpartition(".")[2]
-        if statistic in ("running_mean", "running_var") and not kept.all():
-            state[name] = state[name].where(kept, float(statistic == "running_var"))
-            reset.append(name)
-    return reset

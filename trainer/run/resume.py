@@ -1,23 +1,18 @@
 """Resuming: which earlier run a command continues, and what may differ from it.
 
-``resume=FOLDER`` composes from the folder's config.json, which is complete (``auto`` has become a number, for example),
-and applies the overrides of the command line to that. ``resume=auto`` and ``resume=same`` compose the command line as
+``resume=FOLDER`` composes the command line on top of the folder's config.json (``trainer/config/recorded.py``), which
+is complete: ``auto`` has become a number, for example. ``resume=auto`` and ``resume=same`` compose the command line as
 it is, and find the run by its name. In every case ``check_same`` refuses all that is not in ``MAY_CHANGE``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
-
 from trainer.checkpoint import store as checkpoint
-from trainer.config.compose import CONF, quoted
-from trainer.config.registration import flatten, groups
+from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.loader import OnDeviceLoader
@@ -25,7 +20,7 @@ from trainer.debug import Overfit
 from trainer.errors import UserError
 from trainer.files import check_output_dir, final_status, read_object
 from trainer.run.record import FAILURE
-from trainer.run_folder import RunFolder, local_folder, named, same_place, to_continue
+from trainer.run_folder import NO_FOLDER, SAME, RunFolder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
 
@@ -41,10 +36,6 @@ For the exceptions see ``may_change``.
 """
 _ELSEWHERE = ("checkpoint", "tracking", "resume", "output_dir", "run_name")
 """Those that change nothing about a run but where its results are."""
-SAME = "same"
-"""``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
-NO_FOLDER = (None, "auto", SAME)
-"""Values of ``resume`` that name no folder: the run has to be found, if there is one."""
 
 
 def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -70,7 +61,11 @@ def check_same(folder: RunFolder, flat: dict[str, Any]) -> None:
         for key, values in _differences(before, flat).items()
         if not may_change(key, before, flat) and not folder.is_gone(key, values[0])
     }
-    _refuse(folder, different)
+    if different:
+        keys = ["recipe"] if "recipe" in different else list(different)[:4]
+        changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
+        restore = "restore it" if len(keys) == 1 else "restore them"
+        raise UserError(f"cannot resume {folder.path}: {changes}; {restore} or start a new run")
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -82,115 +77,6 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple
         for key, (one, other) in values.items()
         if json.dumps(one) != json.dumps(other) and not same_place(key, one, other)
     }
-
-
-def _refuse(folder: RunFolder, different: dict[str, tuple[Any, Any]]) -> None:
-    """Raise the error that names what differs between a run and what is to continue it, by key: before, now."""
-    if different:
-        keys = ["recipe"] if "recipe" in different else list(different)[:4]
-        changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
-        restore = "restore it" if len(keys) == 1 else "restore them"
-        raise UserError(f"cannot resume {folder.path}: {changes}; {restore} or start a new run")
-
-
-def named_run(arguments: Sequence[str]) -> RunFolder | None:
-    """Return the run that ``resume=FOLDER`` on this command line names; None: it names none.
-
-    Every process of a job does so for itself, before they know each other.
-
-    Raises:
-        HydraException: an argument is no override.
-        UserError: the folder holds no run to resume, or other arguments start a new one.
-    """
-    typed = {key: each.value() for key, each in _parsed(arguments).items() if not each.is_sweep_override()}
-    resume = typed.get("resume")
-    if resume in NO_FOLDER or not isinstance(resume, str):
-        return None
-    if {"-m", "--multirun"} & set(arguments):
-        raise UserError(f"resume={resume} continues one run, but -m starts several; remove -m, or leave resume= out")
-    if typed.get("init_from") is not None:
-        raise UserError(f"init_from starts a new run, resume={resume} continues one; remove one of them")
-    return local_folder(resume, str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
-
-
-def continuing(folder: RunFolder, arguments: Sequence[str]) -> list[str]:
-    """Return the overrides that compose the config of a run, with those of the command line that continues it.
-
-    A choice such as ``precision=bf16`` or an experiment, which stands for many values, has to agree with the record.
-
-    Raises:
-        UserError: it does not, or the record cannot be read.
-    """
-    recorded, typed = folder.config(), _parsed(arguments)
-    chosen = {key for key in typed if (CONF / key).is_dir()}
-    said: dict[str, Any] = {}
-    for key in chosen.difference(MAY_CHANGE):
-        if (CONF / key / f"{typed[key].value()}.yaml").is_file():
-            said |= _said(key, str(typed.pop(key).value()))
-    values = _leaves(recorded)
-    different = {
-        key: (values.get(key), now)
-        for key, now in said.items()
-        if now not in (values.get(key), "auto") and key not in typed and not may_change(key, recorded, recorded)
-    }
-    _refuse(folder, different)
-    anew = (chosen & typed.keys()) | ({"steps"} if "epochs" in typed else set())
-    base = recorded_overrides(folder, {key.partition(".")[0] for key in recorded} - anew)
-    applied = [str(override.input_line) for key, override in typed.items() if key != "resume"]
-    return [*base, *applied, f"resume={quoted(str(folder.path))}"]
-
-
-def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return Hydra's overrides among the arguments of a command line, by key."""
-    # A flag may have a value without a key, as in --cfg job.
-    written = [each for each in arguments if not each.startswith("-") and ("=" in each or each.startswith("~"))]
-    return {each.key_or_group: each for each in OverridesParser.create().parse_overrides(written)}
-
-
-def _said(group: str, choice: str) -> dict[str, Any]:
-    """Return the values that make a choice what it is: all that an experiment sets; else a kind, or a first value."""
-    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml"))
-    defaults = content.pop("defaults", [])
-    if group != "experiment":
-        return {group: choice} if len(groups()[group]) > 1 else dict([*_leaves({group: content}).items()][:1])
-    said: dict[str, Any] = {}
-    for entry in defaults:
-        for key, other in entry.items() if isinstance(entry, dict) else ():
-            said |= _said(key.removeprefix("override ").lstrip("/"), other)
-    return said | _leaves(content)
-
-
-def _leaves(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in content.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return leaves
-
-
-def recorded_overrides(folder: RunFolder, only: Collection[str] | None = None) -> list[str]:
-    """Return overrides that make up the config that the run in ``folder`` was started with.
-
-    Args:
-        folder: of the run.
-        only: the groups, and the keys of no group, that are wanted; None: all of them.
-
-    Raises:
-        UserError: its config.json cannot be read, or names what there is not.
-    """
-    recorded, result = folder.config(), []
-    for group, choices in groups().items():
-        if only is None or group in only:
-            kind = recorded.get(group) if len(choices) > 1 else next(iter(choices))
-            if kind not in choices:
-                raise UserError(
-                    f"{folder.path}/config.json names {group}={kind!s:.60}, which this version does not have"
-                )
-            result.append(f"{group}={kind}_schema")
-    for key, value in recorded.items():
-        own = key in ("resume", "output_dir", "tracking.uri")  # the folder is known, and tracking.json has the URI
-        if not own and key not in groups() and (only is None or key.partition(".")[0] in only):
-            result.append(f"{'++' if isinstance(value, dict) else ''}{key}={quoted(value)}")  # with keys of its own
-    return [*result, f"output_dir={quoted(str(folder.path.absolute().parent))}"]
 
 
 def earlier_folder(config: Config, resolved: Resolved) -> RunFolder | None:
@@ -209,7 +95,7 @@ def earlier_folder(config: Config, resolved: Resolved) -> RunFolder | None:
         return same_run(config, resolved)
     if config.resume in NO_FOLDER:
         return None
-    return local_folder(config.resume, config.output_dir, config.tracking.uri)
+    return RunFolder.to_resume(config.resume, config.output_dir, config.tracking.uri)
 
 
 def same_run(config: Config, resolved: Resolved) -> RunFolder | None:

@@ -21,12 +21,12 @@ from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.run.memory.fit import fit_plan
 from trainer.run.record import FAILURE
-from trainer.run.resume import SAME, as_before, check_same, earlier_folder, state_of
+from trainer.run.resume import as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
-from trainer.run_folder import RunFolder
+from trainer.run_folder import SAME, RunFolder
 from trainer.tracking.tracker import finish_delivery
 
 

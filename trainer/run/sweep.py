@@ -21,11 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.compose import CONF, combinations
+from trainer.config.init_from import name_of_composed
 from trainer.config.options import unquoted
-from trainer.config.registration import build, register
+from trainer.config.recorded import base
+from trainer.config.registration import build
 from trainer.config.schema import Config
-from trainer.config.source import name_of_composed
-from trainer.run.resume import SAME
+from trainer.run_folder import SAME
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -140,11 +141,12 @@ class Sweep:
 
         Raises:
             HydraException: the command line cannot be composed.
+            UserError: it resumes a run that cannot be resumed.
             Exception: a bug of a run, or whatever the launcher of jobs elsewhere raises.
         """
-        ended = Ended(0, {})
+        ended, (name, kept) = Ended(0, {}), base(self.arguments)
 
-        @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+        @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def task(composed: DictConfig) -> None:
             nonlocal ended
             if ended.ends_all:
@@ -152,10 +154,9 @@ class Sweep:
             job = HydraConfig.get()
             # As given: Hydra would resolve ${…} in them against its own keys.
             overrides = cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False))
-            ended = attempt(lambda: build(self.begin(composed, overrides), overrides), overrides)
+            ended = attempt(lambda: build(self.begin(composed, overrides), overrides, kept), overrides)
             self.end(job.job.num if self.jobs else 0, ended)
 
-        register()
         with self.scratch() as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line.conftest import Result
+from tests.command_line.conftest import Train
 from tests.helpers import compose, same_bits, start, trainer_of
-from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
 from trainer.errors import UserError
 
-Train = Callable[..., Result]
 SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
 GPT2 = ("recipe=gpt2", "recipe.context=16", *SHORT)
 TEXT = "data=text"
@@ -42,15 +39,14 @@ def same_end(*runs: str) -> bool:
 
 
 @pytest.fixture
-def source(train: Train, folder: Path) -> Path:
+def source(succeed: Train, folder: Path) -> Path:
     """A finished run with a tokenizer of its own text."""
     texts(folder)
-    done = train(*GPT2, "recipe.size=nano", TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
-    assert done.code == 0, done.err
+    succeed(*GPT2, "recipe.size=nano", TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
     return Path("outputs/first")
 
 
-def test_a_run_starts_from_the_best_weights_with_the_same_shapes_and_tokens(source: Path, train: Train) -> None:
+def test_a_run_starts_from_the_best_weights_with_the_same_shapes_and_tokens(source: Path) -> None:
     best = load_file(source / "best" / "model.safetensors")
     trainer = trainer_of(*GPT2[:1], f"init_from={source}", TEXT, "data.path=one.txt", "data.vocab_size=300")
     own = trainer.model.gpt2.state_dict()
@@ -66,46 +62,37 @@ def test_a_run_starts_from_the_best_weights_with_the_same_shapes_and_tokens(sour
 
 
 def test_the_new_run_has_its_own_data_and_precision_and_is_resumed_without_the_first(
-    source: Path, train: Train
+    source: Path, succeed: Train
 ) -> None:
-    new = (*SHORT, TEXT, CACHE, "data.path=two.txt", "precision=bf16", "deterministic=true")
-    done = train("recipe=gpt2", f"init_from={source}", *new, "run_name=second")
-    assert done.code == 0, done.err
-    assert "recipe.size=nano" in done.out
-    assert "as in outputs/first" in done.out
-    assert "of first, step 2" in done.out
-    config = config_of("second")
+    new = ("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, CACHE, "data.path=two.txt", "precision=bf16",
+           "deterministic=true", "schedule=constant")  # fmt: skip
+    succeed(*new, "run_name=whole", "steps=4")
+    done = succeed(*new, "run_name=part")
+    for said in ("recipe.size=nano", "as in outputs/first", "of first, step 2"):
+        assert said in done.out
+    config = config_of("part")
     assert (config["init_from"], config["recipe.context"], config["data.path"]) == (str(source), 16, "two.txt")
-    record = json.loads(Path("outputs/second/init_from.json").read_text())
+    record = json.loads(Path("outputs/part/init_from.json").read_text())
     assert (record["run"], record["step"], record["weights"]) == ("first", 2, "best")
     assert list(map(len, record["sha256"].values())) == [64]
-
-    whole = train("recipe=gpt2", f"init_from={source}", *new, "run_name=whole", "steps=4", "schedule=constant")
-    assert whole.code == 0, whole.err
-    part = train("recipe=gpt2", f"init_from={source}", *new, "run_name=part", "schedule=constant")
-    assert part.code == 0, part.err
     shutil.rmtree(source)
     shutil.rmtree("cache")
-    resumed = train("resume=outputs/part", "steps=4")
-    assert resumed.code == 0, resumed.err
-    assert "of first, step 2" in resumed.out
+    assert "of first, step 2" in succeed("resume=outputs/part", "steps=4").out
     assert same_end("whole", "part")
 
 
 @pytest.mark.parametrize("more", [(), ("data.tokenizer=outputs/first/tokenizer", "recipe.context=16")], ids=str)
 def test_a_repeated_command_continues_the_new_run_without_the_first(
-    source: Path, train: Train, more: tuple[str, ...]
+    source: Path, train: Train, succeed: Train, more: tuple[str, ...]
 ) -> None:
-    new = ("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, CACHE, "data.path=two.txt", "deterministic=true", *more)
-    whole = train(*new, "run_name=whole", "steps=4", "schedule=constant")
-    assert whole.code == 0, whole.err
-    command = (*new, "run_name=again", "schedule=constant", "resume=auto")
-    assert train(*command).code == 0
+    new = ("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, CACHE, "data.path=two.txt", "deterministic=true",
+           "schedule=constant", *more)  # fmt: skip
+    succeed(*new, "run_name=whole", "steps=4")
+    command = (*new, "run_name=again", "resume=auto")
+    succeed(*command)
     shutil.rmtree(source)
     shutil.rmtree("cache")
-    resumed = train(*command, "steps=4")
-    assert resumed.code == 0, resumed.err
-    assert "again, resumed after step 2" in resumed.out
+    assert "again, resumed after step 2" in succeed(*command, "steps=4").out
     config = config_of("again")
     assert (config["recipe.context"], config["data.tokenizer"]) == (16, "outputs/again/tokenizer")
     assert (config["init_from"], config["optimizer.lr"]) == (str(source), 1e-4)
@@ -113,24 +100,21 @@ def test_a_repeated_command_continues_the_new_run_without_the_first(
     for changed, message in {
         "recipe.context=8": "recipe.context was 16, now 8",
         "data.tokenizer=chars": "now chars",
+        "run_name=third": "init_from=outputs/first: there is no such folder",
     }.items():
         refused = train(*command, "steps=6", changed)
         assert (refused.code, message in refused.err) == (2, True), refused.err
-    refused = train(*command[:-1], "run_name=third", "resume=auto")
-    assert "init_from=outputs/first: there is no such folder" in refused.err
 
 
 def test_a_run_of_adapters_is_resumed_bit_for_bit_and_merged_weights_are_where_the_next_one_starts(
-    source: Path, train: Train
+    source: Path, succeed: Train
 ) -> None:
     new = (*SHORT, TEXT, "data.path=two.txt", "deterministic=true", "schedule=constant", "optimizer.lr=0.01")
     lora = ("recipe.lora.rank=2", "recipe.lora.dropout=0.1", "recipe.lora.target=[c_fc]")
     for run, steps in (("whole", 4), ("part", 2)):
-        done = train("recipe=gpt2", f"init_from={source}", *lora, *new, f"run_name={run}", f"steps={steps}")
-        assert done.code == 0, done.err
+        succeed("recipe=gpt2", f"init_from={source}", *lora, *new, f"run_name={run}", f"steps={steps}")
     shutil.rmtree(source)
-    resumed = train("resume=outputs/part", "steps=4")
-    assert resumed.code == 0, resumed.err
+    succeed("resume=outputs/part", "steps=4")
     assert same_end("whole", "part")
     merged = load_file("outputs/whole/best/model.safetensors")
     assert Path("outputs/whole/best/adapter/adapter_config.json").exists()
@@ -142,66 +126,61 @@ def test_a_run_of_adapters_is_resumed_bit_for_bit_and_merged_weights_are_where_t
 
 
 def test_a_run_of_a_pretrained_folder_and_what_starts_from_it_are_resumed_without_the_folder(
-    source: Path, train: Train
+    source: Path, train: Train, succeed: Train
 ) -> None:
     new = (*SHORT, TEXT, "data.path=two.txt", "deterministic=true", "schedule=constant")
     jobs = {"opened": f"recipe.pretrained={source / 'best'}", "next": "init_from=outputs/opened"}
     for run, origin in jobs.items():
         for name, steps in ((run, 2), (f"{run}-whole", 4)):
-            done = train("recipe=gpt2", origin, *new, f"run_name={name}", f"steps={steps}")
-            assert done.code == 0, done.err
+            succeed("recipe=gpt2", origin, *new, f"run_name={name}", f"steps={steps}")
     assert config_of("next")["recipe.pretrained"] == "outputs/opened/best"
     refused = train("recipe=gpt2", "recipe.pretrained=outputs/opened/tokenizer", *new)
     assert (refused.code, "holds no weights; use recipe.pretrained=outputs/opened/best" in refused.err) == (2, True)
     shutil.rmtree(source)
     Path("outputs/opened/best").rename("elsewhere")
     for run in jobs:
-        resumed = train(f"resume=outputs/{run}", "steps=4")
-        assert resumed.code == 0, resumed.err
+        succeed(f"resume=outputs/{run}", "steps=4")
         assert same_end(run, f"{run}-whole")
 
 
-def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path, train: Train) -> None:
+def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path, succeed: Train) -> None:
     new = ("recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt")
     rates = {(): 1e-4, ("recipe.lora.rank=2",): 2e-4, ("optimizer.lr=3e-4",): 3e-4, ("optimizer=sgd",): 0.01}
     for more, rate in rates.items():
         assert composed([*new, *more]).optimizer.lr == pytest.approx(rate)
     assert composed(["recipe=gpt2"]).optimizer.lr == 1e-3
-    adapters = composed(["recipe=gpt2", "recipe.lora.rank=2"]).preset
-    assert adapters[0].why == "of random weights, which stay as they are; set init_from or recipe.pretrained"
-    done = train(*new, *SHORT, "run_name=second")
-    assert "optimizer.lr=0.0001" in done.out
-    assert "for pretrained weights; 0.001 for random weights" in done.out
-    assert train("resume=outputs/second", "steps=3").code == 0
+    succeed(*new, *SHORT, "run_name=second")
+    succeed("resume=outputs/second", "steps=3")
     assert config_of("second")["optimizer.lr"] == 1e-4
 
 
-def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path) -> None:
-    shutil.rmtree(source / "best")
-    expected = load(source / "checkpoints", checkpoint.best_step(source / "checkpoints")).tensors()
-    trainer = trainer_of(
-        "recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt", "recipe.vocabulary_multiple=1"
-    )
-    own = trainer.model.state_dict()
-    assert trainer.datasets.vocabulary == len(own["gpt2.transformer.wte.weight"])
-    rows = trainer.datasets.vocabulary
+def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path, succeed: Train) -> None:
+    more = ("steps=3", "eval_every=1", "checkpoint.keep=3", "schedule=constant")
+    succeed("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, "data.path=one.txt", *more, "run_name=stopped")
+    run = Path("outputs/stopped")
+    shutil.rmtree(run / "best")
+    (run / "summary.json").unlink()
+    for step, score in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        manifest = run / f"checkpoints/step-0000000{step}/manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"score": score}))
+    expected = load(run / "checkpoints", 2).tensors()
+    trainer = trainer_of("recipe=gpt2", f"init_from={run}", TEXT, "data.path=two.txt", "recipe.vocabulary_multiple=1")
+    own, rows = trainer.model.state_dict(), trainer.datasets.vocabulary
+    assert rows == len(own["gpt2.transformer.wte.weight"])
     for name, tensor in own.items():
         saved = expected.get(f"weights/{name}", expected["weights/gpt2.transformer.wte.weight"])
         assert torch.equal(tensor, saved[:rows] if name.endswith(("wte.weight", "lm_head.weight")) else saved)
 
 
-FREE = ("optimizer=schedulefree", "schedule=constant", "optimizer.lr=0.05")
+FREE = ("optimizer=schedulefree", "schedule=constant", "optimizer.lr=0.05", "precision=bf16_master")
 
 
-@pytest.mark.parametrize("averages", [("ema=default",), FREE, (*FREE, "precision=bf16_master")], ids=" ".join)
+@pytest.mark.parametrize("averages", [("ema=default",), FREE], ids=" ".join)
 def test_averaged_weights_are_the_same_from_an_export_and_from_a_checkpoint(
-    train: Train, folder: Path, averages: tuple[str, ...]
+    succeed: Train, folder: Path, averages: tuple[str, ...]
 ) -> None:
-    if averages != ("ema=default",):
-        pytest.importorskip("schedulefree")
     tiny = ("recipe=bignet", "data.samples=32", "profiler=none", *SHORT)
-    done = train(*tiny, "recipe.width=8", "recipe.layers=2", *averages, "run_name=averaged")
-    assert done.code == 0, done.err
+    succeed(*tiny, "recipe.width=8", "recipe.layers=2", *averages, "run_name=averaged")
     one = trainer_of(*tiny, "init_from=outputs/averaged").model.state_dict()
     shutil.rmtree("outputs/averaged/best")
     other = trainer_of(*tiny, "init_from=outputs/averaged").model.state_dict()
@@ -217,7 +196,7 @@ REFUSED = {
     "recipe=gpt2 data=text data.path=two.txt data.tokenizer=chars": "data.tokenizer=chars, but the run",
     "recipe=gpt2 recipe.pretrained=x": "init_from and recipe.pretrained both bring weights; remove one",
     "recipe=gpt2 data=synthetic data.vocab_size=90": "the weights do not fit: gpt2.transformer.wte.weight is 2",
-    "resume=outputs/first": "init_from starts a new run, resume=outputs/first continues one; remove one",
+    "resume=outputs/first": "cannot resume outputs/first: init_from was None, now outputs/first; restore it",
 }
 
 
@@ -230,17 +209,15 @@ def test_options_that_do_not_fit_the_run_are_named(source: Path, train: Train) -
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
-    train: Train, folder: Path, empty_store: Path
+    succeed: Train, folder: Path, store: str
 ) -> None:
     texts(folder)
-    shutil.copy(empty_store, folder / "mlflow.db")
-    tracked = (*GPT2[:-1], "steps=3", "tracking=mlflow", "tracking.uri=sqlite:///mlflow.db", "recipe.size=nano")
-    done = train(*tracked, TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
-    assert done.code == 0, done.err
+    tracked = (*GPT2[:-1], "steps=3", "tracking=mlflow", f"tracking.uri={store}", "recipe.size=nano")
+    succeed(*tracked, TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
     best = load_file("outputs/first/best/model.safetensors")
     run_id = json.loads(Path("outputs/first/mlflow.json").read_text())["run_id"]
     shutil.rmtree("outputs")
-    new = ("recipe=gpt2", f"init_from=mlflow:{run_id}", "tracking.uri=sqlite:///mlflow.db", TEXT, "data.path=two.txt")
+    new = ("recipe=gpt2", f"init_from=mlflow:{run_id}", f"tracking.uri={store}", TEXT, "data.path=two.txt")
     trainer = start(compose("device=cpu", *new))
     assert trainer.datasets.vocabulary == len(best["transformer.wte.weight"])
     own = trainer.model.gpt2.state_dict()

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line.conftest import Result
+from tests.command_line.conftest import Train, write_idx
 from tests.helpers import compose, start
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
-Train = Callable[..., Result]
 SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
 DARK = ("data=idx", "data.path=dark")
 
@@ -33,20 +29,13 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def digits_source(train: Train, folder: Path, kept: Path) -> Path:
+def digits_source(succeed: Train, folder: Path, kept: Path) -> Path:
     """A finished run on scikit-learn's digits; dark/ has other digits of a tenth of their brightness."""
-    (folder / "dark").mkdir()
-    rng = np.random.default_rng(0)
-    for part in ("train", "t10k"):
-        images, labels = rng.integers(0, 26, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
-        header = struct.pack(">IIII", 0x803, *images.shape)
-        (folder / "dark" / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        (folder / "dark" / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 20) + labels.tobytes())
+    write_idx(folder / "dark", 26)
     if kept.is_dir():
         shutil.copytree(kept, "outputs/first")
         return Path("outputs/first")
-    done = train(*SHORT, "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
-    assert done.code == 0, done.err
+    succeed(*SHORT, "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
     shutil.copytree("outputs/first", kept)
     return Path("outputs/first")
 
@@ -56,18 +45,15 @@ def normalisation(run: str) -> list[Any]:
     return [content["mean"], content["std"]]
 
 
-def test_images_are_normalised_as_those_of_the_first_run(digits_source: Path, train: Train) -> None:
+def test_images_are_normalised_as_those_of_the_first_run(digits_source: Path, succeed: Train) -> None:
     new = ("recipe=resnet", f"init_from={digits_source}", *SHORT, *DARK, "deterministic=true", "schedule=constant")
     for run, steps in (("whole", 4), ("part", 2)):
-        done = train(*new, f"run_name={run}", f"steps={steps}")
-        assert done.code == 0, done.err
+        done = succeed(*new, f"run_name={run}", f"steps={steps}")
         assert "recipe.mean=[0.305, 0.305, 0.305]" in done.out
-        assert "as in outputs/first" in done.out
     wanted = normalisation("first")
     assert wanted[0] == pytest.approx([0.305] * 3, abs=1e-3)
     shutil.rmtree(digits_source)
-    resumed = train("resume=outputs/part", "steps=4")
-    assert resumed.code == 0, resumed.err
+    succeed("resume=outputs/part", "steps=4")
     config = json.loads(Path("outputs/part/config.json").read_text())
     assert [config[f"recipe.{name}"] for name in ("mean", "std")] == wanted
     assert normalisation("part") == normalisation("whole") == wanted
@@ -98,7 +84,6 @@ def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_s
     ("options", "message"),
     [
         ("recipe.mean=[0.5,0.5,0.5]", "recipe.mean and recipe.std normalise images together; set both"),
-        ("recipe.mean=[0.5] recipe.std=[0.2,0.2,0.2]", r"recipe.mean=\[0.5\] must be three numbers: of red"),
         ("recipe.mean=[0,0,0] recipe.std=[0.2,0,1]", "recipe.std=.* must be three numbers, each above 0"),
     ],
 )
@@ -107,10 +92,11 @@ def test_what_is_no_normalisation_is_refused(options: str, message: str) -> None
         composed(["recipe=resnet", *options.split()])
 
 
-def test_new_classes_get_a_new_head_and_the_same_ones_do_not(train: Train, folder: Path, user_data: None) -> None:
+def test_new_classes_get_a_new_head_and_the_same_ones_do_not(
+    train: Train, succeed: Train, folder: Path, user_data: None
+) -> None:
     images = (*SHORT, "recipe=resnet", "data=imagefolder", "data.path=images", "recipe.image_size=16")
-    done = train(*images, "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
-    assert done.code == 0, done.err
+    done = succeed(*images, "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
     before = load_file("outputs/first/best/model.safetensors")
     same = start(compose(*images, "init_from=outputs/first/best"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in same.model.state_dict().items())

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from inference.exported import find
 from inference.setting import configure
-from tests.command_line.conftest import Result
+from tests.command_line.conftest import Train
+from tests.helpers import same_bits
 from trainer.checkpoint.reader import load
 
-Train = Callable[..., Result]
 RUN = (
     "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text", "data.path=one.txt", "data.tokenizer=bytes",
     "tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "schedule=constant", "deterministic=true",
@@ -23,11 +21,10 @@ RUN = (
 
 
 @pytest.fixture
-def elsewhere(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def elsewhere(succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run of two steps, seen from another folder, which has a text of the same name."""
     (folder / "one.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    done = train(*RUN, "steps=2", "run_name=first")
-    assert done.code == 0, done.err
+    succeed(*RUN, "steps=2", "run_name=first")
     there = folder.parent / "there"
     there.mkdir()
     (there / "one.txt").write_text("another text, which is not the text of this run! " * 60)
@@ -40,42 +37,41 @@ def path_of(run: Path) -> str:
     return found
 
 
-def test_its_own_data_are_found_from_another_folder(elsewhere: Path, folder: Path, train: Train) -> None:
+def test_its_own_data_are_found_from_another_folder(elsewhere: Path, folder: Path, succeed: Train) -> None:
     setting = configure(find(str(elsewhere)), [])
     assert setting.config.data.path == str(folder / "one.txt")  # type: ignore[attr-defined]
     typed = configure(find(str(elsewhere)), ["data.path=one.txt"])
     assert typed.config.data.path == "one.txt"  # type: ignore[attr-defined]
 
-    resumed = train(f"resume={elsewhere}", "steps=4")
-    assert resumed.code == 0, resumed.err
+    succeed(f"resume={elsewhere}", "steps=4")
     assert path_of(elsewhere) == str(folder / "one.txt")
-    assert train(*RUN, f"data.path={folder / 'one.txt'}", "steps=4", "run_name=whole").code == 0
+    succeed(*RUN, f"data.path={folder / 'one.txt'}", "steps=4", "run_name=whole")
     one, other = (load(run / "checkpoints").tensors() for run in (elsewhere, Path("outputs/whole")))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_bits(one, other)
 
 
 def test_the_same_path_may_be_written_in_another_way(
-    elsewhere: Path, folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+    elsewhere: Path, folder: Path, train: Train, succeed: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = (*RUN, "run_name=first", f"output_dir={folder / 'outputs'}")
     absolute = f"data.path={folder / 'one.txt'}"
     done = train(*same, absolute, "steps=2", "resume=same")
     assert "is already complete" in done.out, done.out + done.err
-    assert train(*same, absolute, "steps=3", "resume=auto").code == 0
+    succeed(*same, absolute, "steps=3", "resume=auto")
     monkeypatch.chdir(folder)
     assert path_of(Path("outputs/first")) == str(folder / "one.txt")
-    resumed = train(*same, "steps=4", "resume=auto")
-    assert resumed.code == 0, resumed.err
+    resumed = succeed(*same, "steps=4", "resume=auto")
     assert "first, resumed after step 3" in resumed.out
     refused = train(*same, "data.path=../there/one.txt", "steps=5", "resume=auto")
     assert "data.path was one.txt, now ../there/one.txt" in refused.err
 
 
-def test_data_that_were_moved_are_named_by_the_user(elsewhere: Path, folder: Path, train: Train) -> None:
+def test_data_that_were_moved_are_named_by_the_user(
+    elsewhere: Path, folder: Path, train: Train, succeed: Train
+) -> None:
     shutil.move(folder / "one.txt", "moved.txt")
     refused = train(f"resume={elsewhere}", "steps=4", "data.path=one.txt")
     assert (refused.code, "has changed since its last checkpoint" in refused.err) == (2, True), refused.err
-    resumed = train(f"resume={elsewhere}", "steps=4", "data.path=moved.txt")
-    assert resumed.code == 0, resumed.err
+    succeed(f"resume={elsewhere}", "steps=4", "data.path=moved.txt")
     assert path_of(elsewhere) == "moved.txt"
     assert configure(find(str(elsewhere)), []).config.data.path == "moved.txt"  # type: ignore[attr-defined]

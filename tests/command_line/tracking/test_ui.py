@@ -12,23 +12,12 @@ import psutil
 import pytest
 
 from scripts.ui import main
+from tests.command_line.conftest import Result
 from tests.serving import serve_ui
 from tests.tracked import tracked
-from trainer.config import options
 from trainer.errors import UserError
 from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.ui import newest_runs
-
-
-@pytest.fixture
-def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """What the command says that fails, in this process."""
-
-    def ui() -> str:
-        assert options.run(main, None, []) == 2
-        return capsys.readouterr().err
-
-    return ui
 
 
 def listens(address: str) -> bool:
@@ -37,24 +26,22 @@ def listens(address: str) -> bool:
 
 
 def test_what_cannot_be_shown_is_said_in_a_sentence(
-    folder: Path, refusal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, script: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = refusal()
-    assert "no runs yet in" in said
-    assert "python scripts/train.py recipe=gpt2 precision=bf16" in said
+    done = script(main)
+    assert (done.code, "no runs yet in" in done.err) == (2, True)
     assert not list(folder.iterdir())
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        assert f"cannot read an MLflow store at {address}" in refusal()
+        done = script(main)
+    assert (done.code, f"cannot read an MLflow store at {address}" in done.err) == (2, True)
 
 
 def test_it_serves_the_newest_runs_until_it_is_stopped(folder: Path) -> None:
-    run_ids = []
-    for name in ("bignet-fp32-s0", "bignet-bf16-s0"):
-        tracker = tracked(folder / name, experiment="bignet")
-        run_ids.append(tracker.run_id)
+    names = ("bignet-fp32-s0", "bignet-bf16-s0")
+    first, second = (tracked(folder / name, experiment="bignet").run_id for name in names)
     with pytest.raises(UserError, match="there are: Default, bignet"):
         newest_runs(tracking_uri(), "gpt2", 6)
 
@@ -70,15 +57,14 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(folder: Path) -> None:
             assert address, printed
             assert f":{port}/" not in address[0]
             assert listens(address[1])
-            assert f"runs=%5B%22{run_ids[1]}%22%2C%22{run_ids[0]}%22%5D&experiments=%5B%221%22%5D" in printed
+            assert f"runs=%5B%22{second}%22%2C%22{first}%22%5D&experiments=%5B%221%22%5D" in printed
             assert "compare bignet-bf16-s0, bignet-fp32-s0:" in printed
-            both = f"attributes.run_id%20IN%20%28%27{run_ids[1]}%27%2C%20%27{run_ids[0]}%27%29"
+            both = f"attributes.run_id%20IN%20%28%27{second}%27%2C%20%27{first}%27%29"
             assert f"&compareRunsMode=CHART&searchFilter={both}&orderByKey=" in printed
             assert children
         finally:
             process.send_signal(signal.SIGINT)
             rest = process.communicate(timeout=300)[0]
-    assert process.returncode == 0
-    assert "stopped" in rest
+    assert (process.returncode, "stopped" in rest) == (0, True)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert not listens(address[1])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.command_line.conftest import Start
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -29,7 +29,7 @@ def blocks() -> dict[str, str]:
 def copy(tmp_path: Path) -> Path:
     """The project as it is tracked, and the two files."""
     root = tmp_path / "project"
-    for name in ("trainer", "recipes", "conf", "scripts"):
+    for name in ("mantissa", "trainer", "recipes", "conf", "scripts"):
         shutil.copytree(PROJECT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path, text in blocks().items():
         assert not (root / path).exists()
@@ -43,7 +43,7 @@ def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
     assert sum(text.count("\n") for text in blocks().values()) < 60
 
 
-def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Start) -> None:
     page = (PROJECT / "README.md").read_text()
     said = re.search(r"After 200 steps it classifies about (\d+) of 100", page)
     assert said
@@ -62,13 +62,3 @@ def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Callable
         config = json.loads((run / "config.json").read_text())
         assert (config["recipe"], config["recipe.width"], config["data"]) == ("tumour", width, "own")
     assert 100 * summary["final"]["valid/accuracy"] == pytest.approx(int(said[1]), abs=2)  # of the default width
-
-
-def test_its_options_are_checked_like_all_others(
-    copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]
-) -> None:
-    process = start("recipe=tumour", "recipe.widht=32", script=copy / "scripts" / "train.py", fresh=True)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert "did you mean 'recipe.width'?" in err
-    assert not list(folder.iterdir())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,11 +22,6 @@ from trainer.hardware import detect
 
 SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", "data.samples=64", "device=cpu"]
 FIXED = ["compile=off", "precision=fp32", "optimizer.fused=auto"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("advice")
 
 
 def varied(*overrides: str, goal: str = "speed", quality: bool = False) -> dict[str, list[str]]:
@@ -46,21 +41,6 @@ def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_attention_has_the_forms_that_the_recipe_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.3)
-    small = ("data=synthetic", "data.vocab_size=500", "recipe.context=16")
-    gpt2 = varied("recipe=gpt2", "recipe.size=nano", *small)["recipe.attention"]
-    assert gpt2 == ["attention=eager"]
-    assert varied("recipe=bert", *small)["recipe.attention"] == ["attention=eager"]
-
-
-def test_what_the_user_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert varied(*SMALL, *FIXED, "micro_batch_size=4", "threads=1") == {}
-
-
 def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 4.9)
     plain, native = (replace(detect("cpu"), cpu_flags=frozenset(flags)) for flags in ((), ("amx_bf16",)))
@@ -70,16 +50,15 @@ def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.
     ):
         space, _ = space_of(SMALL, hardware)
         assert space.left_out["bf16"] == why
-    space, _ = space_of(SMALL, plain, "memory")
-    assert space.candidate(["precision=bf16"]).label == "bf16 (fp32 arithmetic)", (
-        "memory is the format's, the time beside it is not"
-    )
-    space, _ = space_of([*SMALL, "precision=bf16"], plain)
-    assert space.candidate().label == "bf16 (fp32 arithmetic)", "asked for by name"
+    space, _ = space_of(SMALL, plain, "memory")  # which is the format's; the time beside it is not
+    assert space.candidate(["precision=bf16"]).label == "bf16 (fp32 arithmetic)"
 
 
-def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert varied(*SMALL, *FIXED, "micro_batch_size=4", "threads=1") == {}
     hardware = replace(detect("cpu"), cpu_cores=8)
     monkeypatch.setattr("evidence.advice.candidates.torch.get_num_threads", lambda: 8)
     space, _ = space_of([*SMALL, *FIXED, "micro_batch_size=8"], hardware)
@@ -91,10 +70,8 @@ def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: 
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.5)
     monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda *_: None)
     found = varied(*SMALL, goal="memory", quality=True)
-    assert found["activation_checkpointing"] == [
-        "activation_checkpointing=blocks",
-        "activation_checkpointing=selective",
-    ]
+    key = "activation_checkpointing"
+    assert found[key] == [f"{key}=blocks", f"{key}=selective"]
     assert "bf16_master" in found["precision"]
     assert "bf16_pure" not in found["precision"]
 
@@ -107,38 +84,23 @@ def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
     assert reason.startswith("forecast to need")
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path, fresh: bool) -> None:
-    worker = Worker(Candidate("fp32"), [*SMALL, "recipe.width=64"], folder, fresh)
-    try:
+def test_a_worker_takes_steps_counts_bytes_and_its_end_is_noticed(tmp_path: Path) -> None:
+    with closing(Worker(Candidate("fp32"), [*SMALL, "recipe.width=64"], tmp_path, True)) as worker:
         _, warm_up_s, _ = worker.start(300)
         assert len(warm_up_s) >= 2
         assert 0 < worker.block(3, 60) < 60
         # Weights, gradients and AdamW's two moments: four times 2 · (64² + 64) numbers of 4 bytes, and activations.
         steady = 4 * 2 * (64 * 64 + 64) * 4
         assert steady < worker.memory(60) < 2 * steady
-    finally:
-        worker.close()
-    broken = Worker(Candidate("bad", ("precision=bogus",)), SMALL, folder)
-    try:
-        with pytest.raises(Failed, match="precision=bogus is not a choice"):
-            broken.start(300)
-    finally:
-        broken.close()
-
-
-def test_a_worker_that_stops_or_dies_is_noticed(folder: Path) -> None:
-    worker = Worker(Candidate("fp32", ()), SMALL, folder)
-    try:
-        worker.start(300)
         os.kill(worker._process.pid, signal.SIGSTOP)
         with pytest.raises(Failed, match="its block did not end within 0 s"):
             worker.block(1, 0.05)
         os.kill(worker._process.pid, signal.SIGKILL)
         with pytest.raises(Failed, match="signal SIGKILL"):
             worker.block(1, 60)
-    finally:
-        worker.close()
+    broken = Worker(Candidate("bad", ("precision=bogus",)), SMALL, tmp_path)
+    with closing(broken), pytest.raises(Failed, match="precision=bogus is not a choice"):
+        broken.start(300)
 
 
 def test_the_command_answers_writes_and_repeats_its_answer(
@@ -152,9 +114,7 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "tracking=local", "budget_minutes=3"]
     assert command.main(given) == 0
-    printed = capsys.readouterr().out
-    assert "fp32, train.py's default" in printed or "as fast as fp32" in printed
-    assert "experiment=advised_bignet_" in printed
+    assert "experiment=advised_bignet_" in capsys.readouterr().out
     assert len(list((tmp_path / "conf").rglob("advised_bignet_*.yaml"))) == 1
     (path,) = tmp_path.glob("advice/bignet-*/advice.json")
     content = json.loads(path.read_text())
@@ -162,7 +122,6 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert content["winner"] == labels[0]
     assert set(labels) >= {"fp32", "fp32, micro_batch_size=1"}
     assert json.dumps(asdict(read(path))) == json.dumps(content)
-    assert (path.parent / "advice.png").exists()
     outcomes = path.parent / "outcomes.jsonl"
     assert command.main(given) == 0
     again = capsys.readouterr().out
@@ -171,22 +130,17 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert json.loads(path.read_text()) == content
     assert len(outcomes.read_text().splitlines()) == 1
     monkeypatch.setattr(command, "_depends_on", lambda *_: content["depends_on"] | {"the code": "other"})
-    monkeypatch.setattr(command.Search, "run", lambda search: search.advice.__dict__.update(content | ended(content)))
+    ended = content | {"entries": [_entry(each) for each in content["entries"]]}
+    monkeypatch.setattr(command.Search, "run", lambda search: search.advice.__dict__.update(ended))
     assert command.main(given) == 0
     assert "measured again: the code changed since the earlier call" in capsys.readouterr().out
     assert len(outcomes.read_text().splitlines()) == 2, "an earlier outcome is never replaced"
-
-
-def ended(content: dict[str, Any]) -> dict[str, Any]:
-    """The entries of an advice that was read as JSON."""
-    return {"entries": [_entry(each) for each in content["entries"]]}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("goal=fast", "goal=fast is not a goal"),
-        ("budget_minutes=0", "budget_minutes=0 must be a time above 0"),
         ("budget_minutes=inf", "must be a time above 0"),
         ("resume=outputs/x", "resume=outputs/x has no effect"),
         ("precision=fp32,bf16", "several values"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-import yaml
-
 from evidence.advice.experiment import PREFIX, overrides_of, write
 from tests.evidence.advice.made import TINY, advice, measured
 from trainer.config.compose import CONF, compose
@@ -27,18 +25,12 @@ def test_the_file_is_the_winners_command_line_and_says_where_it_is_from(tmp_path
     written = write(made, SENTENCE, tmp_path)
     assert written.path == tmp_path / "experiment" / "advised_gpt2_a_cpu_2_cores.yaml"
     assert written.note == ""
+    assert f"conf/experiment/{PREFIX}*" in (CONF.parent / ".gitignore").read_text().splitlines()
     text = written.path.read_text()
-    head, lines = text.partition("defaults:")[0], text.splitlines()
-    assert lines[0] == "# @package _global_"
-    assert lines[1].endswith(".")  # all that --help shows
-    assert f"#   {written.command}" in lines
-    for words in (SENTENCE, "2026-11-22", "torch 2.15.0", "A CPU", "0123456789"):
-        assert words in " ".join(head.replace("\n# ", " ").split())
-    content = yaml.safe_load(text)
-    assert content["defaults"] == [
-        {"override /data": "synthetic"}, {"override /precision": "bf16"}, {"override /recipe": "gpt2"}, "_self_"
-    ]  # fmt: skip
-    assert content["threads"] == 1
+    head = " ".join(text.partition("defaults:")[0].replace("\n# ", " ").split())
+    assert text.startswith("# @package _global_\n")
+    for words in (written.command, SENTENCE, "2026-11-22", "torch 2.15.0", "A CPU", "0123456789"):
+        assert words in head
     found = composed(written.command, tmp_path)
     assert found == flatten(compose([*TINY, "precision=bf16", "micro_batch_size=2", "threads=1"]))
 
@@ -79,9 +71,5 @@ def test_what_an_experiment_cannot_say_is_a_command_line(tmp_path: Path) -> None
     given = [*TINY, "~optimizer.options.betas"]
     written = write(advice(overrides=given), SENTENCE, tmp_path)
     assert (written.path, list(tmp_path.rglob("*.yaml"))) == (None, [])
-    assert "an experiment cannot say all of it (optimizer.options" in written.note
+    assert "cannot say all of it" in written.note
     assert "precision=bf16" in written.command
-
-
-def test_git_ignores_the_users_own_experiments() -> None:
-    assert f"conf/experiment/{PREFIX}*" in (CONF.parent / ".gitignore").read_text().splitlines()

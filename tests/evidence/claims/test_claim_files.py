@@ -52,16 +52,12 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
     [
         ({"sorce": "x"}, "sorce: Key 'sorce' not in 'Claim'"),
         ({"arms": {"fp32": "nett precision=fp32"}}, "arms.fp32: 'nett' is not known; did you mean 'net'?"),
-        ({"criteria": [GOOD_CRITERION | {"arm": "bf61"}]}, "'bf61' is not known; did you mean 'bf16'?"),
         ({"criteria": [GOOD_CRITERION | {"arm": "null_arm"}]}, "'null_arm' is not known"),
-        ({"criteria": [GOOD_CRITERION | {"measure": "sped"}]}, "did you mean 'speed'?"),
         ({"criteria": [GOOD_CRITERION | {"measure": "tflops"}]}, "criteria on bf16: 'tflops' is not known"),
         ({"criteria": [{"measure": "speed", "arm": "bf16"}]}, "no criterion decides; give one at_least"),
-        ({"null_arm": "fp23"}, "did you mean 'fp32'?"),
         ({"reduced": {"other": "steps=1"}}, "reduced: 'other' is not known"),
         ({"repeats": 1}, "repeats=1 gives no interval"),
         ({"needs": ["cude"]}, "did you mean 'cuda'?"),
-        ({"arms": {"a/b": "net"}}, "an arm cannot be called a/b"),
         ({"arms": {"null_arm": "net"}}, "an arm cannot be called null_arm"),
         ({"combines": ["two_x"]}, "excludes setups"),
         ({"setups": {}, "arms": {}, "criteria": [], "combines": ["mine"]}, "combines takes other claims"),
@@ -78,17 +74,10 @@ def test_a_claim_without_a_reduced_size_is_not_run_at_full_size(tmp_path: Path) 
         claim(tmp_path).reduce()
 
 
-def test_numbers_are_read_as_yaml_1_2_has_them(tmp_path: Path) -> None:
-    criterion = {"measure": "speed", "arm": "bf16", "over": "fp32", "within": "3e-3"}
-    assert claim(tmp_path, criteria=[criterion]).criteria[0].within == 0.003
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"- a", "mine.yaml: "),
         (b"source: a hunch", "mine.yaml: statement: "),
-        (b"statement: faster: twice", "line 1"),
         (b"source: a\nsource: b", "found duplicate key source"),
         (b"statement: \xe4", "mine.yaml: 'utf-8' codec"),
     ],
@@ -108,15 +97,10 @@ def test_a_file_that_is_no_claim_is_named(tmp_path: Path, text: bytes, words: st
         ("cuda", T4, ""),
         ("cpu", T4, "a CPU: set device=cpu"),
         ("tf32", T4, "TF32 (an NVIDIA GPU from Ampere on)"),
-        ("tf32", H200, ""),
         ("hopper", T4, "an NVIDIA GPU from Hopper on"),
-        ("hopper", H200, ""),
         ("native_bf16", CPU, "bf16 in hardware"),
         ("native_bf16", AMX, ""),
-        ("native_fp16", AMX, "fp16 in hardware"),
         ("amx", AMX, ""),
-        ("40GiB", T4, "40GiB of GPU memory"),
-        ("40GiB", H200, ""),
         ("80GiB", replace(H200, memory_bytes=85_000_000_000), ""),  # what an H100 of 80 GB reports
         ("80GiB", replace(H200, memory_bytes=48 * 2**30), "80GiB of GPU memory"),
     ],

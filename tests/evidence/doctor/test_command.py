@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -95,11 +94,6 @@ def test_a_step_that_a_failed_run_did_not_reach_is_refused(overflows: Path) -> N
         main([f"resume={overflows}", "step=4"])
 
 
-def test_an_earlier_report_of_the_step_is_not_replaced_in_silence(finished: Path, said: Said) -> None:
-    replaced = "the earlier report of this step is replaced"
-    assert [replaced in said(f"resume={finished}", "check=updates")[1] for _ in range(2)] == [False, True]
-
-
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
     shutil.rmtree(failing / "failure")
     code, lines = said(f"resume={failing}", "check=ladder")
@@ -109,12 +103,12 @@ def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, s
     assert lines[1].endswith("from the beginning")
 
 
-def test_weights_that_are_infinite_already_are_not_started_from(tmp_path: Path, said: Said) -> None:
+def test_weights_that_are_infinite_already_are_what_is_found(tmp_path: Path, said: Said) -> None:
     run = failed(tmp_path, "precision=fp32", "optimizer.lr=3e38", "checkpoint=none")
     assert (read_object(run / "failure.json")["step"], (run / "failure" / "step-00000001").is_dir()) == (2, True)
     code, lines = said(f"resume={run}", "check=ladder")
     assert code == 7
-    assert lines[0] == "taking 1 step again from the beginning …"
+    assert lines[0].endswith("from step-00000001")
     assert any(line.startswith("FOUND input, forward: ") for line in lines), lines
     assert any("is not finite before the step" in line for line in lines)
 
@@ -148,19 +142,12 @@ def test_a_failure_that_does_not_come_again(finished: Path, said: Said) -> None:
     assert any(line.startswith("note: ") and line.endswith("train with deterministic=true") for line in lines)
 
 
-def test_a_run_of_other_software_in_a_format_that_is_not_here(finished: Path, said: Said) -> None:
+def test_a_run_of_other_software(finished: Path, said: Said) -> None:
     versions = read_object(finished / "summary.json")["versions"]
-    change(finished / "summary.json", versions=versions | {"torch": "2.1.0"}, git={"commit": "0123456789abcdef"})
-    config = json.loads((finished / "config.json").read_text())
-    text = json.dumps(config).replace('"precision.mode": "bf16"', '"precision.mode": "tf32"')
-    (finished / "config.json").write_text(text)
-    assert "tf32" in text
+    change(finished / "summary.json", versions=versions | {"torch": "2.1.0"})
     code, lines = said(f"resume={finished}", "check=ladder")
     assert code == 0
-    assert "fp32 ok" in "".join(lines)
-    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
-    assert notes[0] == "precision=tf32 is not available here: its rung is left out, and steps are taken in fp32"
-    assert notes[1].startswith("torch: 2.1.0 in the run, ")
+    assert any(line.startswith("note: torch: 2.1.0 in the run, ") for line in lines)
 
 
 def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
@@ -185,13 +172,14 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("resume=nowhere", "resume: nowhere/config.json cannot be read"),
+        ("resume=nowhere", "resume=nowhere: there is no such folder"),
         ("recipe=bignet check=laddr", "check=laddr is not a check; did you mean 'ladder'?"),
         ("resume=RUN chekc=ladder", "chekc is not an option; did you mean 'check'?"),
         ("resume=RUN step=9", "step=9: RUN has 2 steps; set step=2"),
         ("resume=RUN precision=fp32", "precision=fp32: a run is examined as it was trained; to examine another one"),
         ("recipe=bignet recipe.widht=8", "widht"),
         ("recipe=bignet reference=fp23", "reference=fp23 is not a reference; did you mean 'fp32'?"),
+        ("recipe=bignet device=cpu precision=tf32", "precision=tf32 is not available on "),
         ("recipe=bignet step=-1", "step=-1"),
         ("recipe=bignet budget_s=0", "budget_s=0"),
     ],

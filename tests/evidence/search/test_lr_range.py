@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from evidence.search.lr_command import main as lr_range
 from evidence.search.lr_range import SMOOTHING, Curve, Exponential, range_test
+from evidence.search.lr_range import main as lr_range
 from tests.helpers import CPU, compose
 from trainer.errors import RunError, UserError
 from trainer.trainer import StepRecord, Trainer
@@ -62,11 +59,8 @@ def test_it_suggests_where_the_loss_falls_fastest_and_a_tenth_of_the_lowest() ->
     assert tenth == pytest.approx(1e-2, rel=0.1)  # the lowest is where both curves meet
     assert curve.ended == "the smoothed loss was 4 times its lowest value"
     assert len(curve.lr) < 400
-
-
-def test_nothing_is_suggested_where_the_loss_does_not_fall() -> None:
-    assert curve_of(np.linspace(1, 2, 50), np.geomspace(1e-7, 1, 50)).suggestions() == {}
-    assert Curve("").suggestions() == {}
+    rises_only = curve_of(np.linspace(1, 2, 50), np.geomspace(1e-7, 1, 50))
+    assert rises_only.suggestions() == Curve("").suggestions() == {}
 
 
 def test_it_ends_at_a_loss_that_is_not_finite_but_not_at_a_step_that_the_loss_scale_skips() -> None:
@@ -97,41 +91,20 @@ def test_the_command_suggests_a_rate_and_leaves_no_run(tmp_path: Path, capsys: p
     rates = [float(line.split()[0].partition("=")[2]) for line in out.splitlines() if "optimizer.lr=" in line]
     assert len(rates) == 4
     assert all(1e-7 < rate < 100 for rate in rates)
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.iterdir()] == ["lr_range"]
     folder = tmp_path / "lr_range" / "bignet"
-    assert sorted(path.name for path in folder.iterdir()) == ["lr_range.csv", "lr_range.json", "lr_range.png"]
-    with (folder / "lr_range.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["test"] for row in rows} == {"fp32", "bf16"}
-    recorded = json.loads((folder / "lr_range.json").read_text())
-    assert "lr_range.py recipe=bignet" in recorded["command"]
-    assert [sum(row["test"] == test["label"] for row in rows) for test in recorded["tests"]] == [
-        test["steps"] for test in recorded["tests"]
-    ]
-    for row in rows[:3]:
-        assert float(row["lr"]) == pytest.approx(1e-7 * 1e9 ** ((int(row["step"]) - 1) / 59))
-    with Image.open(folder / "lr_range.png") as picture:
-        assert picture.size == (960, 540)
-
-
-def test_a_range_in_which_nothing_is_learnt_is_reported(tmp_path: Path) -> None:
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [folder / "lr_range.png"]
     with pytest.raises(RunError, match=r"the loss does not fall within this range: set a larger max"):
         lr_range([*BIGNET, "min=1e-12", "max=1e-11", "steps=21", f"output_dir={tmp_path}"])
-    assert (tmp_path / "lr_range" / "bignet-fp32-s0" / "lr_range.png").exists()
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         ("min=0", r"min=0 and max=10 must be learning rates above 0, .*such as min=1e-07"),
-        ("max=nan", r"max=nan must be learning rates above 0"),
         ("max=1e-8", r"min=1e-07 and max=1e-08 must be .* min the lower one"),
         ("steps=5", r"steps=5 are too few"),
-        ("max=much", r"max=much must be a number"),
         ("optimizer.lr=1", r"optimizer.lr=1 has no effect"),
-        ("schedule=wsd", r"schedule=wsd has no effect"),
-        ("parallel=ddp", r"leave out parallel=ddp|starts several|torchrun"),
-        ("recipe.widht=3", r"did you mean 'recipe.width'"),
+        ("parallel=ddp", r"leave out torchrun and parallel"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_trained(typed: str, message: str, tmp_path: Path) -> None:

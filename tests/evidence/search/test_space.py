@@ -30,28 +30,17 @@ def test_a_space_is_read_from_the_command_line() -> None:
         "recipe.layers": IntDistribution(1, 8),
         "optimizer.betas": CategoricalDistribution(("[0.9,0.95]", "[0.9,0.999]")),
     }
-
-
-def test_proposals_are_overrides_with_four_digits() -> None:
-    assert overrides_of({"optimizer.lr": 0.000123456, "a": 3, "b": "[1,2]"}) == [
-        "optimizer.lr=0.0001235",
-        "a=3",
-        "b=[1,2]",
-    ]
+    proposed = {"optimizer.lr": 0.000123456, "a": 3, "b": "[1,2]"}
+    assert overrides_of(proposed) == ["optimizer.lr=0.0001235", "a=3", "b=[1,2]"]
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         ([], r"there is nothing to search; give a space, such as"),
-        (["space.optimizer.lr=0.1"], r"is no space; write space.optimizer.lr=log\(1e-4,1e-2\)"),
         (["space.optimizer.lr=logg(1,2)"], r"is no space; write space.optimizer.lr=log\(1e-4,1e-2\)"),
         (["space.optimizer.lr=log(low,1)"], r"could not convert string to float: 'low'"),
-        (["space.recipe.layers=int(1,2.5)"], r"invalid literal for int.*'2.5'"),
-        (["space.optimizer.lr=uniform(2,1)"], r"`low <= high` must hold"),
-        (["space.optimizer.lr=log(0,1)"], r"`low > 0` must hold"),
         (["space.optimizer.lr=log(1)"], r"must have two numbers"),
-        (["space.batch_size=choice()"], r"must contain one or more"),
         (["space.output_dir=choice(a,b)"], r"output_dir is not an option of the training"),
         ([LR, "optimizer.lr=1"], r"optimizer.lr is searched and set \(optimizer.lr=1\); remove one of them"),
         ([LR, "resume=auto"], r"the search sets resume for every run"),
@@ -59,10 +48,7 @@ def test_proposals_are_overrides_with_four_digits() -> None:
         ([LR, "trials=0"], r"trials=0 must be a whole number of at least 1"),
         ([LR, "pruner=medium"], r"pruner=medium is not a pruner .*did you mean 'median'"),
         ([LR, "study=a/b"], r"study=a/b must be the name of a folder"),
-        (["space.recipe.layrs=int(1,8)"], r"did you mean 'recipe.layers'"),
         (["space.optimizer.lr=uniform(-1,1)"], r"optimizer.lr=-1.0 must be a number above 0"),
-        (["space.batch_size=choice(4,four)"], r"batch_size=four must be a whole number"),
-        (["space.recipe.width=uniform(1,8)"], r"recipe.width is searched"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_trained(typed: list[str], message: str, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware
 from trainer.optim.optimizer import Optimizer
-from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, Scaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
@@ -86,7 +85,8 @@ class Fault:
     scaler: Scaler = field(default_factory=AutoScaler)
     optimizer: Optimizer = field(default_factory=Optimizer)
     ranks: int = 1
-    compile: Compile = field(default_factory=Compile)
+    compiles: bool = False
+    """Whether the doctor is told that the run compiles; the first step is taken eagerly all the same."""
     planting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What the step is taken in, for faults that are not in the model."""
 
@@ -98,13 +98,12 @@ class Fault:
             precision=self.precision,
             scaler=self.scaler,
             optimizer=self.optimizer,
-            compile=self.compile,
             seed=seed,
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
         )
         replay = take(Trainer.from_config(config), 1, "the beginning")
-        replay.step.ranks = self.ranks
+        replay.step.ranks, replay.step.compiles = self.ranks, self.compiles
         return replay
 
     def examined(self) -> Diagnosis:

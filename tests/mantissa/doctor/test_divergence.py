@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,26 +10,16 @@ from torch import Tensor, nn
 
 from evidence.doctor.replay import of_overrides
 from evidence.doctor.step import TrainerPasses
-from mantissa.doctor.diagnosis import Diagnosis, Replay, diagnose
-from mantissa.doctor.divergence import STEPS, Divergence
+from mantissa.doctor.divergence import STEPS, divergence, leaves
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
-from mantissa.formats import FORMATS
 from mantissa.step import Step
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, mean_square, step_of
 from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer
 
 
-def diagnosed(case: Step) -> Diagnosis:
-    """Of this check alone; the case's step counts as taken."""
-    replay = Replay(case, 0.0, 0.0, False, 0.0, 0, "the beginning")
-    diagnosis = diagnose(replay, ("divergence",), budget_s=600)
-    assert [len(values) for values in diagnosis.losses.values()] == [STEPS] * 4
-    return diagnosis
-
-
 def found_in(case: Step) -> list[Finding]:
-    return diagnosed(case).findings
+    return divergence(case, case.following(STEPS)).findings
 
 
 def case_of(model: Callable[[], nn.Module], mode: str, loss: Callable[[Tensor, Batch], Tensor] = mean_square) -> Step:
@@ -80,11 +69,9 @@ def test_masters_cure_lost_updates() -> None:
 
 @pytest.mark.parametrize("mode", ["bf16_pure", "bf16"])
 def test_masters_are_not_named_where_they_do_not_help(mode: str) -> None:
-    diagnosis = diagnosed(case_of(rounded, mode))
-    (finding,) = diagnosis.findings
+    (finding,) = found_in(case_of(rounded, mode))
     assert (finding.kind, finding.direction, finding.module, finding.format) == (DIVERGENCE, UPDATE, "", mode)
     assert finding.cure == []
-    assert ("divergence with masters" in diagnosis.budget.spent) == (mode == "bf16_pure")
 
 
 def test_the_first_loss_is_not_one_of_updates() -> None:
@@ -95,14 +82,12 @@ def test_the_first_loss_is_not_one_of_updates() -> None:
 def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
     nan, inf = float("nan"), float("inf")
     middle, limit = torch.tensor([1, 1, nan, nan, inf, 1.0]), torch.tensor([0.1, 0.1, nan, nan, nan, nan])
-    found = Divergence(FORMATS["bf16"], 1, {"bf16": [nan, nan, nan, nan, nan, nan]}, middle, limit)
-    assert found.first is None
-    assert found.findings == []
-    assert found.leaves([1.0] * 6) is None
-    finite = replace(found, middle=torch.ones(6), limit=torch.full((6,), 0.1))
-    assert finite.first == 0
-    assert finite.leaves([1, 1, 2, 2, 1, 2]) is None
-    assert finite.leaves([1, 1, nan, 2, 0, 1]) == 2
+    assert leaves([nan] * 6, middle, limit) is None
+    assert leaves([1.0] * 6, middle, limit) is None
+    finite = torch.ones(6), torch.full((6,), 0.1)
+    assert leaves([nan] * 6, *finite) == 0
+    assert leaves([1, 1, 2, 2, 1, 2], *finite) is None
+    assert leaves([1, 1, nan, 2, 0, 1], *finite) == 2
 
 
 def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:

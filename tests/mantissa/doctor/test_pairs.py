@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.pairs import measure, rounded
+from mantissa.doctor.pairs import local_errors, rounded
 from mantissa.formats import FP16, TF32
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of, step_of_run
 
@@ -38,14 +38,14 @@ class Residual(nn.Module):
 
 
 def test_a_wrong_gradient_in_a_container_is_found_there_and_nowhere_else() -> None:
-    findings = measure(step_of(lambda: around(Residual()))).findings
+    findings = local_errors(step_of(lambda: around(Residual()))).findings
     assert [(each.kind, each.direction, each.module) for each in findings] == [("error", "backward", "1")]
     assert findings[0].detail.startswith("gradient of layer's result 0: e 0.05, ")
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_changes_in_place_are_followed(mode: str) -> None:
-    pairs = measure(
+    pairs = local_errors(
         step_of(lambda: nn.Sequential(Residual(True), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), mode)
     )
     assert (pairs.findings, pairs.notes) == ([], [])
@@ -58,7 +58,7 @@ class ChangesItsInput(nn.Module):
 
 
 def test_a_call_that_cannot_be_repeated_is_named() -> None:
-    pairs = measure(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesItsInput())))
+    pairs = local_errors(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesItsInput())))
     assert pairs.findings == []
     assert "errors of modules: 1 is left out: an argument was changed in place afterwards" in pairs.notes
 
@@ -72,4 +72,4 @@ def test_numbers_are_rounded_as_in_the_format() -> None:
 
 def test_a_module_inside_of_an_fp32_module_is_evaluated_in_fp32() -> None:
     case = step_of_run(*TINY["bert"], "precision=bf16_master", "precision.fp32_modules=['*.self']")
-    assert measure(case).findings == []
+    assert local_errors(case).findings == []

@@ -30,6 +30,11 @@ def job() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def save(writer: CheckpointWriter, step: int, *job: Any, progress: Any = None, score: float | None = None) -> float:
+    """How long the training waited."""
+    return writer.save(training_state(step, *job, None, {}, {}), progress or {}, score)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.randn(2, 64)).square().sum().backward()
     optimizer.step()
@@ -58,7 +63,7 @@ def test_the_written_state_is_that_of_the_save_while_training_continues(tmp_path
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         moment = optimizer.state[next(model.parameters())]["exp_avg"].clone()
         progress = {"losses": [1.0]}
-        assert background.save(training_state(step, model, optimizer, None, {}, {}), progress, None) > 0
+        assert save(background, step, model, optimizer, progress=progress) > 0
         assert checkpoint.steps(tmp_path) == list(range(1, step))[-1:]  # not yet
         train(model, optimizer)
         progress["losses"].append(2.0)
@@ -76,9 +81,9 @@ def test_the_written_state_is_that_of_the_save_while_training_continues(tmp_path
 def test_one_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
     model, optimizer = job()
     background = CheckpointWriter(Checkpoint(keep=2), tmp_path, World())
-    background.save(training_state(1, model, optimizer, None, {}, {}), {}, None)
+    save(background, 1, model, optimizer)
     threading.Timer(0.3, gate.set).start()
-    assert background.save(training_state(2, model, optimizer, None, {}, {}), {}, None) > 0.2  # waits for the first
+    assert save(background, 2, model, optimizer) > 0.2  # waits for the first
     assert checkpoint.steps(tmp_path)[:1] == [1]
     background.finish()
     assert checkpoint.steps(tmp_path) == [1, 2]
@@ -88,25 +93,19 @@ def test_one_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
 def test_a_full_disk_loses_only_that_checkpoint(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer = job()
-    options = Checkpoint(background=background)
-    ours = CheckpointWriter(options, tmp_path, World())
-    with caplog.at_level(logging.WARNING, logger="mantissa"), monkeypatch.context() as patch:
-        logging.getLogger("mantissa").propagate = True
-        ours.save(training_state(1, model, optimizer, None, {}, {}), {}, 0.5)
+    logging.getLogger("mantissa").propagate = True
+    ours = CheckpointWriter(Checkpoint(background=background), tmp_path, World())
+    spare = checkpoint.SPARE_BYTES
+    for step, score, spared in ((1, 0.5, spare), (2, 0.1, 1 << 60), (3, 0.7, spare)):
+        monkeypatch.setattr(checkpoint, "SPARE_BYTES", spared)
+        save(ours, step, *job(), score=score)
         ours.finish()
-        patch.setattr(checkpoint, "SPARE_BYTES", 1 << 60)
-        ours.save(training_state(2, model, optimizer, None, {}, {}), {}, 0.1)
-        ours.finish()
-    assert "the checkpoint of step 2 was not saved (" in caplog.text
-    assert " are needed, " in caplog.text
-    assert "training continues" in caplog.text
-    assert (ours.saved, ours.failed) == (1, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    ours.save(training_state(3, model, optimizer, None, {}, {}), {}, 0.7)
-    ours.finish()
+        assert (ours.saved, ours.failed) == {1: (1, 0), 2: (1, 1), 3: (2, 1)}[step]
+    for words in ("the checkpoint of step 2 was not saved (", " are needed, ", "training continues"):
+        assert words in caplog.text
     # The best that was kept stays: the better one of step 2 is not on the disk.
     assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path)) == ([1, 3], 1)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_bug_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +114,7 @@ def test_a_bug_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(writer.checkpoint, "write", broken)
     ours = CheckpointWriter(Checkpoint(), tmp_path, World())
-    ours.save(training_state(1, *job(), None, {}, {}), {}, None)
+    save(ours, 1, *job())
     with pytest.raises(ZeroDivisionError):
         ours.finish()
 
@@ -133,11 +132,11 @@ def test_a_mask_of_infinities_is_saved_and_restored_and_other_infinities_are_ref
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters())
     ours = CheckpointWriter(Checkpoint(background=False), tmp_path, World(), infinite_buffers(model))
-    ours.save(training_state(1, model, optimizer, None, {}, {}), {}, None)
+    save(ours, 1, model, optimizer)
     other = Masked()
     nn.init.zeros_(other.weight)
     load(tmp_path).restore(other, None)
     assert same_bits(dict(other.state_dict()), dict(model.state_dict()))
     model.state_dict()["mean"][0] = float("inf")
     with pytest.raises(NonFiniteError, match=r"mean is not finite after step 2"):
-        ours.save(training_state(2, model, optimizer, None, {}, {}), {}, None)
+        save(ours, 2, model, optimizer)

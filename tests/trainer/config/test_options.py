@@ -50,14 +50,12 @@ def test_values_have_the_types_of_their_fields() -> None:
     [
         ("--output-dir=here", "--output-dir=here: write output_dir=here, without dashes"),
         ("--runs", "--runs: write runs=…, without dashes"),
-        ("--rusn=3", "rusn is not an option; did you mean 'runs'"),
         ("rusn=3", "rusn is not an option; did you mean 'runs'"),
         ("uri=", "uri= has no value"),
         ("runs", "'runs' is not an option; write key=value"),
-        *(
-            (f"runs={text}", f"runs={text} must be a whole number of at least 1")
-            for text in ("0", "-1", "x", "1.5", "²")
-        ),
+        ("runs=0", "runs=0 must be a whole number of at least 1"),
+        ("runs=1.5", "runs=1.5 must be a whole number of at least 1"),
+        ("runs=²", "runs=² must be a whole number of at least 1"),
         ("seed=-1", "seed=-1 must be a whole number of at least 0"),
         ("ratio=half", "ratio=half must be a number"),
         ("all=yes", "all=yes must be true or false"),
@@ -69,18 +67,16 @@ def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_overrides_have_no_dashes() -> None:
-    with pytest.raises(UserError, match=r"--batch-size=8: write batch_size=8, without dashes"):
-        parse(["--batch-size=8"], Options, "overrides")
-    with pytest.raises(UserError, match="'gpt2' is not an option; write key=value"):
-        parse(["gpt2"], Options, "overrides")
-
-
-def test_a_misspelt_option_is_named_among_overrides() -> None:
+def test_a_mistake_among_overrides_is_named() -> None:
     others = ["steps=3", "data=text", "experiment=x", "lr=1", "arm.rnus=x", "space.steps=int(1,2)"]
     assert parse(others, Options, "overrides")[1] == others
-    with pytest.raises(UserError, match=r"rnus is not an option; did you mean 'runs'\? \(output_dir, uri, runs"):
-        parse([*others, "rnus=3"], Options, "overrides")
+    for typed, message in {
+        "--batch-size=8": "--batch-size=8: write batch_size=8, without dashes",
+        "gpt2": "'gpt2' is not an option; write key=value",
+        "rnus=3": r"rnus is not an option; did you mean 'runs'\? \(output_dir, uri, runs",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            parse([*others, typed], Options, "overrides")
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers import CPU, Arrays, compose
+from tests.helpers import CPU, Arrays
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, evaluation_samples
 from trainer.data.fingerprint import fingerprint
-from trainer.data.loader import (
-    Batching,
-    DataOrder,
-    Loader,
-    OnDeviceLoader,
-    PinnedLoader,
-    to_device,
-)
+from trainer.data.loader import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError
 from trainer.parallel.world import World
 
@@ -65,16 +57,13 @@ def flat(steps: list[list[Batch]]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 23, 1000])
-@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
 def test_every_epoch_is_a_permutation_of_its_own(length: int, seed: int) -> None:
-    order = DataOrder(length, seed)
-    epochs = [
-        [each.index for each in samples(order, range(epoch * length, (epoch + 1) * length))] for epoch in range(3)
-    ]
+    found = [each.index for each in samples(DataOrder(length, seed), range(3 * length))]
+    epochs = [found[start : start + length] for start in range(0, 3 * length, length)]
     assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
     if length > 2:
-        assert len({tuple(epoch) for epoch in epochs}) == 3
-        assert epochs[0] != list(range(length))
+        assert len({tuple(epoch) for epoch in [*epochs, range(length)]}) == 4
 
 
 def test_seeds_order_differently() -> None:
@@ -92,10 +81,8 @@ def test_each_sample_of_each_epoch_of_each_seed_has_randomness_of_its_own() -> N
 
 def test_a_samples_seed_depends_on_the_sample_and_not_on_its_place() -> None:
     """So that a longer data set, in another order, would not change how these samples are augmented."""
-    seeds = []
-    for length in (LENGTH, LENGTH + 5):
-        seeds.append(dict(samples(DataOrder(length, 0), range(length))))
-    assert seeds[0].items() <= seeds[1].items()
+    short, long = (dict(samples(DataOrder(length, 0), range(length))) for length in (LENGTH, LENGTH + 5))
+    assert short.items() <= long.items()
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
@@ -120,19 +107,13 @@ def test_starting_at_a_step_gives_the_tail_of_starting_at_the_first(first: int) 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_a_dataset_is_raised_unchanged(workers: int) -> None:
-    steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
-    with pytest.raises(UserError, match=r"^data.path=photos: photos/cat.jpg cannot be read; remove it$"):
-        list(steps)
-
-
-def test_workers_end_after_an_error_of_the_dataset() -> None:
+def test_an_error_of_a_dataset_is_raised_unchanged_and_workers_end(workers: int) -> None:
     """Not when Python next looks for cycles, where each would be waited for in vain."""
-    steps = PinnedLoader(1).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
+    steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
     gc.collect()
     gc.disable()
     try:
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=r"^data.path=photos: photos/cat.jpg cannot be read; remove it$"):
             list(steps)
         del steps
         assert multiprocessing.active_children() == []
@@ -156,24 +137,6 @@ def test_on_device_loader_repeats_the_first_step() -> None:
     first = flat(stream(Loader(0), Batching(6, 2), 0, 1))
     assert len(steps) == 4
     assert all(flat([step]) == first for step in steps)
-
-
-@pytest.mark.parametrize("recipe", ["bert", "t5"])
-def test_on_device_loader_leaves_the_counting_to_the_host(recipe: str) -> None:
-    """Some targets are counted by their values: on a device that would wait for it in every step (meta has none)."""
-    config = compose(f"recipe={recipe}", "recipe.context=64", "data=synthetic", "data.vocab_size=300")
-    config = config.resolve(CPU).config
-    data = config.recipe.datasets(config.data, 0).train
-    elsewhere = replace(CPU, device=torch.device("meta"))
-    first, *others = OnDeviceLoader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 5, 3, elsewhere)
-    expected = next(Loader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 0, 1, CPU))
-    counts = [config.recipe.count_targets(batch) for batch in first]
-    assert counts == [config.recipe.count_targets(batch) for batch in expected]
-    copies = [to_device(batch, elsewhere.device) for batch in first]
-    assert {tensor.device.type for batch in copies for tensor in batch.values()} == {"meta"}
-    assert all(
-        to_device(batch, elsewhere.device) is copy for step in others for batch, copy in zip(step, copies, strict=True)
-    )
 
 
 def test_auto_workers_are_for_data_that_decodes() -> None:
@@ -213,22 +176,17 @@ def test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each(ranks: int
 
 @pytest.mark.parametrize(
     ("batch_size", "micro_batch_size", "micro", "batch"),
-    [(10, 4, [2, 5], [8, 12]), (7, 2, [1, 7], [6, 8]), (4, 8, [2, 4], [8]), (480, 100, [80, 96], [400, 500])],
+    [(10, 4, "2 or 5", "8 or 12"), (4, 8, "2 or 4", "8"), (480, 100, "80 or 96", "400 or 500")],
 )
 def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(
-    batch_size: int, micro_batch_size: int, micro: list[int], batch: list[int]
+    batch_size: int, micro_batch_size: int, micro: str, batch: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         Batching(batch_size, micro_batch_size)
-    micro_words, batch_words = " or ".join(map(str, micro)), " or ".join(map(str, batch))
     assert str(caught.value) == (
         f"batch_size={batch_size} is not a multiple of micro_batch_size={micro_batch_size}; "
-        f"use micro_batch_size={micro_words}, or batch_size={batch_words}"
+        f"use micro_batch_size={micro}, or batch_size={batch}"
     )
-    for size in micro:
-        assert Batching(batch_size, size).accumulation == batch_size // size
-    for size in batch:
-        assert Batching(size, micro_batch_size).accumulation == size // micro_batch_size
 
 
 @pytest.mark.parametrize(

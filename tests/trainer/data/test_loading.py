@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,11 @@ import torch
 
 from tests.helpers import CPU, compose, same_bits
 from tests.trainer.data.test_data import Echo, stream
-from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.contract import Batch, SampleId
 from trainer.data.loader import STEPS_AHEAD, Batches, Batching, Loader, OnDeviceLoader, PinnedLoader
 from trainer.data.loading import prefetched
 from trainer.debug import Overfit
 from trainer.hardware import Hardware
-from trainer.run.run import Run
-from trainer.run.start import train
-from trainer.trainer import StepRecord
 
 GPU = replace(CPU, device=torch.device("cuda", 3))
 Ahead = Generator[int, None, None]
@@ -88,19 +84,14 @@ def test_errors_come_in_their_place_with_their_traceback() -> None:
     assert threads() == []
 
 
-def _close(held: list[Ahead]) -> None:
-    held[0].close()
+ENDS: dict[str, Callable[[list[Ahead]], object]] = {
+    "closed": lambda held: held[0].close(),
+    "forgotten": lambda held: held.clear(),
+    "a cycle": lambda held: held.append(held),
+}
 
 
-def _forget(held: list[Ahead]) -> None:
-    held.clear()
-
-
-def _collect(held: list[Ahead]) -> None:
-    held.append(held)  # type: ignore[arg-type]  # a cycle
-
-
-@pytest.mark.parametrize("end", [_close, _forget, _collect])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_the_thread_ends_with_it(end: Callable[[list[Ahead]], None]) -> None:
     held = [prefetched(Source().items(), 2, nothing)]
     assert [next(held[0]) for _ in range(3)] == [0, 1, 2]
@@ -111,37 +102,11 @@ def test_the_thread_ends_with_it(end: Callable[[list[Ahead]], None]) -> None:
     assert not thread.is_alive()
 
 
-def test_the_garbage_collector_may_end_it_in_its_own_thread() -> None:
-    """A thread cannot wait for itself."""
-    may_end, failures = threading.Event(), []
-    held: list[Ahead] = []
-
-    def items() -> Iterator[int]:
-        yield 0
-        assert may_end.wait(60)
-        try:
-            held.pop().close()
-        except RuntimeError as error:
-            failures.append(error)
-
-    held.append(prefetched(items(), 2, nothing))
-    assert next(held[0]) == 0
-    (thread,) = threads()
-    may_end.set()
-    thread.join()
-    assert not held
-    assert not failures
-
-
 class AheadOnCpu(PinnedLoader):
     """Uses the thread as for a GPU."""
 
-    def batches(
-        self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
-    ) -> Batches:
-        batches = super().batches(dataset, samples, hardware, in_a_step)
-        assert isinstance(batches, Batches)
-        return replace(batches, ahead=STEPS_AHEAD * in_a_step)
+    def batches(self, dataset: Any, samples: Any, hardware: Hardware, in_a_step: int = 1) -> Batches:
+        return replace(super().batches(dataset, samples, hardware, in_a_step), ahead=STEPS_AHEAD * in_a_step)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +131,6 @@ def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) 
     datasets = compose("recipe=resnet", "data=digits", f"augment={augment}").resolve(CPU).config.open_datasets()
     for dataset in (datasets.train, Overfit().datasets(datasets, 4).train):
         batches = PinnedLoader(0).batches(dataset, [], GPU)
-        assert isinstance(batches, Batches)
         assert (batches.pins, batches.ahead) == (True, ahead)
 
 
@@ -198,20 +162,3 @@ def test_a_thread_has_one_core_and_the_device_of_its_rank(monkeypatch: pytest.Mo
         assert (devices, cores, torch.get_num_threads()) == ([GPU.device], [1], 2)
     finally:
         torch.set_num_threads(before)
-
-
-class Failing(Run):
-    def step(self, microbatches: list[Batch]) -> StepRecord:
-        if self.trainer.step == 3:
-            assert len(threads()) == 1
-            raise ZeroDivisionError("a bug")
-        return super().step(microbatches)
-
-
-def test_a_run_that_fails_ends_the_thread(tmp_path: Path) -> None:
-    small = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "steps=8")
-    config = compose(*small, "tracking=local", "device=cpu", "eval_every=8", f"output_dir={tmp_path}")
-    with pytest.raises(ZeroDivisionError) as held:
-        train(replace(config, loader=AheadOnCpu(0)), run_class=Failing)
-    assert threads() == []  # although the error's traceback holds every frame
-    assert held.value is not None

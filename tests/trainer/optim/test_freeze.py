@@ -42,23 +42,16 @@ def test_a_pattern_names_parameters_or_modules_with_everything_in_them(patterns:
 
 @pytest.mark.parametrize(
     ("patterns", "still"),
-    [
-        (["blocks"], (True, True)),
-        (["blocks.1"], (True, False)),
-        (["blocks.3"], (False, True)),
-        (["bias"], (False,) * 2),
-    ],
+    [(["blocks"], [True, True]), (["blocks.1"], [True, False]), (["blocks.3"], [False, True]), (["bias"], [False] * 2)],
 )
-def test_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation_mode(
-    patterns: list[str], still: tuple[bool, ...]
-) -> None:
+def test_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation_mode(patterns: list[str], still: list[bool]) -> None:
     """Also in a deep copy, which has modes of its own."""
     model = Tied()
     freeze(model, patterns)
     for each in (model, copy.deepcopy(model)):
         for _ in range(2):
             each.eval().train()
-            assert tuple(not each.blocks[number].training for number in (1, 3)) == still
+            assert [not each.blocks[number].training for number in (1, 3)] == still
             assert each.blocks[0].training
 
 
@@ -75,7 +68,7 @@ def test_patterns_that_cannot_be_meant_are_refused(patterns: list[str], message:
         freeze(Tied(), patterns)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_master", "bf16_sr", "bf16_pure"])
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master", "bf16_sr"])
 def test_frozen_weights_and_statistics_do_not_change_and_take_no_memory(mode: str) -> None:
     precision, scaler = Precision(mode), AutoScaler()
     trainer = start(Config(SmallConvNet(), NoData(), precision=precision, scaler=scaler, freeze=["0", "1"]))

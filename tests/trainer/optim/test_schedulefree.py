@@ -33,7 +33,6 @@ def test_weights_and_averages_are_those_of_the_library() -> None:
     for _ in range(4):
         _, correction, _ = trainer.gradients(next(batches))
         for parameter, own in zip(bare.parameters(), trainer.model.parameters(), strict=True):
-            assert own.grad is not None
             parameter.grad = own.grad.clone()
         trainer.update.step(trainer.step, correction)
         library.step()
@@ -46,7 +45,7 @@ def test_weights_and_averages_are_those_of_the_library() -> None:
         assert not torch.equal(weight, trainer.model.state_dict()[name])
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16_master", "bf16_sr", "bf16_pure"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_pure"])
 def test_evaluation_has_the_averages_and_leaves_the_training_alone(mode: str) -> None:
     def trained(evaluates: bool) -> tuple[dict[str, Tensor], list[float]]:
         trainer = trainer_of(*FREE, f"precision={mode}", "optimizer.lr=0.01", "optimizer.weight_decay=0")

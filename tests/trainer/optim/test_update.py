@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers import same_bits
 from trainer.errors import UserError
 from trainer.optim.fused import fused_is_sound
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
@@ -22,49 +23,43 @@ def loss_of(net: nn.Module) -> Tensor:
     return (net(x) * 5).square().mean()
 
 
-def gradients_after(clip: Clip, loss_scale: LossScale) -> tuple[list[Tensor], Tensor]:
-    """What the optimizer is given, and the norm the update reports."""
-    net = model()
-    seen: list[Tensor] = []
+class Spy(torch.optim.SGD):
+    """Keeps the gradients that it is given."""
 
-    class Spy(torch.optim.SGD):
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            seen.extend(parameter.grad.clone() for group in self.param_groups for parameter in group["params"])
+    def step(self) -> None:
+        self.seen = [parameter.grad.clone() for group in self.param_groups for parameter in group["params"]]
 
+
+@pytest.fixture(params=[LossScale(CPU), StaticLossScale(CPU, 2.0**16)], ids=["none", "2^16"])
+def loss_scale(request: pytest.FixtureRequest) -> LossScale:
+    return request.param
+
+
+def gradients_after(clip: Clip, loss_scale: LossScale) -> tuple[list[Tensor], list[nn.Parameter], Tensor]:
+    """What the optimizer is given, the parameters of another model with its own gradients, and the reported norm."""
+    net, plain = model(), model()
+    loss_of(plain).backward()
     update = Update(Spy(net.parameters(), lr=0.1), net.parameters(), loss_scale, clip)
     update.backward(loss_of(net))
     norm = update.step().grad_norm
-    return seen, norm
+    return update.optimizer.seen, list(plain.parameters()), norm
 
 
-def plain_gradients() -> list[nn.Parameter]:
-    net = model()
-    loss_of(net).backward()
-    return list(net.parameters())
-
-
-@pytest.mark.parametrize("loss_scale", [LossScale(CPU), StaticLossScale(CPU, 2.0**16)], ids=["none", "2^16"])
-@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e6])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_clip_norm_is_torchs_on_the_unscaled_gradients(max_norm: float, loss_scale: LossScale) -> None:
-    parameters = plain_gradients()
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    seen, reported = gradients_after(ClipNorm(max_norm), loss_scale)
-    assert torch.equal(reported, norm)
-    assert reported.dtype == torch.float32
-    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+    seen, plain, reported = gradients_after(ClipNorm(max_norm), loss_scale)
+    norm = torch.nn.utils.clip_grad_norm_(plain, max_norm)
+    assert same_bits([reported, *seen], [norm, *(parameter.grad for parameter in plain)])
     if max_norm < 1:
         assert torch.nn.utils.get_total_norm(seen).item() == pytest.approx(max_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("loss_scale", [LossScale(CPU), StaticLossScale(CPU, 2.0**16)], ids=["none", "2^16"])
-@pytest.mark.parametrize("max_value", [1e-3, 0.1, 1e6])
+@pytest.mark.parametrize("max_value", [1e-3, 1e6])
 def test_clip_value_is_torchs_on_the_unscaled_gradients(max_value: float, loss_scale: LossScale) -> None:
-    parameters = plain_gradients()
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-    torch.nn.utils.clip_grad_value_(parameters, max_value)
-    seen, reported = gradients_after(ClipValue(max_value), loss_scale)
-    assert torch.equal(reported, norm)  # measured before the cut
-    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+    seen, plain, reported = gradients_after(ClipValue(max_value), loss_scale)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain])  # measured before the cut
+    torch.nn.utils.clip_grad_value_(plain, max_value)
+    assert same_bits([reported, *seen], [norm, *(parameter.grad for parameter in plain)])
     assert (max(gradient.abs().max() for gradient in seen) == torch.tensor(max_value)) == (max_value < 1)
 
 
@@ -90,7 +85,7 @@ def given(gradient: Tensor, clip: Clip, on_device: bool) -> tuple[nn.Parameter, 
         def never(flag: Tensor) -> bool:
             raise AssertionError("the host waited")
 
-        update._takes_flag, update.read = True, never  # type: ignore[method-assign]
+        update._takes_flag, update.read = True, never
     return weight, update
 
 
@@ -102,7 +97,7 @@ def test_finite_gradients_whose_squares_are_not_are_no_overflow(
 ) -> None:
     """At 3e38 even the norm is beyond fp32, which then gives its largest number."""
     weight, update = given(torch.full((10, 10), value).to(dtype), ClipNorm(1.0), on_device)
-    expected = min(10 * weight.grad[0, 0].item(), torch.finfo(torch.float32).max)  # type: ignore[index]
+    expected = min(10 * weight.grad[0, 0].item(), torch.finfo(torch.float32).max)
     result = update.step()
     assert not result.skipped
     assert result.grad_norm.dtype == torch.float32
@@ -137,14 +132,12 @@ def test_a_finite_norm_is_bitwise_that_of_torch_without_a_host_read() -> None:
 def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:
     weights = []
     for set_to_none in (True, False):
-        torch.manual_seed(0)
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         update = Update(optimizer, net.parameters(), LossScale(CPU), Clip(), set_to_none=set_to_none)
         places = []
         for _ in range(2):
             update.backward(loss_of(net))
-            assert net[0].weight.grad is not None
             places.append(net[0].weight.grad)
             update.step()
         assert (net[0].weight.grad is None) == set_to_none
@@ -155,7 +148,7 @@ def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_values_that_cannot_work_are_named(value: float) -> None:
     with pytest.raises(UserError, match=r"clip.max_norm="):
         ClipNorm(value)

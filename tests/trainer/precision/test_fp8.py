@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mantissa.formats import FORMATS
-from tests.helpers import compose, fit, start
+from tests.helpers import compose, fit, trainer_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision import fp8, modes
@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 PLAIN_CPU = Hardware(CPU, "plain CPU", 2**34, 2)
 LLAMA = (
     *("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    *("device=cpu", "steps=3", "batch_size=4", "micro_batch_size=2"),
+    *("steps=3", "batch_size=4", "micro_batch_size=2"),
 )
 
 
 def gpu(*capability: int) -> Hardware:
-    return Hardware(torch.device("cuda", 0), "GPU", 2**36, 8, capability)  # type: ignore[arg-type]
+    return Hardware(torch.device("cuda", 0), "GPU", 2**36, 8, capability)
 
 
 def test_hardware_without_fp8_is_refused() -> None:
@@ -76,16 +76,14 @@ def test_the_scaling_that_is_asked_for_reaches_torchao(scaling: str, monkeypatch
         recipe: str
         emulate: bool = False
 
-        @classmethod
-        def from_recipe_name(cls, name: str) -> Options:
-            return cls(name)
-
     seen = []
 
     def convert(model: nn.Module, *, config: Options, module_filter_fn: Any) -> None:
         seen.append((config, [name for name, module in model.named_modules() if module_filter_fn(module, name)]))
 
-    library = SimpleNamespace(Float8LinearConfig=Options, convert_to_float8_training=convert)
+    library = SimpleNamespace(
+        Float8LinearConfig=SimpleNamespace(from_recipe_name=Options), convert_to_float8_training=convert
+    )
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=library))
     monkeypatch.setitem(sys.modules, "torchao.float8", library)
     fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10)), [], scaling)
@@ -99,12 +97,9 @@ def test_a_llama_trains_with_emulated_products(scaling: str, monkeypatch: pytest
     monkeypatch.setattr(Precision, "check", lambda self, hardware: None)
     monkeypatch.setattr(fp8, "convert", lambda model, kept, _: convert(model, kept, scaling, emulate=True))
     losses = []
-    for mode in ("bf16", "fp8"):
-        config = compose(*LLAMA)
-        config = replace(config, precision=Precision(mode, ["*.v_proj"] if mode == "fp8" else []))
-        trainer = start(config)
-        records = fit(trainer)
-        losses.append(torch.stack([record.loss for record in records]))
+    for mode in ("precision=bf16", "precision=fp8 precision.fp32_modules=['*.v_proj']"):
+        trainer = trainer_of(*LLAMA, *mode.split())
+        losses.append(torch.stack([record.loss for record in fit(trainer)]))
     names = dtypes_in_use(trainer.model, trainer.optimizer)["fp8_modules"]
     assert len(names) == 6  # of seven: v_proj is an island, and the output layer has the loss in it
     assert all("_proj" in name for name in names)

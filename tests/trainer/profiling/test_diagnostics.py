@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
 from mantissa.updates import SAMPLE, Counts, UpdateMeter, _elements
-from tests.helpers import NoData, SmallConvNet, compose, copied, same_bits, trainer_of
+from tests.helpers import NoData, SmallConvNet, compose, same_bits, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.optim.masters import masters_of
@@ -27,15 +27,7 @@ from trainer.profiling.diagnostics import Diagnostics, Numerics
 from trainer.run.start import train
 
 CPU = torch.device("cpu")
-TINY = (
-    "recipe=bignet",
-    "recipe.width=8",
-    "recipe.layers=1",
-    "data.samples=32",
-    "batch_size=8",
-    "device=cpu",
-    "profiler=none",
-)
+TINY = ("recipe=bignet", "recipe.width=8", "recipe.layers=1", "data.samples=32", "batch_size=8", "profiler=none")
 
 
 class Net(nn.Module):
@@ -110,8 +102,10 @@ def test_norm_weights_do_not_move_in_pure_bf16() -> None:
     assert found["norm.bias"].edq == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16_master", "fp16_master"])
-@pytest.mark.parametrize("clip", [Clip(), ClipNorm(0.01)], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(
+    ("mode", "clip"),
+    [("fp32", ClipNorm(0.01)), ("bf16", Clip()), ("bf16_master", ClipNorm(0.01)), ("fp16_master", Clip())],
+)
 def test_nothing_is_lost_in_fp32_and_with_masters(mode: str, clip: Clip) -> None:
     found = after(Training(mode, clip=clip, scale=256.0 if mode.startswith("fp16") else None), 3)
     assert set(found) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
@@ -127,13 +121,7 @@ def test_nothing_is_lost_in_fp32_and_with_masters(mode: str, clip: Clip) -> None
         ("SGD", {"momentum": 0.9}),
         ("Adam", {"amsgrad": True}),
         ("RMSprop", {"momentum": 0.5}),
-        ("Adagrad", {}),
-        ("Adadelta", {}),
-        ("Adamax", {}),
-        ("NAdam", {}),
-        ("RAdam", {}),
-        ("ASGD", {}),
-        ("Rprop", {}),
+        *((name, {}) for name in ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")),
     ],
 )
 def test_the_intended_update_is_that_of_every_optimizer(name: str, options: dict[str, Any]) -> None:
@@ -152,22 +140,19 @@ def test_the_intended_update_is_adams_with_the_true_gradient_in_fp32(fused: bool
     weight = training.net.head.weight
     before = weight.detach().float()
     state = {key: value.float() for key, value in training.optimizer.state[weight].items()}
-    scaled: list[Tensor] = []
-    step = training.update.clip.fold
+    true: list[Tensor] = []
+    clip = training.update.clip.fold
 
-    def fold(gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
-        coefficient = (0.02 / (norm + 1e-6)).clamp(max=1.0)
-        assert coefficient < 1
-        scaled.extend([gradients[2].float() * 1.5 / 1024 * coefficient])
-        return step(gradients, norm, factor)
+    def fold(gradients: list[Tensor], norm: Tensor, factor: Tensor) -> Tensor:
+        assert norm > 0.02
+        true.append(gradients[2].float() * 1.5 / 1024 * 0.02 / (norm + 1e-6))
+        return clip(gradients, norm, factor)
 
-    training.update.clip.fold = fold  # type: ignore[method-assign]
+    training.update.clip.fold = fold
     update = training.measured()["head.weight"]
-    gradient = scaled[0]
-    mean = 0.9 * state["exp_avg"] + 0.1 * gradient
-    square = 0.999 * state["exp_avg_sq"] + 0.001 * gradient**2
-    root = (square / (1 - 0.999**3)).sqrt() + 1e-4
-    intended = -1e-3 * mean / (1 - 0.9**3) / root
+    mean = 0.9 * state["exp_avg"] + 0.1 * true[0]
+    square = 0.999 * state["exp_avg_sq"] + 0.001 * true[0] ** 2
+    intended = -1e-3 * mean / (1 - 0.9**3) / ((square / (1 - 0.999**3)).sqrt() + 1e-4)
     real = weight.detach().float() - before
     moving = intended != 0
     assert update.moving <= 64 * 1024 == SAMPLE
@@ -242,18 +227,20 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
         Config(SmallConvNet(), NoData(), diagnostics=Numerics(), optimizer=Optimizer("Adafactor"))
 
 
-def session(training: Training, every: int) -> Any:
-    return Numerics(every).start(training.net, training.update, torch.bfloat16, 10**6, World())
+def session(training: Training, every: int, steps: int) -> dict[int, dict[str, float]]:
+    """What a session of so many steps logs."""
+    diagnostics = Numerics(every).start(training.net, training.update, torch.bfloat16, 10**6, World())
+    logged = {}
+    for step in range(1, steps + 1):
+        with diagnostics.step(step):
+            training.step()
+        logged |= dict(diagnostics.collect())
+    return logged
 
 
 def test_warnings_name_the_parameters_once(caplog: pytest.LogCaptureFixture) -> None:
-    training = Training("bf16_pure")
-    diagnostics = session(training, 1)
     with caplog.at_level(logging.WARNING, "mantissa"):
-        for _ in range(3):
-            with diagnostics.step(training.steps + 1):
-                training.step()
-            list(diagnostics.collect())
+        session(Training("bf16_pure"), 1, 3)
     (record,) = caplog.records
     assert record.getMessage() == (
         "step 1: 100 % of the updates of 1 parameter (norm.weight) are lost by rounding, because they are too small "
@@ -263,51 +250,34 @@ def test_warnings_name_the_parameters_once(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
 def test_nothing_is_reported_where_nothing_is_wrong(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    training = Training(mode, lr=1e-6)
-    diagnostics = session(training, 2)
     with caplog.at_level(logging.WARNING, "mantissa"):
-        for step in range(1, 7):
-            with diagnostics.step(step):
-                training.step()
-        logged = dict(diagnostics.collect())
+        logged = session(Training(mode, lr=1e-6), 2, 6)
     assert not caplog.records
     assert list(logged) == [2, 4, 6]
     assert all(("numerics/lost_updates" in metrics) == (mode != "bf16_sr") for metrics in logged.values())
     assert not any("numerics/lost_updates/" in name for metrics in logged.values() for name in metrics)
 
 
-def logged(folder: Path) -> dict[int, dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def run(folder: Path, log_every: int) -> dict[int, dict[str, float]]:
+    options = ("precision=fp16", "scaler.init=0.01", "diagnostics=numerics", "diagnostics.every=3", "steps=10")
+    own = ("checkpoint=none", "tracking=local", f"log_every={log_every}", f"output_dir={folder}", "run_name=run")
+    train(compose(*TINY, *options, *own, "device=cpu"))
     found: dict[int, dict[str, float]] = {}
-    for line in lines:
-        numbers = {key: value for key, value in line.items() if key.startswith("numerics/")}
-        assert not (numbers and line["step"] in found)
-        found |= {line["step"]: numbers} if numbers else {}
+    for line in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
+        if numbers := {key: value for key, value in line.items() if key.startswith("numerics/")}:
+            assert line["step"] not in found
+            found[line["step"]] = numbers
     return found
 
 
-def run(folder: Path, *overrides: str) -> dict[int, dict[str, float]]:
-    train(compose(*TINY, "tracking=local", f"output_dir={folder}", "run_name=run", *overrides))
-    return logged(folder / "run")
-
-
 def test_a_run_logs_every_measured_step_whatever_the_log_interval(tmp_path: Path) -> None:
-    metered = (
-        "precision=fp16",
-        "scaler.init=0.01",
-        "diagnostics=numerics",
-        "diagnostics.every=3",
-        "steps=10",
-        "checkpoint=none",
-    )
-    found = [run(tmp_path / str(every), *metered, f"log_every={every}") for every in (1, 4, 20)]
-    assert list(found[0]) == [3, 6, 9]
-    assert found[0] == found[1] == found[2]
-    assert 0 < max(metrics["numerics/grad_flushed"] for metrics in found[0].values()) < 1
-    for metrics in found[0].values():
-        assert set(metrics) == {
-            f"numerics/{name}" for name in ("edq", "lost_updates", "grad_flushed", "scale_headroom_bits")
-        }
+    first, *others = (run(tmp_path / str(every), every) for every in (1, 4, 20))
+    assert list(first) == [3, 6, 9]
+    assert others == [first, first]
+    assert 0 < max(metrics["numerics/grad_flushed"] for metrics in first.values()) < 1
+    names = {f"numerics/{name}" for name in ("edq", "lost_updates", "grad_flushed", "scale_headroom_bits")}
+    for metrics in first.values():
+        assert metrics.keys() == names
         assert metrics["numerics/lost_updates"] == 0
         assert metrics["numerics/edq"] == pytest.approx(1, abs=1e-3)
         assert 16 < metrics["numerics/scale_headroom_bits"] < 32
@@ -315,15 +285,14 @@ def test_a_run_logs_every_measured_step_whatever_the_log_interval(tmp_path: Path
 
 def test_without_meters_nothing_is_attached() -> None:
     trainer = trainer_of(*TINY)
-    before = copied(vars(trainer.update))
-    off = Diagnostics().start(trainer.model, trainer.update, None, 10, World())
+    before = vars(trainer.update).keys()
+    off, on = (
+        each.start(trainer.model, trainer.update, None, 10, World()) for each in (Diagnostics(), Numerics(every=5))
+    )
     with off.step(1):
-        assert "step" not in vars(trainer.update)
-    assert off.step(1) is off.step(2)
+        assert vars(trainer.update).keys() == before
     assert list(off.collect()) == []
-    assert vars(trainer.update).keys() == before.keys()
-    on = Numerics(every=5).start(trainer.model, trainer.update, None, 10, World())
-    assert on.step(1) is off.step(1)
+    assert off.step(2) is on.step(1) is off.step(1)
     assert on.step(5) is on.step(10)
     assert not trainer.optimizer._optimizer_step_pre_hooks
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,12 +29,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    microbatches: list[Tensor],
-    bf16: bool = False,
-) -> None:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: list[Tensor], bf16: bool) -> None:
     for x in microbatches:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = model(x).sum()
@@ -45,7 +42,7 @@ def train_step(
 def record(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    microbatches: list[Tensor],
+    *microbatches: Tensor,
     bf16: bool = False,
     warm: bool = True,
 ) -> Ledger:
@@ -58,14 +55,9 @@ def record(
 
 def test_every_byte_of_two_linears_in_fp32() -> None:
     model = two_linears()
-    ledger = record(model, adamw(model), [torch.randn(BATCH, WIDE)])
-    scalars = 4 * 2  # AdamW's step counter of each parameter
-    assert ledger.steady == {
-        "weights": W1 + W2,
-        "buffers": 0,
-        "gradients": W1 + W2,
-        "optimizer": 2 * (W1 + W2) + scalars,
-    }
+    ledger = record(model, adamw(model), torch.randn(BATCH, WIDE))
+    state = 2 * (W1 + W2) + 4 * 2  # with AdamW's step counter of each parameter
+    assert ledger.steady == {"weights": W1 + W2, "buffers": 0, "gradients": W1 + W2, "optimizer": state}
     # The peak is in the second layer's backward: its input is still saved, the gradients of that input and of
     # the weight have just been made. The loss and its gradient, made before autograd runs, are 4 bytes each.
     assert ledger.peak_phase == "backward"
@@ -73,7 +65,7 @@ def test_every_byte_of_two_linears_in_fp32() -> None:
         "weights": W1 + W2,
         "buffers": 0,
         "gradients": W2,
-        "optimizer": 2 * (W1 + W2) + scalars,
+        "optimizer": state,
         "autocast_copies": 0,
         "inputs": 4 * BATCH * WIDE,
         "activations": 4 * BATCH * HIDDEN + 8,
@@ -85,7 +77,7 @@ def test_every_byte_of_two_linears_in_fp32() -> None:
 
 def test_every_byte_of_two_linears_under_autocast() -> None:
     model = two_linears()
-    ledger = record(model, sgd(model), [torch.randn(BATCH, WIDE)], bf16=True)
+    ledger = record(model, sgd(model), torch.randn(BATCH, WIDE), bf16=True)
     assert ledger.highest["autocast_copies"] == (W1 + W2) // 2
     assert ledger.steady["weights"] == W1 + W2
     assert ledger.steady["gradients"] == W1 + W2  # fp32 like the weights, though computed in bf16
@@ -111,30 +103,16 @@ class Tied(nn.Module):
 
 def test_tied_weights_count_once() -> None:
     model = Tied()
-    ledger = record(model, adamw(model), [torch.randint(0, 100, (4, 8))])
+    ledger = record(model, adamw(model), torch.randint(0, 100, (4, 8)))
     assert ledger.steady == {"weights": 6400, "buffers": 64, "gradients": 6400, "optimizer": 12804}
     assert ledger.at_peak["inputs"] == 4 * 8 * 8
-
-
-def test_accumulated_gradients_are_held_once() -> None:
-    model = two_linears()
-    batch = torch.randn(BATCH, WIDE)
-    once = record(model, adamw(model), [batch])
-    twice = record(model, adamw(model), [batch, batch.clone()])
-    assert twice.steady == once.steady
-    # While the second microbatch runs, the first one's gradients are alive, and the batch of each is.
-    assert twice.at_peak["gradients"] == W1 + W2
-    assert twice.at_peak["inputs"] == 2 * once.at_peak["inputs"]
-    assert twice.at_peak["activations"] == once.at_peak["activations"]
-    # The new gradient of the second layer is only added to the old one.
-    assert twice.at_peak["temporary"] == once.at_peak["temporary"] + W2
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_fake_tensors_give_the_same_ledger(bf16: bool) -> None:
     def measure() -> Ledger:
         model = nn.Sequential(nn.Linear(WIDE, HIDDEN), nn.GELU(), nn.Dropout(0.1), nn.Linear(HIDDEN, OUT))
-        return record(model, adamw(model), [torch.randn(BATCH, WIDE)], bf16=bf16)
+        return record(model, adamw(model), torch.randn(BATCH, WIDE), bf16=bf16)
 
     real = measure()
     with FakeTensorMode():
@@ -148,12 +126,8 @@ def test_the_recording_does_not_change_the_step() -> None:
         torch.manual_seed(0)
         model = two_linears()
         optimizer = adamw(model)
-        batch = torch.randn(BATCH, WIDE)
-        if recorded:
-            with MemoryLedger(model, optimizer):
-                train_step(model, optimizer, [batch, batch], bf16=True)
-        else:
-            train_step(model, optimizer, [batch, batch], bf16=True)
+        with MemoryLedger(model, optimizer) if recorded else nullcontext():
+            train_step(model, optimizer, [torch.randn(BATCH, WIDE)] * 2, bf16=True)
         weights.append(model[0].weight.detach())
         assert not model._forward_pre_hooks
     assert torch.equal(*weights)
@@ -168,7 +142,7 @@ def test_bignet_agrees_with_torchs_own_tracker(batch: int, bf16: bool, mib: floa
         model = bignet()
         optimizer = sgd(model)
         x = torch.randn(batch, 1000)
-        ledger = record(model, optimizer, [x], bf16=bf16, warm=False)
+        ledger = record(model, optimizer, x, bf16=bf16, warm=False)
         tracker = tracker_module.MemTracker()
         tracker.track_external(model, optimizer, x)
         with tracker:
@@ -177,3 +151,17 @@ def test_bignet_agrees_with_torchs_own_tracker(batch: int, bf16: bool, mib: floa
     assert ledger.peak_bytes == snapshot["Total"]
     # The published figures leave out the batch itself.
     assert (ledger.peak_bytes - ledger.at_peak["inputs"]) / 2**20 == pytest.approx(mib, abs=2.2)
+
+
+def test_the_sentence_reports_what_autocast_cannot_save() -> None:
+    with FakeTensorMode():
+        model = bignet()
+        small, large = (record(model, sgd(model), torch.randn(rows, 1000)) for rows in (512, 8192))
+        large_bf16 = record(model, sgd(model), torch.randn(8192, 1000), bf16=True)
+    assert "% are weights and gradients, whose dtypes autocast does not change" in small.sentence()
+    # The saving it promises is an upper bound on what autocast then saves.
+    saved = (large.at_peak["activations"] + large.at_peak["temporary"]) / 2
+    promise = f"autocast can save at most {saved / 2**20:.1f} MiB ({saved / large.peak_bytes:.1%})."
+    assert promise in large.sentence()
+    assert 0 < large.peak_bytes - large_bf16.peak_bytes <= saved
+    assert f"{20 * 1001000 * 2 / 2**20:.1f} MiB of copies of weights" in large_bf16.sentence()

@@ -56,35 +56,28 @@ def test_torch_profiles_exactly_the_active_steps_before_the_run_ends(tmp_path: P
     assert times["device"] == "cpu"
     assert times["self_time_us"]["aten::addmm"] > 0
     names = names_in_trace(tmp_path / "profile/trace.json")
-    # Two linear layers a step: two forward products, three backward (the input needs no gradient).
-    assert names.count("aten::addmm") == 2 * 2
+    assert names.count("aten::addmm") == 2 * 2  # two linear layers a step
     assert names.count("Optimizer.step#AdamW.step") == 2
     assert "AddmmBackward0" in " ".join(names)
-    table = (tmp_path / "profile/operators.txt").read_text()
-    assert "aten::addmm" in table
-    assert "Self CPU time total" in table
-    assert session.summary is not None
+    assert "aten::addmm" in (tmp_path / "profile/operators.txt").read_text()
     assert "2 steps profiled" in session.summary
-    assert "%" in session.summary
     assert session.ledger is None
 
 
-def test_torch_writes_what_a_short_run_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    session = run(TorchProfiler(wait=1, warmup=1, active=5), tmp_path, 4)
+@pytest.mark.parametrize(("steps", "profiled"), [(4, 2), (2, 0), (0, 0)])
+def test_torch_writes_what_a_short_run_left(
+    steps: int, profiled: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = run(TorchProfiler(wait=1, warmup=1, active=5), tmp_path, steps)
     with caplog.at_level(logging.WARNING, "mantissa"):
         session.finish()
-    assert names_in_trace(tmp_path / "profile/trace.json").count("Optimizer.step#AdamW.step") == 2
-    assert "needs 7 steps" in caplog.text
-    assert "this run made 4: 2 of 5 steps are in the profile" in caplog.text
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_torch_warns_when_nothing_was_profiled(steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    session = run(TorchProfiler(wait=1, warmup=2, active=1), tmp_path, steps)
-    with caplog.at_level(logging.WARNING, "mantissa"):
-        session.finish()
-    assert f"needs 4 steps (wait, warmup and active together), but this run made {steps}: 0 of 1" in caplog.text
-    assert not (tmp_path / "profile").exists()
+    assert "needs 7 steps (wait, warmup and active together)" in caplog.text
+    assert f"this run made {steps}: {profiled} of 5 steps are in the profile" in caplog.text
+    if profiled:
+        names = names_in_trace(tmp_path / "profile/trace.json")
+        assert names.count("Optimizer.step#AdamW.step") == profiled
+    else:
+        assert not (tmp_path / "profile").exists()
 
 
 @pytest.mark.parametrize("fail_at", [2, 3, 4])
@@ -108,7 +101,8 @@ def test_memory_writes_the_ledger_of_the_chosen_step(tmp_path: Path) -> None:
     assert record["steady"]["optimizer"] == 2 * weights + 4 * 4
     assert session.ledger is not None
     assert record == {"step": 101} | session.ledger.to_dict()
-    assert (tmp_path / "profile/ledger.txt").read_text() == session.ledger.text()
+    assert session.summary == session.ledger.sentence()
+    assert session.summary in (tmp_path / "profile/ledger.txt").read_text()
 
 
 def test_memory_warns_when_the_run_was_too_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

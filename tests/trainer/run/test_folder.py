@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import PROJECT
 from trainer.errors import UserError
 from trainer.files import in_use
 from trainer.run.resume import check_same
 from trainer.run_folder import RunFolder
 
-PROJECT = Path(__file__).resolve().parents[3]
 RUN: dict[str, Any] = {
     "recipe": "resnet",
     "recipe.image_size": "auto",
@@ -34,12 +34,9 @@ def folder(tmp_path: Path) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"steps": 20}, {"loader": "plain", "loader.workers": 2}, {"device": "cpu"}, {"micro_batch_size": 4}],
-)
-def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder, change: dict[str, Any]) -> None:
-    check_same(folder, RUN | change)
+def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder) -> None:
+    changes = {"steps": 20, "loader": "plain", "loader.workers": 2, "device": "cpu", "micro_batch_size": 4}
+    check_same(folder, RUN | changes)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +47,8 @@ def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder, c
         ({"recipe.image_size": 64}, "recipe.image_size was auto, now 64"),  # auto is a choice like any other
         ({"loader": "synthetic-on-device"}, "loader was pinned, now synthetic-on-device"),  # repeats a single batch
         ({"new_key": 1}, "new_key was None, now 1"),
-        (
-            {"optimizer.groups": {"head": {"lr": 3}, "*.bias": {"lr": 2}}},
-            "optimizer.groups was",
-        ),  # the last one decides
+        # The last pattern that fits decides.
+        ({"optimizer.groups": dict(reversed(RUN["optimizer.groups"].items()))}, "optimizer.groups was"),
     ],
 )
 def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, Any], named: str) -> None:
@@ -61,17 +56,10 @@ def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, 
         check_same(folder, RUN | change)
 
 
-def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    run.write_config(RUN | {"deterministic": True})
+def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(folder: RunFolder) -> None:
+    folder.write_config(RUN | {"deterministic": True})
     with pytest.raises(UserError, match="micro_batch_size was 8, now 4"):
-        check_same(run, RUN | {"deterministic": True, "micro_batch_size": 4})
-
-
-def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
-        check_same(RunFolder(tmp_path), RUN)
+        check_same(folder, RUN | {"deterministic": True, "micro_batch_size": 4})
 
 
 def test_a_second_run_with_the_same_name_gets_another_folder(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,20 +15,11 @@ from trainer.trainer import StepRecord
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """A clock that tests set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module.time, "perf_counter", clock.perf_counter)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that tests set by hand."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -65,7 +57,7 @@ def test_one_line_per_window_and_for_the_first_and_the_last_step() -> None:
     assert all(metrics["memory_bytes"] > 2**20 for _, metrics in lines)
 
 
-def test_throughput_counts_the_window_and_leaves_out_what_was_paused(clock: Clock) -> None:
+def test_throughput_counts_the_window_and_leaves_out_what_was_paused(clock: SimpleNamespace) -> None:
     monitor = watch(log_every=2)
     clock.now += 50  # building
     monitor.start()
@@ -84,7 +76,7 @@ def test_throughput_counts_the_window_and_leaves_out_what_was_paused(clock: Cloc
     assert monitor.throughput() == (50 / 6, 2)
 
 
-def test_a_run_of_one_step_still_has_a_throughput(clock: Clock) -> None:
+def test_a_run_of_one_step_still_has_a_throughput(clock: SimpleNamespace) -> None:
     monitor = watch()
     assert monitor.throughput() is None
     monitor.start()

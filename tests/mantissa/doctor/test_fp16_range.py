@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mantissa.doctor.range import HIGHEST, LOWEST, Exponents, measure
+from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents, fp16_range
 from tests.mantissa.doctor.planted import TINY, step_of_run
 
 
@@ -32,7 +32,7 @@ def test_numbers_beyond_the_histogram_are_counted_at_its_ends() -> None:
 
 
 def test_a_format_with_fp32s_range_needs_no_scale() -> None:
-    found = measure(step_of_run(*TINY["bignet"], "precision=bf16"))
+    found = fp16_range(step_of_run(*TINY["bignet"], "precision=bf16"))
     assert (found.findings, found.text()) == ([], "scale: not needed")
     assert found.notes == ["range of gradients: bf16 needs no loss scale, because it has the exponents of fp32"]
     assert sum(layer.counts.sum().item() for layer in found.layers) > 0
@@ -40,8 +40,8 @@ def test_a_format_with_fp32s_range_needs_no_scale() -> None:
 
 def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
     fp16 = (*TINY["bignet"], "precision=fp16")
-    whole = measure(step_of_run(*fp16))
-    parts = measure(step_of_run(*fp16, "micro_batch_size=8", "activation_checkpointing=blocks"))
+    whole = fp16_range(step_of_run(*fp16))
+    parts = fp16_range(step_of_run(*fp16, "micro_batch_size=8", "activation_checkpointing=blocks"))
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert (one.module, one.tensor, one.half) == (other.module, other.tensor, other.half)
         calls = 1 if one.tensor == "output" else 2  # each microbatch has its own gradient of a weight

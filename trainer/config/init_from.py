@@ -19,11 +19,11 @@ from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
 from trainer.optim.classes import averages_itself
 from trainer.recipe import Decision, FirstWeights, Recipe
-from trainer.run_folder import default_name, to_continue
+from trainer.run_folder import NO_FOLDER, RunFolder, default_name, to_continue
 
 
 @dataclass(frozen=True)
-class Source(FirstWeights):
+class InitFrom(FirstWeights):
     """The run whose weights another one starts from."""
 
     path: Path
@@ -36,7 +36,7 @@ class Source(FirstWeights):
     """Whether they are those in ``best/``; else those of a checkpoint."""
 
     @classmethod
-    def open(cls, given: str, output_dir: str, uri: str | None) -> Source:
+    def open(cls, given: str, output_dir: str, uri: str | None) -> InitFrom:
         """Find the run and its best weights; nothing is loaded.
 
         Args:
@@ -47,7 +47,7 @@ class Source(FirstWeights):
         Raises:
             UserError: there is no such run, or it has no weights.
         """
-        path = _folder(given, output_dir, uri)
+        path = RunFolder.open("init_from", given, output_dir, uri).path
         exports = path.name == BEST and (path.parent / "config.json").is_file()
         path = path.parent if exports else path
         config = read_object(path / "config.json")
@@ -109,7 +109,7 @@ def name_of_composed(composed: DictConfig) -> str:
     return composed.run_name or default_name(recipe.name, composed.precision.mode, composed.seed)
 
 
-def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, list[Decision]]:
+def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None, list[Decision]]:
     """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
 
     A new run that has a checkpoint, and is continued (``resume=auto``, or torchrun's restart), has those options
@@ -126,7 +126,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
         UserError: there is no such run, it is of another recipe, or a typed option contradicts it.
     """
     given, resume = composed.init_from, composed.resume
-    if given is None or resume not in (None, "auto", "same"):
+    if given is None or resume not in NO_FOLDER:
         return None, []
     cls: Any = OmegaConf.get_type(composed.recipe)
     options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
@@ -137,7 +137,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
             if option in composed[group]:
                 OmegaConf.update(composed, key, recorded[key])
         return None, []
-    source = Source.open(given, composed.output_dir, composed.tracking.uri)
+    source = InitFrom.open(given, composed.output_dir, composed.tracking.uri)
     name = source.config["recipe"]
     if name != cls.name:
         raise UserError(f"init_from={given} is a run of recipe={name}, not of recipe={cls.name}; set recipe={name}")
@@ -162,7 +162,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
     return source, [Decision(key, value, f"as in {source.path}") for key, value in kept.items()]
 
 
-def _tokenizer(source: Source, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:
+def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:
     """Return ``data.tokenizer`` so that the text has the token ids that the weights were trained with."""
     key = "data.tokenizer"
     before, now, own = source.config.get(key), composed.data.get("tokenizer"), source.path / TOKENIZER
@@ -182,19 +182,3 @@ def _tokenizer(source: Source, given: str, composed: DictConfig, typed: Collecti
 
 def _contradicted(key: str, now: Any, given: str, before: Any) -> UserError:
     return UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
-
-
-def _folder(given: str, output_dir: str, uri: str | None) -> Path:
-    if given.startswith(("mlflow:", "runs:/")):
-        from trainer.tracking.mlflow.fetch import fetch
-
-        try:
-            return fetch(given, uri, output_dir)
-        except UserError as error:
-            raise UserError(str(error).replace("resume=", "init_from=")) from error
-    path = Path(given).expanduser()
-    if not path.is_dir():
-        raise UserError(
-            f"init_from={given}: there is no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0"
-        )
-    return path

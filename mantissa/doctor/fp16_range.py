@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.calls import relative_error
+from mantissa.doctor.module_calls import relative_error
 from mantissa.doctor.pairs import NOISE
+from mantissa.dtypes import DtypeRecorder
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
-from mantissa.manifest import DtypeRecorder
 from mantissa.step import Batch, Passes, Step, nudged, numbers_in
 
 LOWEST, HIGHEST = -75, 30
@@ -101,7 +101,7 @@ class Range(Examined):
         return f"scale: none holds all gradients; {above}, below 2^{self.lowest} the smallest are lost"
 
 
-def measure(step: Step) -> Range:
+def fp16_range(step: Step) -> Range:
     """Return the range of a step's gradients: those of layers, which are submodules with parameters of their own.
 
     A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
@@ -207,7 +207,6 @@ def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list
     """Return those weight gradients that are noise: they change where weights change by one rounding of fp16."""
     if not layers:
         return []
-
     weights, unit = reference.weights, FP16.unit_roundoff
     changed = {name: nudged(each.float(), unit, torch.Generator().manual_seed(0)) for name, each in weights.items()}
     gradients: list[dict[str, Tensor]] = []
@@ -215,7 +214,7 @@ def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list
     for start in (weights, changed):
         reference.weights = start
         reference.attempt()
-        gradients.append({name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None})
+        gradients.append(reference.gradients_by_name())
     reference.weights = weights
     exact, other = gradients
     known = [layer for layer in layers if layer.name in exact]

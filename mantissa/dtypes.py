@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -19,10 +20,6 @@ from mantissa.step import Passes, numbers_in
 
 _HALF = {dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16)}
 _CAST = "aten._to_copy"
-_SENSITIVE = ("softmax", "log", "exp", "pow", "sum", "mean", "norm", "var", "std", "cumsum", "prod", "rsqrt")
-"""Parts of the names of operators that are usually kept in fp32: sums over many numbers, and what has a wide range."""
-
-
 LOSS = "(loss)"
 """Stands for what is computed outside of the model."""
 _MOVES = {"_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view"}
@@ -65,7 +62,7 @@ class DtypeRecorder(TorchDispatchMode):
         self._model = model
         self._modules = ModuleTracer(model)
         self._weights = weights or {}
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._calls: Counter[tuple[str, str, str, str, str]] = Counter()
         self._computed: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
         self.outputs: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
@@ -76,15 +73,14 @@ class DtypeRecorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._modules.__enter__()
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_hook(partial(self._returned, name)))
+            self._hooks.callback(module.register_forward_hook(partial(self._returned, name)).remove)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._modules.__exit__()
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -155,14 +151,14 @@ def manifest(passes: Passes) -> OperatorManifest:
     """Take the step once and return the formats of its operators, with the faults among them.
 
     A fault is a module or an operator that was to be fp32 and ran in 16 bits, weights stored in fewer bits than
-    requested, and a sum of the loss that is not fp32. Everything else that is unusual is a note.
+    requested, and a sum of the loss that is not fp32.
     """
     with DtypeRecorder(passes.model, _weights_in_fp32(passes)) as recorder:
         passes.attempt()
     rows = sorted(recorder.rows())
     findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
     findings += [*_weights(passes), *_loss(passes)]
-    return OperatorManifest(rows, findings=findings, notes=_notes(passes, rows))
+    return OperatorManifest(rows, findings=findings)
 
 
 def _within(module: str, names: Iterable[str]) -> bool:
@@ -241,14 +237,3 @@ def _loss(passes: Passes) -> list[Finding]:
         dtype = dtype_name(passes.loss(passes.microbatches[0]).dtype)
     detail = f"the summed loss is {dtype}: sum it in fp32 in Recipe.loss"
     return [_finding(passes, "", "the loss", dtype, detail)] if dtype in _HALF else []
-
-
-def _notes(passes: Passes, rows: list[Row]) -> list[str]:
-    """Return what is unusual: sums and wide-range operators that ran in 16 bits under autocast."""
-    if passes.format.half_weights:  # there every operator does
-        return []
-    found: Counter[tuple[str, str]] = Counter()
-    for row in rows:
-        if row.in_half and any(part in row.name for part in _SENSITIVE):
-            found[row.op, row.output] += row.calls
-    return [f"{op} ran in {dtype} {calls} times" for (op, dtype), calls in found.items()]

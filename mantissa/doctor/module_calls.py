@@ -121,44 +121,26 @@ class Evaluated(NamedTuple):
     """By name: those of the sources and of the parameters."""
 
 
-@dataclass
-class Recording:
+class Recording(NamedTuple):
     """The calls of one step, each after its children, and the passes that took it."""
 
     low: Passes
     reference: Passes
-    dtype: torch.dtype
-    """Of the reference."""
     calls: list[Call]
 
-    @classmethod
-    def of(cls, step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None) -> Recording:
-        """Take the step in the run's format and in the reference's ``dtype``, without dropout, with a few samples."""
-        low = step.passes(step.format.name, own=True, fp32_modules=fp32_modules, recompute=False)
-        reference = step.reference(dtype, recompute=False)
-        for module in [*low.model.modules(), *reference.model.modules()]:
-            if getattr(module, "inplace", False) is True:
-                module.inplace = False  # type: ignore[assignment]
-        low.microbatches = reference.microbatches = step.first_samples()
-        calls = _calls(reference, reference.attempt)
-        low.start()
-        _compare(calls, _calls(low, lambda: low.loss(low.microbatches[0])))
-        return cls(low, reference, dtype, calls)
 
-    def exact(self, call: Call, sources: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
-        """Evaluate a call in the reference, see ``_evaluate``."""
-        with self.reference.around():
-            return _evaluate(self.reference, call, sources, cotangents)
-
-    def in_low(self, call: Call, sources: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
-        """Evaluate a call in the run's format."""
-        device, on = self.low.step.device.type, call.autocast is not None
-        self.low.in_fp32_module = call.in_fp32_module
-        try:
-            with self.low.autocast(), torch.autocast(device, dtype=call.autocast or torch.bfloat16, enabled=on):
-                return _evaluate(self.low, call, sources, cotangents)
-        finally:
-            self.low.in_fp32_module = False
+def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None) -> Recording:
+    """Take a step in the run's format and in the reference's ``dtype``, without dropout, with a few samples."""
+    low = step.passes(step.format.name, own=True, fp32_modules=fp32_modules, recompute=False)
+    reference = step.reference(dtype, recompute=False)
+    for module in [*low.model.modules(), *reference.model.modules()]:
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+    low.microbatches = reference.microbatches = step.first_samples()
+    calls = _calls(reference, reference.attempt)
+    low.start()
+    _compare(calls, _calls(low, lambda: low.loss(low.microbatches[0])))
+    return Recording(low, reference, calls)
 
 
 def _calls(passes: Passes, take: Callable[[], object]) -> list[Call]:
@@ -218,15 +200,29 @@ def _compare(calls: list[Call], low: list[Call]) -> None:
             call.accumulated = max(errors, default=0.0)
 
 
-def _evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
-    """Run the own operators of a call.
+def evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
+    """Run the own operators of a call, in the format of the passes and with the autocast of the call there.
 
     Args:
         passes: whose model is called, with the buffers that it had before the step.
         call: of the recording.
         given: its sources.
         cotangents: the gradients of its targets; None: that target has none.
+
+    Raises:
+        Different: it does not call the submodules that it called in the reference.
     """
+    dtype = call.autocast if passes.format.half is not None else None
+    autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    passes.in_fp32_module = call.in_fp32_module
+    try:
+        with passes.around(), passes.autocast(), autocast, NoDropout():
+            return _evaluate(passes, call, given, cotangents)
+    finally:
+        passes.in_fp32_module = False
+
+
+def _evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
     module = passes.model.get_submodule(call.module)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
@@ -237,7 +233,7 @@ def _evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[
     ]
     own = len(call.given.values)
     args, kwargs = call.given.with_tensors(sources[:own])
-    with NoDropout(), torch.enable_grad(), _stubs(passes.model, call.children, sources[own:]) as inputs:
+    with _stubs(passes.model, call.children, sources[own:]) as inputs:
         targets = [*numbers_in(module(*args, **kwargs)), *inputs]
     wrt = {name: source for (name, _), source in zip(known, sources, strict=True) if source.requires_grad}
     wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

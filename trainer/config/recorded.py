@@ -1,0 +1,96 @@
+"""What a run was started with as a config of Hydra's: ``resume=FOLDER`` composes the command line on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.explain import explain
+from trainer.config.registration import CONF, groups, register
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.run_folder import NO_FOLDER, RunFolder
+
+_NAME = "recorded"
+
+
+def base(arguments: Sequence[str], recorded: Mapping[str, Any] | None = None) -> tuple[str, Mapping[str, Any]]:
+    """Register what a command line is composed on; every process of a job does so before they know each other.
+
+    Args:
+        arguments: of the command line; with ``resume=FOLDER`` they are composed on what that run has recorded.
+        recorded: options to compose on in the place of the defaults, by dotted key; those of a group all together.
+
+    Returns:
+        The name of the config for Hydra, and the options that are in it; none where it is conf/config.yaml.
+
+    Raises:
+        HydraException: an argument is no override.
+        UserError: ``resume`` names no run to continue, or the options are not those of this version.
+    """
+    register()
+    folder = _resumed(arguments)
+    if folder is not None:
+        recorded = options_of(folder) | {"resume": str(folder.path)}
+        if any(argument.startswith("epochs=") for argument in arguments):
+            del recorded["steps"]
+    if recorded is None:
+        return "config", {}
+    _register(recorded)
+    return _NAME, recorded
+
+
+def options_of(folder: RunFolder) -> dict[str, Any]:
+    """Return a run's options as those of a run in the same place; its tracking.json has the whole ``tracking.uri``.
+
+    Raises:
+        UserError: config.json cannot be read.
+    """
+    kept = {key: value for key, value in folder.config().items() if key not in ("resume", "tracking.uri")}
+    return kept | {"output_dir": str(folder.path.absolute().parent)}
+
+
+def _resumed(arguments: Sequence[str]) -> RunFolder | None:
+    """Return the run that ``resume=FOLDER`` on this command line names; None: it names none."""
+    needed = [each for each in arguments if each.startswith(("resume=", "output_dir=", "tracking.uri="))]
+    parsed = OverridesParser.create().parse_overrides(needed)
+    typed = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
+    if (resume := typed.get("resume")) in NO_FOLDER:
+        return None
+    return RunFolder.to_resume(str(resume), str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
+
+
+def _register(recorded: Mapping[str, Any]) -> None:
+    """Register options as choices of their groups, and a config with these choices.
+
+    A choice on the command line, such as ``loader=plain``, takes the place of the group's recorded options.
+    """
+    config, chosen = OmegaConf.structured(Config), set()
+    for group, choices in groups().items():
+        if any(key.partition(".")[0] == group for key in recorded):
+            kind = str(recorded.get(group)) if len(choices) > 1 else next(iter(choices))
+            if kind not in choices:
+                raise UserError(f"config.json names {group}={kind:.60}, which this version does not have")
+            config[group] = choices[kind]
+            chosen.add(group)
+    try:
+        for key, value in recorded.items():
+            if key not in chosen:
+                literal = value.replace("${", "\\${") if isinstance(value, str) else value
+                OmegaConf.update(config, key, literal, merge=False)
+    except OmegaConfBaseException as error:
+        raise UserError(f"config.json: {explain(error)}") from error
+    store, choice = ConfigStore.instance(), f"{_NAME}_schema"
+    for group in chosen:
+        store.store(choice, config[group], group)
+    main = OmegaConf.load(CONF / "config.yaml")
+    for entry in main.defaults:
+        if OmegaConf.is_dict(entry) and chosen & set(entry):
+            entry.update(dict.fromkeys(entry, choice))
+    others = {key.partition(".")[0] for key in recorded} - chosen
+    store.store(_NAME, OmegaConf.merge(main, OmegaConf.masked_copy(config, list(others))))
