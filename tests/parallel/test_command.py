@@ -255,12 +255,12 @@ from trainer.run import command, sweep
 
 build, sleep = sweep.build, time.sleep
 
-def last(composed, overrides):  # rank 0 finds the mistake when rank 1 has
+def last(*arguments):  # rank 0 finds the mistake when rank 1 has
     while not Path("waits").exists():
         if Path("left").exists():
             signal.pause()  # torchrun ends it now
         sleep(0.01)
-    return build(composed, overrides)
+    return build(*arguments)
 
 def waits(seconds):
     Path("waits").touch()

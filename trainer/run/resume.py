@@ -2,7 +2,7 @@
 
 ``resume=FOLDER`` composes the command line on top of the folder's config.json (``trainer/config/recorded.py``), which
 is complete: ``auto`` has become a number, for example. ``resume=auto`` and ``resume=same`` compose the command line as
-it is, and find the run by its name. In every case ``check_same`` refuses all that is not in ``MAY_CHANGE``.
+it is, and find the run by its name. In every case ``check_same`` refuses what ``may_change`` does not allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAY_CHANGE = (
 )
 """Keys and groups that may differ between a run and its continuation: they do not change what is learnt.
 
-For the exceptions see ``may_change``.
+``may_change`` has the exceptions, in both directions.
 """
 _ELSEWHERE = ("checkpoint", "tracking", "resume", "output_dir", "run_name")
 """Those that change nothing about a run but where its results are."""

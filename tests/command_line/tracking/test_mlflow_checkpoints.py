@@ -72,17 +72,6 @@ def sender(folder: Path) -> CheckpointSender:
     return CheckpointSender(folder, "all")
 
 
-def test_one_that_is_set_aside_is_sent_by_the_name_of_its_step(
-    folder: Path, sender: CheckpointSender, client: MlflowClient
-) -> None:
-    kept, run = save(folder, 20), client.create_run("0")
-    kept.rename(kept.with_name(f".{kept.name}.old"))
-    assert sender.unsent() == ["step-00000020"]
-    sender.send(client, run, lambda name, size: None)
-    assert names(client, run.info.run_id) == ["step-00000020"]
-    assert sender.unsent() == []
-
-
 def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
     folder: Path,
     sender: CheckpointSender,
