@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from mantissa.formats import FORMATS, Format
 
@@ -337,7 +336,10 @@ def nudged(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
 
 def tensors(nested: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
-    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+    if isinstance(nested, Tensor):
+        return [nested]
+    items = nested.values() if isinstance(nested, dict) else nested if isinstance(nested, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors(item)]
 
 
 def numbers_in(nested: Any) -> list[Tensor]:

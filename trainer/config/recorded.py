@@ -36,6 +36,8 @@ def base(arguments: Sequence[str], recorded: Mapping[str, Any] | None = None) ->
     register()
     folder = _resumed(arguments)
     if folder is not None:
+        if {"-m", "--multirun"} & set(arguments):
+            raise UserError(f"resume={folder.path} continues one run, but -m starts several; remove -m")
         recorded = options_of(folder) | {"resume": str(folder.path)}
         if any(argument.startswith("epochs=") for argument in arguments):
             del recorded["steps"]

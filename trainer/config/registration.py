@@ -81,7 +81,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
     typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    dropped = _of_another_class(composed, typed)
+    dropped = _of_another_class(composed, typed, str(recorded.get("optimizer.name", "")))
     given = {*typed, *recorded}
     composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for
     source, kept = adopt(composed, given)
@@ -91,14 +91,14 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     return replace(config, source=source, preset=(*dropped, *kept))
 
 
-def _of_another_class(composed: DictConfig, typed: Mapping[str, str]) -> list[Decision]:
+def _of_another_class(composed: DictConfig, typed: Mapping[str, str], recorded: str) -> list[Decision]:
     """Remove the options of the optimizer's YAML that the class named on the command line does not have.
 
     Raises:
         UserError: another choice of ``optimizer`` has the settings of that class; these would be AdamW's rate for SGD.
     """
     name = composed.optimizer.name
-    if "optimizer.name" not in typed:
+    if "optimizer.name" not in typed or name == recorded:
         return []
     names = {path.stem: OmegaConf.load(path).name for path in (CONF / "optimizer").glob("*.yaml")}
     right = sorted(choice for choice, cls in names.items() if cls == name)

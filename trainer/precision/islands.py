@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 entered = False
 """Whether the program is inside of an island. Of the whole process, as autocast's own state is."""
@@ -63,13 +63,17 @@ def cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:
         dtype: of the result's floating-point tensors.
         scalars: whether tensors without dimensions are cast too.
     """
-
-    def one(each: Any) -> Any:
-        if isinstance(each, torch.Tensor):
-            return each.to(dtype) if each.is_floating_point() and (scalars or each.ndim) else each
-        if is_dataclass(each) and not isinstance(each, type):
-            given = {item.name: getattr(each, item.name) for item in fields(each) if item.init}
-            return replace(each, **cast(given, dtype, scalars))
-        return each
-
-    return tree_map(one, value)
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and (scalars or value.ndim) else value
+    if is_dataclass(value) and not isinstance(value, type):  # transformers' outputs are, besides being dicts
+        given = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+        return replace(value, **cast(given, dtype, scalars))
+    if isinstance(value, dict):
+        result = copy.copy(value)
+        result.update({key: cast(item, dtype, scalars) for key, item in value.items()})
+        return result
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(item, dtype, scalars) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast(item, dtype, scalars) for item in value)
+    return value

@@ -71,11 +71,12 @@ def check_same(folder: RunFolder, flat: dict[str, Any]) -> None:
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return what differs between two configs by dotted key: before, now. A path may be written in another way."""
     values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
-    # As JSON: the order of a dictionary counts, for the last of optimizer.groups that matches decides.
     return {
         key: (one, other)
         for key, (one, other) in values.items()
-        if json.dumps(one) != json.dumps(other) and not same_place(key, one, other)
+        # The last of optimizer.groups that matches decides, so their order counts.
+        if (one != other or (key == "optimizer.groups" and json.dumps(one) != json.dumps(other)))
+        and not same_place(key, one, other)
     }
 
 

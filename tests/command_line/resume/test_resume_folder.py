@@ -67,6 +67,7 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
         ["scaler=dynamic", "scaler.interval=3", "seed=3"],
         RUN,
         ["loader=pinned", "device=cpu", "checkpoint.keep=2"],
+        ["optimizer.name=SGD"],
     ],
 )
 def test_options_that_agree_or_may_change_are_accepted(typed: list[str], run: Path, train: Train) -> None:
@@ -86,6 +87,7 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
         "scaler=static": "scaler was dynamic, now static",
         "experiment=amp_mlp": "recipe.layers was 2, now 3",
         "recipe.arch=resnet18": "recipe.arch is not an option of recipe=bignet",
+        "-m": "continues one run, but -m starts several; remove -m",
     }.items():
         done = train(*typed.split(), "resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)

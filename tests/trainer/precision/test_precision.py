@@ -8,11 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.helpers import same_bits
 from trainer.errors import UserError
 from trainer.hardware import Hardware
+from trainer.precision import islands
 from trainer.precision.manifest import manifest_of, warning_if_slow
 from trainer.precision.modes import Precision
 from trainer.precision.names import matching
@@ -184,3 +185,12 @@ def test_a_container_takes_its_children_along_and_what_is_never_called_is_refuse
     assert {"attention", "blocks"} <= set(precision.keep_fp32(net, CPU))
     with precision.autocast(CPU):
         assert net["blocks"][0](torch.ones(2, 4)).dtype == torch.float32  # passes the container by
+
+
+def test_an_island_casts_what_subclasses_of_containers_hold() -> None:
+    class Named(dict[str, Tensor]):
+        pass
+
+    found = islands.cast([Named(a=torch.ones(2, dtype=torch.bfloat16))], torch.float32)
+    assert isinstance(found[0], Named)
+    assert found[0]["a"].dtype == torch.float32

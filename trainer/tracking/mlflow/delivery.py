@@ -102,7 +102,7 @@ class Delivery:
         sessions = record.get("sessions", [])
         if session and session not in sessions:
             sessions = [*sessions, session]
-        self.elsewhere = self._step_elsewhere(run, sessions)
+        self.elsewhere = self._step_elsewhere(run, sessions) if known or not session else None
         """The step that MLflow has of this run if it was continued elsewhere; then nothing is to be sent."""
         self._record: dict[str, Any] = {
             "run_id": self.run_id,
@@ -195,7 +195,7 @@ class Delivery:
             tags["changed_on_resume"] = " ".join(changed)
         new = [Param(key, value) for key, value in params.items() if key not in known]
         marks = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
-        self._client.log_batch(self.run_id, params=new, tags=marks)
+        self._client.log_batch(self.run_id, params=new, tags=marks, synchronous=True)
         log_datasets(self._client, self.run_id, self._info.datasets)
 
     def _send_points(self, known: list[Point]) -> None:
@@ -209,7 +209,7 @@ class Delivery:
         ]
         if new:
             self._progress(METRICS, 0)
-            self._client.log_batch(self.run_id, metrics=new)
+            self._client.log_batch(self.run_id, metrics=new, synchronous=True)
 
     def _send_rest(self, status: str) -> None:
         """Send the rest; what is refused, such as a model, keeps nothing else back, and the run ends all the same."""
