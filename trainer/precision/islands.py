@@ -69,9 +69,12 @@ def cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:
         given = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
         return replace(value, **cast(given, dtype, scalars))
     if isinstance(value, dict):
-        result = copy.copy(value)
-        result.update({key: cast(item, dtype, scalars) for key, item in value.items()})
-        return result
+        result = {key: cast(item, dtype, scalars) for key, item in value.items()}
+        if type(value) is dict:  # torch.compile does not trace its copy
+            return result
+        other = copy.copy(value)
+        other.update(result)
+        return other
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast(item, dtype, scalars) for item in value))
     if isinstance(value, list | tuple):
