@@ -34,11 +34,10 @@ print(json.dumps({"files": sorted(file for file in files if file.startswith(sys.
                   "foreign": [name for name in ("hydra", "omegaconf", "mlflow", "recipes") if name in sys.modules]}))
 """
 FOLLOWED = """
-import dataclasses, json, sys
-sys.argv = ["train.py", "recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=32", "batch_size=8",
-            "steps=2", "tracking=local", "checkpoint=none", "profiler=none", "device=cpu"]
-from trainer.run.command import main
-from trainer.trainer import Trainer
+import dataclasses, json, runpy, sys
+sys.argv = [sys.path[0] + "/scripts/train.py", "recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=32",
+            "batch_size=8", "steps=2", "tracking=local", "checkpoint=none", "profiler=none", "device=cpu"]
+import trainer.run.command
 stops, returns, root = set(), 0, sys.path[0]
 def is_config(value):
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
@@ -47,7 +46,7 @@ def is_config(value):
 def follow(frame, event, argument):
     global returns
     code = frame.f_code
-    if not code.co_filename.startswith(root):
+    if not code.co_filename.startswith(root) or "/site-packages/" in code.co_filename:
         return
     if event == "call":
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -59,7 +58,10 @@ def follow(frame, event, argument):
         if code.co_qualname == "Trainer.train_step":
             sys.setprofile(None)
 sys.setprofile(follow)
-main()
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code, ended
 print("\\n" + json.dumps({"stops": len(stops), "files": len({file for file, _ in stops}), "returns": returns}))
 """
 
