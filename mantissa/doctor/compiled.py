@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
 from mantissa.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
+from mantissa.modules import compile_in_place
 from mantissa.step import Passes, Step
 
 ALLOWED = 8
@@ -84,7 +85,7 @@ def _compiled(step: Step, backend: str, block: int | None = None) -> list[Tensor
     modules: list[nn.Module] = passes.compiled() if block is None else [passes.blocks()[block]]
     with _options(backend):
         for module in modules:
-            module.compile(backend="aot_eager" if backend == "aot_eager" else "inductor")
+            compile_in_place(module, backend="aot_eager" if backend == "aot_eager" else "inductor")
         return _gradients(passes)
 
 

@@ -101,9 +101,12 @@ def create_state(
         names: of its parameters.
         stateless: the names of those that get no state.
     """
-    optimizer.state.clear()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
+        if (
+            name in stateless
+        ):  # what others have already stays: Adagrad of torch 2.11 creates it in its constructor only
+            optimizer.state.pop(parameter, None)
         parameter.grad = None if name in stateless else torch.zeros_like(parameter)
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mantissa.modules import compile_in_place
 from trainer.errors import UserError, nearest
 
 MODES = ("off", "default", "max-autotune")
@@ -49,7 +50,7 @@ class Compile:
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
         # of the first microbatch (pytorch issue 169545).
         for module in modules:
-            module.compile(mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")
+            compile_in_place(module, mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")
 
 
 def _avoid_wrong_gradients() -> None:
