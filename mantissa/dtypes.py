@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mantissa.display import dtype_name
 from mantissa.finding import DTYPE, FORWARD, Examined, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, numbers_in
+from mantissa.step import Passes
+from mantissa.tensors import numbers_in
 
 _HALF = {dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16)}
 _CAST = "aten._to_copy"

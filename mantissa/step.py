@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mantissa.formats import FORMATS, Format
+from mantissa.tensors import finite
 
 Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
@@ -316,32 +316,3 @@ class _Widened(TorchFunctionMode):
 
     def _of(self, value: Any) -> Any:
         return self.dtype if isinstance(value, torch.dtype) and value in self._narrower else value
-
-
-def finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
-    return math.isfinite(low.item()) and math.isfinite(high.item())
-
-
-def nudged(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-    """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size."""
-    if not tensor.is_floating_point():
-        return tensor
-    sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
-    return tensor * (1 + unit * sign)
-
-
-def tensors(nested: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and dicts."""
-    if isinstance(nested, Tensor):
-        return [nested]
-    items = nested.values() if isinstance(nested, dict) else nested if isinstance(nested, list | tuple) else ()
-    return [tensor for item in items for tensor in tensors(item)]
-
-
-def numbers_in(nested: Any) -> list[Tensor]:
-    """Return those of a floating-point dtype."""
-    return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]

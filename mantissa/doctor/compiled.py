@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from mantissa.compile import compile_in_place
 from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
 from mantissa.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
-from mantissa.modules import compile_in_place
 from mantissa.step import Passes, Step
 
 ALLOWED = 8

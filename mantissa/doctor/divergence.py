@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8
-from mantissa.step import Batch, Passes, Step, nudged
+from mantissa.step import Batch, Passes, Step
+from mantissa.tensors import nudged
 from mantissa.updates import keeps_16_bits
 
 STEPS = 20

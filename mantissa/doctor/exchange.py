@@ -6,7 +6,8 @@ import torch
 
 from mantissa.display import dtype_name
 from mantissa.finding import EXCHANGE, OVERFLOW, Finding
-from mantissa.step import Passes, finite
+from mantissa.step import Passes
+from mantissa.tensors import finite
 
 
 def overflow_of_sum(passes: Passes, ranks: int) -> list[Finding]:

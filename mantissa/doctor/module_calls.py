@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mantissa.step import Passes, Step, numbers_in
+from mantissa.step import Passes, Step
+from mantissa.tensors import numbers_in, relative_error
 
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, Enum)
 _NUMBERS = object()
@@ -318,18 +319,3 @@ class _Computing(TorchDispatchMode):
 
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the L2 norm of the difference over that of ``expected``, of the elements where that is finite.
-
-    Infinite, if ``found`` is not finite there; NaN, if ``expected`` is 0.
-    """
-    found, expected = found.detach().double(), expected.detach().double()
-    finite = expected.isfinite()
-    found, expected = found[finite], expected[finite]
-    size = torch.linalg.vector_norm(expected).item()
-    error = torch.linalg.vector_norm(found - expected).item()
-    if not size:
-        return math.nan
-    return error / size if math.isfinite(error) else math.inf

@@ -17,7 +17,8 @@ from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, numbers_in, tensors
+from mantissa.step import Passes
+from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""

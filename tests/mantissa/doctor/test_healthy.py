@@ -15,7 +15,8 @@ from evidence.runs import merged
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
 from mantissa.doctor.provenance import find
 from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
-from mantissa.step import Passes, finite, tensors
+from mantissa.step import Passes
+from mantissa.tensors import finite, tensors
 from tests.helpers import trainer_of
 from tests.mantissa.doctor.planted import TINY, around, step_of
 from trainer.trainer import Trainer
