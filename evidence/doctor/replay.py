@@ -31,8 +31,6 @@ from trainer.trainer import Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")
 """Overrides that a run may be examined with."""
-OTHERS = 3
-"""Following steps whose batches a cure is tried on."""
 
 
 def of_overrides(overrides: Sequence[str], step: int) -> Replay:
@@ -142,7 +140,6 @@ def take(trainer: Trainer, step: int, began: str) -> Replay:
             raise _NotFinite(record.step)
     microbatches = next(batches)
     start = TrainerStep.of(trainer, microbatches)
-    start.others = [following[0] for following in start.following(1 + OTHERS)[1:]]
     metered = is_elementwise(config.optimizer.name)
     meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
     reset_peak_memory(hardware.device)

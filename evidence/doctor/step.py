@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.step import Batch, FormatError, Gradients, Passes, Step
+from mantissa.step import Batch, FormatError, Passes, Step
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
@@ -89,7 +89,6 @@ class TrainerStep(Step):
         format: str,
         *,
         own: bool = False,
-        scale: float = 1.0,
         fp32_modules: list[str] | None = None,
         recompute: bool = True,
     ) -> TrainerPasses:
@@ -103,7 +102,7 @@ class TrainerStep(Step):
         config = replace(
             self.config,
             precision=precision,
-            scaler=StaticScaler(force=True, scale=scale),
+            scaler=StaticScaler(force=True, scale=self.scale if own else 1.0),
             compile=Compile(),
             parallel=Parallel(),
             activation_checkpointing=self.config.activation_checkpointing if recompute else ActivationCheckpointing(),
@@ -151,10 +150,10 @@ class TrainerPasses(Passes):
     def scale(self, value: float) -> None:
         self.trainer.loss_scale.scale.fill_(value)
 
-    def gradients(self, microbatches: list[Batch]) -> Gradients:
+    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
         self.trainer.counted = self.microbatches
         found = self.trainer.gradients(microbatches)
-        return Gradients(found.loss, found.correction)
+        return found.loss, found.correction
 
     def loss(self, batch: Batch) -> Tensor:
         with self.autocast():
@@ -170,7 +169,8 @@ class TrainerPasses(Passes):
         return list(self.trainer.config.parallel.compiled(self.model, self.blocks()))
 
     @torch.no_grad()
-    def continue_training(self) -> None:
+    def _continue(self) -> None:
+        """Make the optimizer and the schedule stand before the step, too."""
         self.start()
         self.trainer.step = self.step.number - 1
         for name, parameter in (self.masters or self.model).named_parameters():
@@ -181,7 +181,9 @@ class TrainerPasses(Passes):
                     value = value.clone()
                 self.trainer.optimizer.state[parameter][key] = value
 
-    def train(self, steps: Iterable[list[Batch]]) -> Iterator[float]:
+    def train(self, steps: Iterable[list[Batch]]) -> list[float]:
+        self._continue()
+        losses = []
         for microbatches in steps:
             self.trainer.counted = microbatches
             generators = random_state(self.trainer.device)
@@ -191,7 +193,8 @@ class TrainerPasses(Passes):
                 self.trainer.step -= 1
                 set_random_state(generators, self.trainer.device)  # the same dropout as in fp32, which skips nothing
                 record = self.trainer.train_step(microbatches)
-            yield record.loss.item()
+            losses.append(record.loss.item())
+        return losses
 
     def peak_bytes(self) -> int:
         with MemoryLedger(self.model, self.trainer.optimizer) as recording:

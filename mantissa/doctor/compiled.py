@@ -57,8 +57,7 @@ def _gradients(passes: Passes) -> list[Tensor]:
             module.p = 0.0
     found = passes.attempt()
     factor = found.correction / passes.scale
-    sinks = passes.sinks(found)
-    return [tensor.double() * factor for name, tensor in sinks.items() if name in passes.step.weights]
+    return [gradient.double() * factor for gradient in found.gradients.values()]
 
 
 def _difference(one: list[Tensor], other: list[Tensor]) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8
-from mantissa.step import Batch, Passes, Step
+from mantissa.step import Batch, Step
 from mantissa.tensors import nudged
 from mantissa.updates import keeps_16_bits
 
@@ -40,7 +40,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     """
     format = step.format
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
-    own = _losses(step.own(), batches)
+    own = step.own().train(batches)
     references = {f"fp32, changed {seed + 1}": _changed(step, batches, unit, seed) for seed in range(REPLAYS)}
     result = Divergence(losses={format.name: own} | references)
     values = torch.tensor(list(references.values()), dtype=torch.float64)
@@ -56,7 +56,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     finding = Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)
     masters = f"{format.number.name}_master"
     if keeps_16_bits(format):
-        with_masters = _losses(step.passes(masters, own=True, scale=step.scale), batches)
+        with_masters = step.passes(masters, own=True).train(batches)
         if leaves(with_masters, middle, limit) is None:
             finding.cure = [f"precision={masters}"]
             finding.detail += f"; with precision={masters} it stays near that of fp32"
@@ -80,21 +80,13 @@ def leaves(losses: list[float], middle: Tensor, limit: Tensor) -> int | None:
     return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
 
 
-def _losses(passes: Passes, batches: list[list[Batch]]) -> list[float]:
-    passes.continue_training()
-    return list(passes.train(batches))
-
-
 def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> list[float]:
     """Return the losses in fp32 from weights and inputs that are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     passes = step.passes("fp32")
-    passes.continue_training()
-    with torch.no_grad():
-        for parameter in passes.model.parameters():
-            parameter.copy_(nudged(parameter, unit, generator))
+    passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
     inputs = (
         [{name: nudged(tensor, unit, generator) for name, tensor in batch.items()} for batch in each]
         for each in batches
     )
-    return list(passes.train(inputs))
+    return passes.train(inputs)

@@ -113,7 +113,7 @@ def fp16_range(step: Step) -> Range:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, few), notes=[note])
     layers = _exponents(reference, step.microbatches)
-    half = _in_fp16(step.passes(name, own=True), few)
+    half = _in_fp16(step.own(), few)
     for layer in layers:
         layer.half = layer.name in half
     result = Range(layers)
@@ -209,12 +209,11 @@ def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list
         return []
     weights, unit = reference.weights, FP16.unit_roundoff
     changed = {name: nudged(each.float(), unit, torch.Generator().manual_seed(0)) for name, each in weights.items()}
-    gradients: list[dict[str, Tensor]] = []
+    gradients = []
     reference.microbatches = few
     for start in (weights, changed):
         reference.weights = start
-        reference.attempt()
-        gradients.append(reference.gradients_by_name())
+        gradients.append(reference.attempt().gradients)
     reference.weights = weights
     exact, other = gradients
     known = [layer for layer in layers if layer.name in exact]

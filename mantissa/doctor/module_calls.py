@@ -132,7 +132,7 @@ class Recording(NamedTuple):
 
 def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None) -> Recording:
     """Take a step in the run's format and in the reference's ``dtype``, without dropout, with a few samples."""
-    low = step.passes(step.format.name, own=True, fp32_modules=fp32_modules, recompute=False)
+    low = step.own(fp32_modules, recompute=False)
     reference = step.reference(dtype, recompute=False)
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
