@@ -13,7 +13,7 @@ import torch
 
 from mantissa.display import size
 from mantissa.doctor.compiled import compiled_trials
-from mantissa.doctor.divergence import REPLAYS, STEPS, divergence
+from mantissa.doctor.divergence import REPLAYS, STEPS, Divergence, divergence
 from mantissa.doctor.exchange import overflow_of_sum
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.islands import Islands, price, search
@@ -128,8 +128,7 @@ class Diagnosis:
     range: Range | None = None
     pairs: Pairs | None = None
     islands: Islands | None = None
-    losses: dict[str, list[float]] = field(default_factory=dict)
-    """Of the steps that ``divergence`` takes, by format."""
+    divergence: Divergence | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -294,9 +293,7 @@ def _train_on(result: Diagnosis) -> None:
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
         )
         return
-    found = result.add(budget.take("divergence", lambda: divergence(step, step.following(STEPS))))
-    if found is not None:
-        result.losses = found.losses
+    result.divergence = result.add(budget.take("divergence", lambda: divergence(step, step.following(STEPS))))
 
 
 def _cure(result: Diagnosis) -> None:

@@ -19,6 +19,7 @@ from evidence.doctor.plots import MOST
 from evidence.doctor.report import folder_of, write
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
+from mantissa.doctor.divergence import Divergence
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.islands import Islands
 from mantissa.doctor.pairs import LocalError, Pairs
@@ -101,7 +102,7 @@ def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
 
 
 def test_losses_over_time_are_drawn(found: Diagnosis) -> None:
-    found.losses = {"fp16": [2.0, NAN], "fp32, changed 1": [2.0, 1.9], "fp32, changed 2": [2.1, 1.8]}
+    found.divergence = Divergence(away=[0.05, NAN], limit=[0.4, 0.4])
     text, plots = page_of(found)
     assert plots == 1
     assert "Distance of the loss from that of fp32" in text
