@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,9 +51,10 @@ class TrainerStep(Step):
     """By parameter: the optimizer's state."""
 
     @classmethod
-    def of(cls, trainer: Trainer, microbatches: list[Batch]) -> TrainerStep:
+    def of(cls, trainer: Trainer) -> TrainerStep:
         """Copy what the next step of a trainer starts from."""
         config, masters = trainer.config, trainer.masters
+        (microbatches,) = steps_of(trainer, 1)  # data may draw from the generators, before the step does
         kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
         names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
         generators = random_state(trainer.device)
@@ -224,6 +225,12 @@ class _Eager(Trainer[Config]):
 
     def count(self, microbatches: list[Batch]) -> tuple[int, int]:
         return super().count(self.counted)
+
+
+def steps_of(trainer: Trainer, count: int) -> Generator[list[Batch], None, None]:
+    """Yield the microbatches of a trainer's next steps, also of those after its last."""
+    loader, batching = trainer.config.loader, trainer.plan.batching
+    return loader.steps(trainer.datasets.train, trainer.order, batching, trainer.step, count, trainer.hardware)
 
 
 def _copy(value: Any) -> Any:

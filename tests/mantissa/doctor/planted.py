@@ -51,7 +51,7 @@ def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) 
 def step_of_run(*overrides: str) -> TrainerStep:
     """The first step of a run."""
     trainer = trainer_of(*overrides)
-    return TrainerStep.of(trainer, next(trainer.batches()))
+    return TrainerStep.of(trainer)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Fault:
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
         )
-        replay = take(Trainer.from_config(config), 1, "the beginning")
+        replay = take(Trainer.from_config(config))
         replay.step.ranks, replay.step.compiles = self.ranks, self.compiles
         return replay
 

@@ -93,7 +93,7 @@ class NotFinite(TorchDispatchMode):
 
 
 def started(trainer: Trainer, mode: str) -> Passes:
-    return TrainerStep.of(trainer, next(trainer.batches())).passes(mode)
+    return TrainerStep.of(trainer).passes(mode)
 
 
 def not_finite(trainer: Passes) -> list[str]:

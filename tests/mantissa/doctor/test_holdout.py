@@ -55,7 +55,7 @@ class HeldOut(Fault):
         """Take the first step; ``seed`` is the run's."""
         config = compose(["device=cpu", "checkpoint.enabled=false", f"seed={seed}", *self.overrides])
         config = replace(config, recipe=_changed(config.recipe, self))
-        return take(Trainer.from_config(config), 1, "the beginning")
+        return take(Trainer.from_config(config))
 
 
 def _changed(recipe: Recipe, fault: HeldOut) -> Recipe:

@@ -51,7 +51,7 @@ def everything(passes: Passes) -> dict[str, Any]:
 def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) -> None:
     trainer, microbatches = after_two_steps(*overrides)
     before = random_state(trainer.device)
-    step = TrainerStep.of(trainer, microbatches)
+    step = TrainerStep.of(trainer)
     assert same_bits(random_state(trainer.device), before)
     expected = trainer.gradients(microbatches)
     if trainer.masters is not None:
@@ -71,7 +71,7 @@ def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) 
 
 def test_training_continues_from_a_case_as_the_run_does() -> None:
     trainer, microbatches = after_two_steps(*GPT2, "precision=bf16_master")
-    other = TrainerStep.of(trainer, microbatches).own()
+    other = TrainerStep.of(trainer).own()
     assert isinstance(other, TrainerPasses)
     record = trainer.train_step(microbatches)
     assert other.train([microbatches]) == [record.loss.item()]
