@@ -17,10 +17,10 @@ from mantissa.doctor.divergence import REPLAYS, STEPS, Divergence, divergence
 from mantissa.doctor.exchange import overflow_of_sum
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.islands import Islands, price, search
+from mantissa.doctor.manifest import OperatorManifest, manifest
 from mantissa.doctor.pairs import Pairs, local_errors
 from mantissa.doctor.provenance import absorbed, find
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
-from mantissa.dtypes import OperatorManifest, manifest
 from mantissa.errors import is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Examined, Finding
 from mantissa.formats import FORMATS
