@@ -86,7 +86,7 @@ def _exponents(what: str, layers: Sequence[Exponents], scales: Mapping[str, floa
     shown, scale = layers, next(iter(scales.values()), 1.0)
     if len(layers) > MOST:
         largest = sorted(layers, key=lambda layer: layer.amax)[-MOST // 2 :]
-        losing = sorted(layers, key=lambda layer: layer.lost(scale)[1])[-MOST // 2 :]
+        losing = sorted(layers, key=lambda layer: layer.lost(scale))[-MOST // 2 :]
         shown = [layer for layer in layers if layer in largest + losing]
     shares = np.array([(layer.counts / layer.counts.sum()).tolist() for layer in shown])
     used = np.flatnonzero(shares.any(0)) + LOWEST

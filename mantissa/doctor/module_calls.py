@@ -213,17 +213,6 @@ def evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[T
     Raises:
         Different: it does not call the submodules that it called in the reference.
     """
-    dtype = call.autocast if passes.format.half is not None else None
-    autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-    passes.in_fp32_module = call.in_fp32_module
-    try:
-        with passes.around(), passes.autocast(), autocast, NoDropout():
-            return _evaluate(passes, call, given, cotangents)
-    finally:
-        passes.in_fp32_module = False
-
-
-def _evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
     module = passes.model.get_submodule(call.module)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
@@ -234,22 +223,36 @@ def _evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[
     ]
     own = len(call.given.values)
     args, kwargs = call.given.with_tensors(sources[:own])
-    with _stubs(passes.model, call.children, sources[own:]) as inputs:
-        targets = [*numbers_in(module(*args, **kwargs)), *inputs]
-    wrt = {name: source for (name, _), source in zip(known, sources, strict=True) if source.requires_grad}
-    wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    used = [
-        (target, cotangent.to(target.dtype))
-        for target, cotangent in zip(targets, cotangents, strict=True)
-        if cotangent is not None and target.requires_grad
-    ]
     gradients: dict[str, Tensor] = {}
-    if used and wrt:
-        outputs, weights = zip(*used, strict=True)
-        found = torch.autograd.grad(outputs, list(wrt.values()), weights, allow_unused=True)
-        gradients = {name: gradient for name, gradient in zip(wrt, found, strict=True) if gradient is not None}
+    with _as_called(passes, call):
+        with _stubs(passes.model, call.children, sources[own:]) as inputs:
+            targets = [*numbers_in(module(*args, **kwargs)), *inputs]
+        wrt = {name: source for (name, _), source in zip(known, sources, strict=True) if source.requires_grad}
+        wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        used = [
+            (target, cotangent.to(target.dtype))
+            for target, cotangent in zip(targets, cotangents, strict=True)
+            if cotangent is not None and target.requires_grad
+        ]
+        if used and wrt:
+            outputs, weights = zip(*used, strict=True)
+            found = torch.autograd.grad(outputs, list(wrt.values()), weights, allow_unused=True)
+            gradients = {name: gradient for name, gradient in zip(wrt, found, strict=True) if gradient is not None}
     passed = [any(target is source for source in sources) for target in targets]
     return Evaluated([target.detach() for target in targets], passed, gradients)
+
+
+@contextmanager
+def _as_called(passes: Passes, call: Call) -> Iterator[None]:
+    """Return what the call ran in: the format's autocast or the call's own, and inside of fp32 modules or not."""
+    dtype = call.autocast if passes.format.half is not None else None
+    autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    passes.in_fp32_module = call.in_fp32_module
+    try:
+        with passes.around(), passes.autocast(), autocast, NoDropout():
+            yield
+    finally:
+        passes.in_fp32_module = False
 
 
 @contextmanager
