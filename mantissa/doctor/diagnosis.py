@@ -215,28 +215,19 @@ def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
 
 
 def _sweep(result: Diagnosis) -> None:
-    """Try every format; where one breaks, find the cause at the first."""
+    """Try every format, and find the cause at the first that breaks; else what is behind the formats."""
     replay, budget = result.replay, result.budget
     step = replay.step
     result.sweep = format_sweep(step)
-    broken: FormatTrial | None = None
     own = result.own = result.sweep[-1]
     if replay.finite and not step.compiles:  # it was taken already, as the run takes it
         own.status, own.scale, own.loss = OK, own.scales[0], replay.loss
+    broken: FormatTrial | None = None
     for trial in result.sweep:
-        if trial.status:
-            continue
-        memory_bytes = replay.memory_bytes * (1 + (trial.name == FP64))
-        try:
-            passes = budget.take(trial.name, trial.take, memory_bytes, always=trial.name in (FP32, own.name))
-        except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
-            if trial is own or is_out_of_memory(error):
-                raise
-            trial.status, trial.why = LEFT_OUT, f"cannot run this model ({str(error).strip().splitlines()[0][:300]})"
-            continue
+        passes = None if trial.status else _take(result, trial)
         if passes is None:
-            trial.status, trial.why = LEFT_OUT, "left out"
-        elif trial.status == BREAKS and trial.name != FP64 and broken is None:
+            continue
+        if trial.status == BREAKS and trial.name != FP64 and broken is None:
             broken = trial
             result.findings.append(find(passes, trial.name) or _unlocated(trial))
         elif trial is own and replay.failed and trial.scale != trial.scales[0]:
@@ -255,6 +246,22 @@ def _sweep(result: Diagnosis) -> None:
         narrow = fp64 is not None and fp64.status == OK
         cause = "fp32 itself is too narrow here" if narrow else "it is the data, the learning rate or the model"
         result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
+
+
+def _take(result: Diagnosis, trial: FormatTrial) -> Passes | None:
+    """Take the step in a format, and return the passes that did; None: it is left out, and the trial says why."""
+    memory_bytes = result.replay.memory_bytes * (1 + (trial.name == FP64))
+    needed = trial.name == FP32 or trial is result.own
+    try:
+        passes = result.budget.take(trial.name, trial.take, memory_bytes, always=needed)
+    except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
+        if trial is result.own or is_out_of_memory(error):
+            raise
+        trial.status, trial.why = LEFT_OUT, f"cannot run this model ({str(error).strip().splitlines()[0][:300]})"
+        return None
+    if passes is None:
+        trial.status, trial.why = LEFT_OUT, "left out"
+    return passes
 
 
 def _unlocated(trial: FormatTrial) -> Finding:
