@@ -17,7 +17,6 @@ import torch
 from evidence.doctor import command
 from evidence.doctor.plots import MOST
 from evidence.doctor.report import folder_of, write
-from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
 from mantissa.doctor.divergence import Divergence
 from mantissa.doctor.fp16_range import Exponents, Range
@@ -73,15 +72,6 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     expected = [{name: str(value) for name, value in row._asdict().items()} for row in found.manifest.rows]
     assert rows_of(found, "manifest") == expected
     assert sorted(write(replace(found, manifest=None), COMMAND)) == sorted(folder.iterdir())  # none of the earlier stay
-
-
-def test_a_check_up_has_a_folder_of_its_own(found: Diagnosis, tmp_path: Path) -> None:
-    step = found.replay.step
-    assert isinstance(step, TrainerStep)
-    found.replay.step = replace(step, config=replace(step.config, output_dir=str(tmp_path / "out")))
-    found.replay.folder = None
-    assert folder_of(found).parent == tmp_path / "out" / "doctor"
-    assert folder_of(found).name.endswith("-fp16-step-1")
 
 
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:

@@ -17,7 +17,7 @@ from mantissa.finding import BACKWARD, FORWARD
 from mantissa.modules import ModuleTracer
 from mantissa.step import Passes
 from tests.helpers import copied, fit, same_bits, trainer_of
-from tests.mantissa.doctor.faults import large_ffn
+from tests.mantissa.doctor.faults import Computes, large_ffn
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run
 from trainer.determinism import random_state
 from trainer.trainer import Trainer
@@ -148,6 +148,21 @@ def test_islands_are_1_minimal_and_have_a_price(model: Callable[[], nn.Module], 
     assert islands.memory_bytes is not None
     assert islands.text().startswith(f'islands: "{islands.override}"  (')
     assert re.search(r"  \([+-]\d+% time, [+-][\d.]+ (B|KiB|MiB)\)$", islands.text())
+
+
+def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
+    """The second layer overflows, too, where its input is not 0, as in this step."""
+    case = step_of(
+        lambda: Computes(
+            lambda own, x: own.one(x) + own.two(x * x[:, :1].abs().sign()), one=large_ffn(), two=large_ffn()
+        ),
+        "fp16",
+    )
+    case.microbatches[0]["x"][:, 0] = 0
+    finding = find(case.own(), "fp16")
+    assert finding is not None
+    assert finding.module == "one.wo"
+    assert search(case, finding, lambda modules: True, lambda: 1.0).modules == ["one.wo", "two.wo"]
 
 
 def test_a_search_without_time_says_so() -> None:
