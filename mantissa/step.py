@@ -254,7 +254,6 @@ class Passes(ABC):
         """Compute in a wider dtype from now on, in which explicit casts to narrower ones have no effect."""
         self._wide = dtype
         self.model.to(dtype)
-        self.start()
 
     def attempt(self, microbatches: list[Batch] | None = None) -> Attempt:
         """Take the passes of the step, from its start.

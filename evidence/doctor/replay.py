@@ -111,7 +111,7 @@ def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, 
     left = step - 1 - trainer.step
     if left:
         print(f"taking {left} step{'s' * (left > 1)} again from {began} …")
-    for microbatches in steps_of(trainer, left):
+    for microbatches in steps_of(trainer, trainer.step, left):
         record = trainer.train_step(microbatches)
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
         if not math.isfinite(record.loss.item()) and not passed_over:

@@ -54,7 +54,7 @@ class TrainerStep(Step):
     def of(cls, trainer: Trainer) -> TrainerStep:
         """Copy what the next step of a trainer starts from."""
         config, masters = trainer.config, trainer.masters
-        (microbatches,) = steps_of(trainer, 1)  # data may draw from the generators, before the step does
+        (microbatches,) = steps_of(trainer, trainer.step, 1)  # data may draw from the generators, before the step does
         kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
         names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
         generators = random_state(trainer.device)
@@ -117,9 +117,7 @@ class TrainerStep(Step):
         set_random_state(self.generators, self.device)
 
     def following(self, count: int) -> list[list[Batch]]:
-        order = DataOrder(len(self.datasets.train), self.config.seed)
-        batching, first = self.plan.batching, self.number - 1
-        return list(self.config.loader.steps(self.datasets.train, order, batching, first, count, self.hardware))
+        return list(steps_of(self, self.number - 1, count))
 
     def share(self, microbatches: list[Batch]) -> float:
         count = self.config.recipe.count_targets
@@ -227,10 +225,10 @@ class _Eager(Trainer[Config]):
         return super().count(self.counted)
 
 
-def steps_of(trainer: Trainer, count: int) -> Generator[list[Batch], None, None]:
-    """Yield the microbatches of a trainer's next steps, also of those after its last."""
-    loader, batching = trainer.config.loader, trainer.plan.batching
-    return loader.steps(trainer.datasets.train, trainer.order, batching, trainer.step, count, trainer.hardware)
+def steps_of(run: Trainer | TrainerStep, first: int, count: int) -> Generator[list[Batch], None, None]:
+    """Yield the microbatches of ``count`` steps of a run, from index ``first`` on, also of those after its last."""
+    order = DataOrder(len(run.datasets.train), run.config.seed)
+    return run.config.loader.steps(run.datasets.train, order, run.plan.batching, first, count, run.hardware)
 
 
 def _copy(value: Any) -> Any:
