@@ -92,7 +92,7 @@ class Budget:
         """Return the seconds that are left."""
         return self.seconds - (time.monotonic() - self._began)
 
-    def take(self, name: str, part: Callable[[], Result], memory_bytes: int = 0, always: bool = False) -> Result | None:
+    def run(self, name: str, part: Callable[[], Result], memory_bytes: int = 0, always: bool = False) -> Result | None:
         """Run a part if there is time and memory for it, or ``always``; return its result, else None."""
         if not always and memory_bytes > (free := self._free_bytes()):
             self.left_out.append(f"{name} (it needs about {size(memory_bytes)}, {size(free)} are free)")
@@ -175,15 +175,15 @@ def diagnose(
     if SWEEP in checks or not replay.finite:
         _sweep(result)
     if "manifest" in checks:
-        result.manifest = result.add(budget.take("manifest", lambda: _manifest(step)))
+        result.manifest = result.add(budget.run("manifest", lambda: _manifest(step)))
     fp32 = result.trial(FP32)
     if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
-        found = budget.take("range", lambda: fp16_range(step))
+        found = budget.run("range", lambda: fp16_range(step))
         if found is not None and result.findings:  # what is found there has a cause, which is found already
             found.findings = []
         result.range = result.add(found)
     if "pairs" in checks and result.finite and not result.findings:
-        result.pairs = result.add(budget.take("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+        result.pairs = result.add(budget.run("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
     if "updates" in checks:
         result.add(judge(replay.updates, step.format))
     if "divergence" in checks:
@@ -224,7 +224,7 @@ def _sweep(result: Diagnosis) -> None:
         own.status, own.scale, own.loss = OK, own.scales[0], replay.loss
     broken: FormatTrial | None = None
     for trial in result.sweep:
-        passes = None if trial.status else _take(result, trial)
+        passes = None if trial.status else _tried(result, trial)
         if passes is None:
             continue
         if trial.status == BREAKS and trial.name != FP64 and broken is None:
@@ -236,9 +236,9 @@ def _sweep(result: Diagnosis) -> None:
     if own.status == OK:
         step.scale = own.scale
     if broken is None and 1 < step.ranks <= len(step.microbatches):
-        result.findings += budget.take("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
+        result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
-        trials, findings = budget.take("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
+        trials, findings = budget.run("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
         result.sweep += trials
         result.findings += findings
     if broken is not None and broken.name == FP32:
@@ -248,12 +248,12 @@ def _sweep(result: Diagnosis) -> None:
         result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
 
 
-def _take(result: Diagnosis, trial: FormatTrial) -> Passes | None:
+def _tried(result: Diagnosis, trial: FormatTrial) -> Passes | None:
     """Take the step in a format, and return the passes that did; None: it is left out, and the trial says why."""
     memory_bytes = result.replay.memory_bytes * (1 + (trial.name == FP64))
     needed = trial.name == FP32 or trial is result.own
     try:
-        passes = result.budget.take(trial.name, trial.take, memory_bytes, always=needed)
+        passes = result.budget.run(trial.name, trial.take, memory_bytes, always=needed)
     except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
         if trial is result.own or is_out_of_memory(error):
             raise
@@ -300,7 +300,7 @@ def _train_on(result: Diagnosis) -> None:
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
         )
         return
-    result.divergence = result.add(budget.take("divergence", lambda: divergence(step, step.following(STEPS))))
+    result.divergence = result.add(budget.run("divergence", lambda: divergence(step, step.following(STEPS))))
 
 
 def _cure(result: Diagnosis) -> None:
@@ -315,12 +315,12 @@ def _cure(result: Diagnosis) -> None:
     def healthy(fp32_modules: list[str]) -> bool:
         return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
-    islands = budget.take("islands", lambda: search(step, finding, healthy, budget.left))
+    islands = budget.run("islands", lambda: search(step, finding, healthy, budget.left))
     if islands is None:
         return
     result.islands = islands
     if islands.cured:
-        budget.take("price of the islands", lambda: price(step, islands))
+        budget.run("price of the islands", lambda: price(step, islands))
     finding.cure.append(islands.text())
     bf16 = result.trial("bf16")
     if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"]:

@@ -98,13 +98,17 @@ def search(
         # In an island already: the module that contains the island.
         inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
-    result.cured = result.minimal = module is None
-    for name in list(result.modules) if result.cured and len(result.modules) > 1 else []:
+    if module is not None:
+        return result
+    result.cured = result.minimal = True
+    for name in list(result.modules):
+        others = [other for other in result.modules if other != name]
+        if not others:
+            break
         if not may_go_on():
             result.minimal = False
             break
-        others = [other for other in result.modules if other != name]
-        if others and next_fault(others) is None:
+        if next_fault(others) is None:
             result.modules = others
     return result
 
