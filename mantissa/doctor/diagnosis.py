@@ -215,7 +215,7 @@ def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
 
 
 def _sweep(result: Diagnosis) -> None:
-    """Try every format, and find the cause at the first that breaks; else what is behind the formats."""
+    """Try every format, and find the cause at the first that breaks; if none does, try the ranks' sum and compilers."""
     replay, budget = result.replay, result.budget
     step = replay.step
     result.sweep = format_sweep(step)
