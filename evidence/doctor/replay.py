@@ -151,7 +151,7 @@ def take(trainer: Trainer, began: str = "the beginning") -> Replay:
         seconds=seconds,
         memory_bytes=peak_memory_bytes(device),
         began=began,
-        updates=meter.results() if meter is not None and not skipped else {},
+        updates=meter.results() if meter else {},
         notes=[] if metered else [f"updates: not measured with optimizer.name={config.optimizer.name}"],
     )
 
