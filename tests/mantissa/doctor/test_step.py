@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,7 +135,8 @@ def test_islands_are_1_minimal_and_have_a_price(model: Callable[[], nn.Module], 
     broken.until_finite()
     finding = find(broken, "fp16")
     assert finding is not None
-    islands = search(case, finding, lambda modules: True, lambda: 1.0)
+    innocent = replace(finding, module="0")  # in fp32 it is no cure, and is left out at last
+    islands = search(case, innocent, lambda modules: True, lambda: 1.0)
     assert (islands.modules, islands.cured, islands.minimal) == (expected, True, True)
     assert islands.calls <= CALLS
     assert not case.own(expected).until_finite().harmed
