@@ -72,6 +72,11 @@ class Format:
         return None if self.weights == torch.float32 else self.weights
 
     @property
+    def only_half(self) -> bool:
+        """Whether weights are kept in 16 bits alone, and rounded to nearest, so that small updates are lost."""
+        return self.half_weights is not None and not self.accumulates_in_fp32
+
+    @property
     def needs_loss_scale(self) -> bool:
         """Whether gradients underflow without a loss scale: where they have the exponents of fp16."""
         return self.number is FP16

@@ -71,19 +71,3 @@ class ModuleTracer:
             return self._parameters.get(id(variable), "").rpartition(".")[0], BACKWARD
         position = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
         return (self._owners[position] if position >= 0 else ""), BACKWARD
-
-
-def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Compile a module as ``module.compile(**options)`` does, also where its ``forward`` is one of torch's own.
-
-    torch 2.11 would leave an ``nn.Sequential`` eager without a word: it compiles torch's functions only where they are
-    called by others.
-    """
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        return module._call_impl(*arguments, **keywords)
-
-    if type(module).forward.__module__.startswith("torch.nn."):
-        module._compiled_call_impl = torch.compile(call, **options)
-    else:
-        module.compile(**options)

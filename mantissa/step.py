@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mantissa.formats import FORMATS, Format
+from mantissa.tensors import finite
 
 Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
@@ -35,15 +36,6 @@ class Masters(Protocol):
 
     def take_gradients(self) -> None:
         """Move the gradients that backward left with the model's weights to the masters."""
-
-
-class Gradients(NamedTuple):
-    """The gradients are in the parameters (or masters); this is what else is known of them."""
-
-    loss: Tensor
-    """Of the whole step, fp32 scalar."""
-    correction: float
-    """The factor that the gradients still need besides the inverse of the loss scale."""
 
 
 @dataclass(kw_only=True)
@@ -74,8 +66,6 @@ class Step(ABC):
     """The loss scale of the step."""
     least_scale: float = 0.0
     """To which the run's scaler backs off; 0: its scale stays as it is."""
-    others: list[Batch] = field(default_factory=list)
-    """Microbatches of the following steps, on which a cure must hold, too."""
     ranks: int = 1
     """Processes that the run's gradients were summed over; the microbatches are those of all."""
 
@@ -85,7 +75,6 @@ class Step(ABC):
         format: str,
         *,
         own: bool = False,
-        scale: float = 1.0,
         fp32_modules: list[str] | None = None,
         recompute: bool = True,
     ) -> Passes:
@@ -93,8 +82,8 @@ class Step(ABC):
 
         Args:
             format: its name. fp32 modules and operators are the run's, where the format has 16 bits.
-            own: start from the run's stored weights, in its own dtype, rather than from what the optimizer changes.
-            scale: the loss scale, which stays as it is.
+            own: start from the run's stored weights and its loss scale, rather than from what the optimizer changes and
+                a scale of 1. The scale stays as it is.
             fp32_modules: in the place of the run's.
             recompute: whether activations are recomputed where the run does so.
 
@@ -130,9 +119,9 @@ class Step(ABC):
             scales.append(scales[-1] / 2)
         return scales
 
-    def own(self) -> Passes:
-        """Return the passes as the run takes them, eager."""
-        return self.passes(self.format.name, own=True, scale=self.scale)
+    def own(self, fp32_modules: list[str] | None = None, recompute: bool = True) -> Passes:
+        """Return the passes as the run takes them, eager; the arguments are those of ``passes``."""
+        return self.passes(self.format.name, own=True, fp32_modules=fp32_modules, recompute=recompute)
 
     def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Passes:
         """Return the passes in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
@@ -143,6 +132,35 @@ class Step(ABC):
     def first_samples(self) -> list[Batch]:
         """Return two samples of the first microbatch: rounding is alike in all, and batch norm cannot take one."""
         return [{name: tensor[:2] for name, tensor in self.microbatches[0].items()}]
+
+
+@dataclass
+class Attempt:
+    """What the passes of a step leave. The buffers are the model's own, and change with the next attempt."""
+
+    loss: Tensor
+    """Of the whole step, fp32 scalar."""
+    correction: float
+    """The factor that the gradients still need besides the inverse of the loss scale."""
+    gradients: dict[str, Tensor]
+    """By parameter: what the optimizer is given, masters' own where there are some."""
+    buffers: dict[str, Tensor]
+    before: dict[str, Tensor]
+    """The buffers that the step started from."""
+
+    @property
+    def sinks(self) -> dict[str, Tensor]:
+        """What a step must not harm: the loss, the gradients and the buffers, by name."""
+        return {"loss": self.loss} | self.gradients | self.buffers
+
+    @cached_property
+    def harmed(self) -> list[str]:
+        """The names of the sinks that are not finite, and were before the step."""
+        return [
+            name
+            for name, tensor in self.sinks.items()
+            if not finite(tensor) and (name not in self.before or finite(self.before[name]))
+        ]
 
 
 class Passes(ABC):
@@ -178,8 +196,12 @@ class Passes(ABC):
     set."""
 
     @abstractmethod
-    def gradients(self, microbatches: list[Batch]) -> Gradients:
-        """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers."""
+    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
+        """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers.
+
+        Returns:
+            ``loss`` and ``correction`` of an attempt.
+        """
 
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
@@ -198,15 +220,14 @@ class Passes(ABC):
         """Return the modules that the run compiles."""
 
     @abstractmethod
-    def continue_training(self) -> None:
-        """Make the optimizer and the schedule stand before the step, too, so that ``train`` may follow."""
-
-    @abstractmethod
-    def train(self, steps: Iterable[list[Batch]]) -> Iterator[float]:
-        """Train some steps as the run does, and yield the loss of each; one that is skipped is taken at half the scale.
+    def train(self, steps: Iterable[list[Batch]]) -> list[float]:
+        """Train some steps from this one's start, as the run does; one that is skipped is taken at half the scale.
 
         Args:
             steps: the microbatches of each.
+
+        Returns:
+            The loss of each.
         """
 
     @abstractmethod
@@ -233,26 +254,24 @@ class Passes(ABC):
         """Compute in a wider dtype from now on, in which explicit casts to narrower ones have no effect."""
         self._wide = dtype
         self.model.to(dtype)
-        self.start()
 
-    def attempt(self, scale: float | None = None) -> Gradients:
-        """Take the passes of the step, from its start; ``scale`` is a new loss scale."""
+    def attempt(self, microbatches: list[Batch] | None = None) -> Attempt:
+        """Take the passes of the step, from its start.
+
+        Args:
+            microbatches: a part of the step, whose loss is divided as that of the whole; None: all of them.
+        """
         self.start()
-        if scale is not None:
-            self.scale = scale
+        part = self.microbatches if microbatches is None else microbatches
         with self.around():
-            found = self.gradients(
-                [{name: self._widened(t) for name, t in batch.items()} for batch in self.microbatches]
+            loss, correction = self.gradients(
+                [{name: self._widened(tensor) for name, tensor in batch.items()} for batch in part]
             )
-        self.gradients_by_name()
-        return found
-
-    def gradients_by_name(self) -> dict[str, Tensor]:
-        """Return the gradients that the optimizer is given, by parameter, masters' own where there are some."""
         if self.masters is not None:
             self.masters.take_gradients()
         changed = (self.masters or self.model).named_parameters()
-        return {name: parameter.grad for name, parameter in changed if parameter.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in changed if parameter.grad is not None}
+        return Attempt(loss, correction, gradients, dict(self.model.named_buffers()), self.step.buffers)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -271,34 +290,18 @@ class Passes(ABC):
     def _widened(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._wide) if self._wide and tensor.is_floating_point() else tensor
 
-    def sinks(self, found: Gradients) -> dict[str, Tensor]:
-        """Return what a step must not harm: the loss, the gradients (by parameter) and the buffers, by name."""
-        return {"loss": found.loss} | self.gradients_by_name() | dict(self.model.named_buffers())
-
-    def harmed(self, found: Gradients) -> list[str]:
-        """Return the names of the sinks that are not finite, and were before the step."""
-        before = self.step.buffers
-        return [
-            name
-            for name, tensor in self.sinks(found).items()
-            if not finite(tensor) and (name not in before or finite(before[name]))
-        ]
-
-    def until_finite(self, scales: Sequence[float] = ()) -> tuple[list[str], Gradients]:
-        """Take the passes with one loss scale after another until all is finite; the last one stays.
+    def until_finite(self, scales: Sequence[float] = ()) -> Attempt:
+        """Take the passes with one loss scale after another until all is finite; return the last, whose scale stays.
 
         Args:
             scales: to try; empty: those of the step.
-
-        Returns:
-            The names of what the last one harmed, and its gradients.
         """
         for scale in scales or self.step.scales:
-            found = self.attempt(scale)
-            harmed = self.harmed(found)
-            if not harmed or "loss" in harmed:  # no scale mends a forward pass
+            self.scale = scale
+            found = self.attempt()
+            if not found.harmed or "loss" in found.harmed:  # no scale mends a forward pass
                 break
-        return harmed, found
+        return found
 
 
 class _Widened(TorchFunctionMode):
@@ -316,32 +319,3 @@ class _Widened(TorchFunctionMode):
 
     def _of(self, value: Any) -> Any:
         return self.dtype if isinstance(value, torch.dtype) and value in self._narrower else value
-
-
-def finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
-    return math.isfinite(low.item()) and math.isfinite(high.item())
-
-
-def nudged(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-    """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size."""
-    if not tensor.is_floating_point():
-        return tensor
-    sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
-    return tensor * (1 + unit * sign)
-
-
-def tensors(nested: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and dicts."""
-    if isinstance(nested, Tensor):
-        return [nested]
-    items = nested.values() if isinstance(nested, dict) else nested if isinstance(nested, list | tuple) else ()
-    return [tensor for item in items for tensor in tensors(item)]
-
-
-def numbers_in(nested: Any) -> list[Tensor]:
-    """Return those of a floating-point dtype."""
-    return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
-from mantissa.formats import BF16, NEAREST, Format
+from mantissa.formats import BF16, Format
 from mantissa.step import Masters
 
 SAMPLE = 65536
@@ -274,18 +274,13 @@ def _sampled_state(key: str, value: Any, shape: torch.Size) -> Any:
     return value.clone()
 
 
-def keeps_16_bits(format: Format) -> bool:
-    """Return whether weights are kept only in 16 bits, and rounded to nearest: the ``*_pure`` modes."""
-    return format.half_weights is not None and not format.masters and format.rounding == NEAREST
-
-
 def judge(updates: dict[str, Counts], format: Format) -> Examined:
     """Return what is wrong with one step's updates, the worst modules first.
 
     Only weights that are kept in 16 bits between steps are judged: masters hold what their copies lose, and stochastic
     rounding loses single updates on purpose.
     """
-    if not keeps_16_bits(format):
+    if not format.only_half:
         return Examined()
     name = format.number.name
 

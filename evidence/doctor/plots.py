@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.doctor.diagnosis import Diagnosis
-from mantissa.doctor.divergence import TIMES
+from mantissa.doctor.divergence import TIMES, Divergence
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents
 from mantissa.doctor.pairs import LocalError
 from mantissa.finding import BACKWARD, FORWARD
@@ -41,8 +41,8 @@ def figures(diagnosis: Diagnosis) -> list[Plot]:
         rows = [row for row in diagnosis.pairs.rows if 0 < row.e < math.inf]
         parts = {direction: [row for row in rows if row.direction == direction] for direction in (FORWARD, BACKWARD)}
         drawn += [_errors(direction, part) for direction, part in parts.items() if part]
-    if diagnosis.losses:
-        drawn.append(_divergence(diagnosis.losses, diagnosis.replay.precision, step.number))
+    if diagnosis.divergence is not None:
+        drawn.append(_divergence(diagnosis.divergence, diagnosis.replay.precision, step.number))
     return drawn
 
 
@@ -86,7 +86,7 @@ def _exponents(what: str, layers: Sequence[Exponents], scales: Mapping[str, floa
     shown, scale = layers, next(iter(scales.values()), 1.0)
     if len(layers) > MOST:
         largest = sorted(layers, key=lambda layer: layer.amax)[-MOST // 2 :]
-        losing = sorted(layers, key=lambda layer: layer.lost(scale)[1])[-MOST // 2 :]
+        losing = sorted(layers, key=lambda layer: layer.lost(scale))[-MOST // 2 :]
         shown = [layer for layer in layers if layer in largest + losing]
     shares = np.array([(layer.counts / layer.counts.sum()).tolist() for layer in shown])
     used = np.flatnonzero(shares.any(0)) + LOWEST
@@ -115,21 +115,12 @@ def _exponents(what: str, layers: Sequence[Exponents], scales: Mapping[str, floa
     return f"Gradients of {what}{of}", figure
 
 
-def _divergence(losses: Mapping[str, Sequence[float]], own: str, step: int) -> Plot:
-    """Draw how far the losses of the next steps are from those of fp32, and how far they may be.
-
-    Args:
-        losses: by name.
-        own: the name of the run's format; the others are fp32's.
-        step: the first one.
-    """
-    references = np.array([values for name, values in losses.items() if name != own])
-    spread = np.maximum.accumulate(references.max(0) - references.min(0))
-    steps = np.arange(step, step + len(spread))
+def _divergence(found: Divergence, own: str, step: int) -> Plot:
+    """Draw how far the losses of the steps from ``step`` on are from those of fp32 in the run's ``own`` format."""
+    steps = range(step, step + len(found.away))
     figure, axes = bare_figure(_WIDTH, _HEIGHT)
-    label = f"within {TIMES:g} × the spread of fp32"
-    axes.fill_between(steps, TIMES * spread, color=NOISE, alpha=0.25, label=label)
-    axes.plot(steps, np.abs(np.array(losses[own]) - references.mean(0)), "o-", color=COLORS[0], markersize=3, label=own)
+    axes.fill_between(steps, found.limit, color=NOISE, alpha=0.25, label=f"within {TIMES:g} × the spread of fp32")
+    axes.plot(steps, found.away, "o-", color=COLORS[0], markersize=3, label=own)
     axes.set_yscale("log")
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.locator_params(axis="x", integer=True, nbins=8)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from evidence.doctor.step import TrainerStep
+from evidence.doctor.step import TrainerStep, steps_of
 from mantissa.doctor.diagnosis import Replay
 from mantissa.updates import UpdateMeter
 from trainer.checkpoint import store
@@ -31,8 +31,6 @@ from trainer.trainer import Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")
 """Overrides that a run may be examined with."""
-OTHERS = 3
-"""Following steps whose batches a cure is tried on."""
 
 
 def of_overrides(overrides: Sequence[str], step: int) -> Replay:
@@ -44,7 +42,7 @@ def of_overrides(overrides: Sequence[str], step: int) -> Replay:
         raise UserError(
             f"step={wanted}: the run has {trainer.plan.steps} steps; set steps={wanted}, or a smaller step="
         )
-    return _take_or_earlier(config, trainer, wanted, None)
+    return _replay(config, trainer, wanted, None)
 
 
 def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
@@ -72,7 +70,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
     wanted = step or failed or last + 1
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
-    replay = _take_or_earlier(config, trainer, wanted, folder)
+    replay = _replay(config, trainer, wanted, folder)
     replay.notes += _differences(summary)
     replay.finished = not step and not failed and summary.get("status") == "FINISHED"
     replay.failed = replay.step.number == failed or replay.step.number < wanted
@@ -82,24 +80,43 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
     return replay
 
 
-def _take_or_earlier(config: Config, trainer: Trainer, step: int, folder: RunFolder | None) -> Replay:
+def _replay(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> Replay:
     """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet.
 
     Args:
         config: as composed.
         trainer: at the first step.
-        step: that is wanted.
+        wanted: the number of the step.
         folder: of the run, with its checkpoints; None: there is no run yet.
     """
-    try:
-        replay = take(trainer, step, _restore(folder, trainer, step))
-    except _NotFinite as earlier:
-        note = f"the loss is not finite at step {earlier.step} already: that step is examined, not step {step}"
+    began, reached = _go_to(trainer, wanted, folder)
+    notes = []
+    if reached < wanted:
+        notes = [f"the loss is not finite at step {reached} already: that step is examined, not step {wanted}"]
         trainer = Trainer.from_config(config)
-        replay = take(trainer, earlier.step, _restore(folder, trainer, earlier.step))
-        replay.notes.insert(0, note)
+        began, _ = _go_to(trainer, reached, folder)
+    replay = take(trainer, began)
+    replay.notes = notes + replay.notes
     replay.folder = folder.path if folder is not None else None
     return replay
+
+
+def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int]:
+    """Restore the newest checkpoint before a step, and take plain steps up to it.
+
+    Returns:
+        Where that began, and the number of the next step: ``step``, or an earlier one, whose loss was not finite.
+    """
+    began = _restore(folder, trainer, step)
+    left = step - 1 - trainer.step
+    if left:
+        print(f"taking {left} step{'s' * (left > 1)} again from {began} …")
+    for microbatches in steps_of(trainer, trainer.step, left):
+        record = trainer.train_step(microbatches)
+        passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
+        if not math.isfinite(record.loss.item()) and not passed_over:
+            return began, record.step
+    return began, step
 
 
 def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
@@ -114,53 +131,27 @@ def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
     return path.name
 
 
-class _NotFinite(Exception):
-    """A step before the one that is examined has a loss that is not finite."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"the loss of step {step} is not finite")
-        self.step = step
-
-
-def take(trainer: Trainer, step: int, began: str) -> Replay:
-    """Take plain steps up to the one before ``step``; keep what it starts from, and take it.
-
-    Raises:
-        _NotFinite: the loss of an earlier step is not finite.
-    """
-    config, left = trainer.config, step - trainer.step
-    hardware = trainer.hardware
-    batches = config.loader.steps(
-        trainer.datasets.train, trainer.order, trainer.plan.batching, trainer.step, left, hardware
-    )
-    if left > 1:
-        print(f"taking {left - 1} step{'s' * (left > 2)} again from {began} …")
-    for _ in range(left - 1):
-        record = trainer.train_step(next(batches))
-        passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
-        if not math.isfinite(record.loss.item()) and not passed_over:
-            raise _NotFinite(record.step)
-    microbatches = next(batches)
-    start = TrainerStep.of(trainer, microbatches)
-    start.others = [following[0] for following in start.following(1 + OTHERS)[1:]]
+def take(trainer: Trainer, began: str = "the beginning") -> Replay:
+    """Take the next step of a trainer, and keep what it starts from; ``began`` is where the trainer did."""
+    config, device = trainer.config, trainer.device
+    start = TrainerStep.of(trainer)
     metered = is_elementwise(config.optimizer.name)
     meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
-    reset_peak_memory(hardware.device)
+    reset_peak_memory(device)
     clock = time.monotonic()
     with meter or nullcontext():
-        record = trainer.train_step(microbatches)
+        record = trainer.train_step(start.microbatches)
     loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     seconds = time.monotonic() - clock
-    trainer.close()
     return Replay(
         step=start,
         loss=loss,
         grad_norm=norm,
         skipped=skipped,
         seconds=seconds,
-        memory_bytes=peak_memory_bytes(hardware.device),
+        memory_bytes=peak_memory_bytes(device),
         began=began,
-        updates=meter.results() if meter is not None and not skipped else {},
+        updates=meter.results() if meter else {},
         notes=[] if metered else [f"updates: not measured with optimizer.name={config.optimizer.name}"],
     )
 

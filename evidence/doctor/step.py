@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.step import Batch, FormatError, Gradients, Passes, Step
+from mantissa.step import Batch, FormatError, Passes, Step
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
@@ -51,9 +51,10 @@ class TrainerStep(Step):
     """By parameter: the optimizer's state."""
 
     @classmethod
-    def of(cls, trainer: Trainer, microbatches: list[Batch]) -> TrainerStep:
+    def of(cls, trainer: Trainer) -> TrainerStep:
         """Copy what the next step of a trainer starts from."""
         config, masters = trainer.config, trainer.masters
+        (microbatches,) = steps_of(trainer, trainer.step, 1)  # data may draw from the generators, before the step does
         kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
         names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
         generators = random_state(trainer.device)
@@ -89,7 +90,6 @@ class TrainerStep(Step):
         format: str,
         *,
         own: bool = False,
-        scale: float = 1.0,
         fp32_modules: list[str] | None = None,
         recompute: bool = True,
     ) -> TrainerPasses:
@@ -103,7 +103,7 @@ class TrainerStep(Step):
         config = replace(
             self.config,
             precision=precision,
-            scaler=StaticScaler(force=True, scale=scale),
+            scaler=StaticScaler(force=True, scale=self.scale if own else 1.0),
             compile=Compile(),
             parallel=Parallel(),
             activation_checkpointing=self.config.activation_checkpointing if recompute else ActivationCheckpointing(),
@@ -117,9 +117,7 @@ class TrainerStep(Step):
         set_random_state(self.generators, self.device)
 
     def following(self, count: int) -> list[list[Batch]]:
-        order = DataOrder(len(self.datasets.train), self.config.seed)
-        batching, first = self.plan.batching, self.number - 1
-        return list(self.config.loader.steps(self.datasets.train, order, batching, first, count, self.hardware))
+        return list(steps_of(self, self.number - 1, count))
 
     def share(self, microbatches: list[Batch]) -> float:
         count = self.config.recipe.count_targets
@@ -151,10 +149,10 @@ class TrainerPasses(Passes):
     def scale(self, value: float) -> None:
         self.trainer.loss_scale.scale.fill_(value)
 
-    def gradients(self, microbatches: list[Batch]) -> Gradients:
+    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
         self.trainer.counted = self.microbatches
         found = self.trainer.gradients(microbatches)
-        return Gradients(found.loss, found.correction)
+        return found.loss, found.correction
 
     def loss(self, batch: Batch) -> Tensor:
         with self.autocast():
@@ -170,7 +168,8 @@ class TrainerPasses(Passes):
         return list(self.trainer.config.parallel.compiled(self.model, self.blocks()))
 
     @torch.no_grad()
-    def continue_training(self) -> None:
+    def _continue(self) -> None:
+        """Make the optimizer and the schedule stand before the step, too."""
         self.start()
         self.trainer.step = self.step.number - 1
         for name, parameter in (self.masters or self.model).named_parameters():
@@ -181,7 +180,9 @@ class TrainerPasses(Passes):
                     value = value.clone()
                 self.trainer.optimizer.state[parameter][key] = value
 
-    def train(self, steps: Iterable[list[Batch]]) -> Iterator[float]:
+    def train(self, steps: Iterable[list[Batch]]) -> list[float]:
+        self._continue()
+        losses = []
         for microbatches in steps:
             self.trainer.counted = microbatches
             generators = random_state(self.trainer.device)
@@ -191,7 +192,8 @@ class TrainerPasses(Passes):
                 self.trainer.step -= 1
                 set_random_state(generators, self.trainer.device)  # the same dropout as in fp32, which skips nothing
                 record = self.trainer.train_step(microbatches)
-            yield record.loss.item()
+            losses.append(record.loss.item())
+        return losses
 
     def peak_bytes(self) -> int:
         with MemoryLedger(self.model, self.trainer.optimizer) as recording:
@@ -221,6 +223,12 @@ class _Eager(Trainer[Config]):
 
     def count(self, microbatches: list[Batch]) -> tuple[int, int]:
         return super().count(self.counted)
+
+
+def steps_of(run: Trainer | TrainerStep, first: int, count: int) -> Generator[list[Batch], None, None]:
+    """Yield the microbatches of ``count`` steps of a run, from index ``first`` on, also of those after its last."""
+    order = DataOrder(len(run.datasets.train), run.config.seed)
+    return run.config.loader.steps(run.datasets.train, order, run.plan.batching, first, count, run.hardware)
 
 
 def _copy(value: Any) -> Any:

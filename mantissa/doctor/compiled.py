@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from mantissa.compile import compile_in_place
 from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
 from mantissa.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
-from mantissa.modules import compile_in_place
 from mantissa.step import Passes, Step
 
 ALLOWED = 8
@@ -57,8 +57,7 @@ def _gradients(passes: Passes) -> list[Tensor]:
             module.p = 0.0
     found = passes.attempt()
     factor = found.correction / passes.scale
-    sinks = passes.sinks(found)
-    return [tensor.double() * factor for name, tensor in sinks.items() if name in passes.step.weights]
+    return [gradient.double() * factor for gradient in found.gradients.values()]
 
 
 def _difference(one: list[Tensor], other: list[Tensor]) -> float:

@@ -13,14 +13,14 @@ import torch
 
 from mantissa.display import size
 from mantissa.doctor.compiled import compiled_trials
-from mantissa.doctor.divergence import REPLAYS, STEPS, divergence
+from mantissa.doctor.divergence import REPLAYS, STEPS, Divergence, divergence
 from mantissa.doctor.exchange import overflow_of_sum
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.islands import Islands, price, search
+from mantissa.doctor.manifest import OperatorManifest, manifest
 from mantissa.doctor.pairs import Pairs, local_errors
 from mantissa.doctor.provenance import absorbed, find
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
-from mantissa.dtypes import OperatorManifest, manifest
 from mantissa.errors import is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Examined, Finding
 from mantissa.formats import FORMATS
@@ -92,7 +92,7 @@ class Budget:
         """Return the seconds that are left."""
         return self.seconds - (time.monotonic() - self._began)
 
-    def take(self, name: str, part: Callable[[], Result], memory_bytes: int = 0, always: bool = False) -> Result | None:
+    def run(self, name: str, part: Callable[[], Result], memory_bytes: int = 0, always: bool = False) -> Result | None:
         """Run a part if there is time and memory for it, or ``always``; return its result, else None."""
         if not always and memory_bytes > (free := self._free_bytes()):
             self.left_out.append(f"{name} (it needs about {size(memory_bytes)}, {size(free)} are free)")
@@ -128,8 +128,7 @@ class Diagnosis:
     range: Range | None = None
     pairs: Pairs | None = None
     islands: Islands | None = None
-    losses: dict[str, list[float]] = field(default_factory=dict)
-    """Of the steps that ``divergence`` takes, by format."""
+    divergence: Divergence | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -176,15 +175,15 @@ def diagnose(
     if SWEEP in checks or not replay.finite:
         _sweep(result)
     if "manifest" in checks:
-        result.manifest = result.add(budget.take("manifest", lambda: _manifest(step)))
+        result.manifest = result.add(budget.run("manifest", lambda: _manifest(step)))
     fp32 = result.trial(FP32)
     if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
-        found = budget.take("range", lambda: fp16_range(step))
+        found = budget.run("range", lambda: fp16_range(step))
         if found is not None and result.findings:  # what is found there has a cause, which is found already
             found.findings = []
         result.range = result.add(found)
     if "pairs" in checks and result.finite and not result.findings:
-        result.pairs = result.add(budget.take("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+        result.pairs = result.add(budget.run("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
     if "updates" in checks:
         result.add(judge(replay.updates, step.format))
     if "divergence" in checks:
@@ -216,28 +215,19 @@ def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
 
 
 def _sweep(result: Diagnosis) -> None:
-    """Try every format; where one breaks, find the cause at the first."""
+    """Try every format, and find the cause at the first that breaks; if none does, try the ranks' sum and compilers."""
     replay, budget = result.replay, result.budget
     step = replay.step
     result.sweep = format_sweep(step)
-    broken: FormatTrial | None = None
     own = result.own = result.sweep[-1]
     if replay.finite and not step.compiles:  # it was taken already, as the run takes it
         own.status, own.scale, own.loss = OK, own.scales[0], replay.loss
+    broken: FormatTrial | None = None
     for trial in result.sweep:
-        if trial.status:
-            continue
-        memory_bytes = replay.memory_bytes * (1 + (trial.name == FP64))
-        try:
-            passes = budget.take(trial.name, trial.take, memory_bytes, always=trial.name in (FP32, own.name))
-        except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
-            if trial is own or is_out_of_memory(error):
-                raise
-            trial.status, trial.why = LEFT_OUT, f"cannot run this model ({str(error).strip().splitlines()[0][:300]})"
-            continue
+        passes = None if trial.status else _tried(result, trial)
         if passes is None:
-            trial.status, trial.why = LEFT_OUT, "left out"
-        elif trial.status == BREAKS and trial.name != FP64 and broken is None:
+            continue
+        if trial.status == BREAKS and trial.name != FP64 and broken is None:
             broken = trial
             result.findings.append(find(passes, trial.name) or _unlocated(trial))
         elif trial is own and replay.failed and trial.scale != trial.scales[0]:
@@ -246,9 +236,9 @@ def _sweep(result: Diagnosis) -> None:
     if own.status == OK:
         step.scale = own.scale
     if broken is None and 1 < step.ranks <= len(step.microbatches):
-        result.findings += budget.take("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
+        result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
-        trials, findings = budget.take("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
+        trials, findings = budget.run("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
         result.sweep += trials
         result.findings += findings
     if broken is not None and broken.name == FP32:
@@ -256,6 +246,22 @@ def _sweep(result: Diagnosis) -> None:
         narrow = fp64 is not None and fp64.status == OK
         cause = "fp32 itself is too narrow here" if narrow else "it is the data, the learning rate or the model"
         result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
+
+
+def _tried(result: Diagnosis, trial: FormatTrial) -> Passes | None:
+    """Take the step in a format, and return the passes that did; None: it is left out, and the trial says why."""
+    memory_bytes = result.replay.memory_bytes * (1 + (trial.name == FP64))
+    needed = trial.name == FP32 or trial is result.own
+    try:
+        passes = result.budget.run(trial.name, trial.take, memory_bytes, always=needed)
+    except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
+        if trial is result.own or is_out_of_memory(error):
+            raise
+        trial.status, trial.why = LEFT_OUT, f"cannot run this model ({str(error).strip().splitlines()[0][:300]})"
+        return None
+    if passes is None:
+        trial.status, trial.why = LEFT_OUT, "left out"
+    return passes
 
 
 def _unlocated(trial: FormatTrial) -> Finding:
@@ -294,9 +300,7 @@ def _train_on(result: Diagnosis) -> None:
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
         )
         return
-    found = result.add(budget.take("divergence", lambda: divergence(step, step.following(STEPS))))
-    if found is not None:
-        result.losses = found.losses
+    result.divergence = result.add(budget.run("divergence", lambda: divergence(step, step.following(STEPS))))
 
 
 def _cure(result: Diagnosis) -> None:
@@ -311,12 +315,12 @@ def _cure(result: Diagnosis) -> None:
     def healthy(fp32_modules: list[str]) -> bool:
         return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
-    islands = budget.take("islands", lambda: search(step, finding, healthy, budget.left))
+    islands = budget.run("islands", lambda: search(step, finding, healthy, budget.left))
     if islands is None:
         return
     result.islands = islands
     if islands.cured:
-        budget.take("price of the islands", lambda: price(step, islands))
+        budget.run("price of the islands", lambda: price(step, islands))
     finding.cure.append(islands.text())
     bf16 = result.trial("bf16")
     if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"]:

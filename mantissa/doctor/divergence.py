@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8
-from mantissa.step import Batch, Passes, Step, nudged
-from mantissa.updates import keeps_16_bits
+from mantissa.step import Batch, Step
+from mantissa.tensors import nudged
 
 STEPS = 20
 REPLAYS = 3
@@ -21,10 +22,12 @@ _IN_A_ROW = 3
 
 @dataclass
 class Divergence(Examined):
-    """The losses of some steps in the run's format, and of the same steps in fp32."""
+    """How far the losses of some steps in the run's format are from those in fp32, and how far they may be."""
 
-    losses: dict[str, list[float]] = field(default_factory=dict)
-    """By name, that of the run's format first."""
+    away: list[float]
+    """The distance of each step's loss from the mean of the fp32 losses."""
+    limit: list[float]
+    """How much of it rounding explains."""
 
 
 def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
@@ -39,23 +42,22 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     """
     format = step.format
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
-    own = _losses(step.own(), batches)
-    references = {f"fp32, changed {seed + 1}": _changed(step, batches, unit, seed) for seed in range(REPLAYS)}
-    result = Divergence(losses={format.name: own} | references)
-    values = torch.tensor(list(references.values()), dtype=torch.float64)
-    spread = (values.max(0).values - values.min(0).values).cummax(0).values
-    middle, limit = values.mean(0), TIMES * spread.clamp(min=unit * unit)
+    own = _fp64(step.own().train(batches))
+    references = _fp64([_changed(step, batches, unit, seed) for seed in range(REPLAYS)])
+    spread = (references.max(0).values - references.min(0).values).cummax(0).values
+    middle, limit = references.mean(0), TIMES * spread.clamp(min=unit * unit)
+    result = Divergence(away=(own - middle).abs().tolist(), limit=limit.tolist())
     first = leaves(own, middle, limit)
     if first is None:
         return result
-    away = own[first] - middle[first].item()
+    away = (own - middle)[first].item()
     effect = f"is {away:.3g} away from that of fp32" if math.isfinite(away) else "is not finite"
     detail = f"from step {step.number + first} on the loss {effect}; rounding explains at most {limit[first]:.3g}"
     # The first loss is computed before any update.
     finding = Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)
     masters = f"{format.number.name}_master"
-    if keeps_16_bits(format):
-        with_masters = _losses(step.passes(masters, own=True, scale=step.scale), batches)
+    if format.only_half:
+        with_masters = _fp64(step.passes(masters, own=True).train(batches))
         if leaves(with_masters, middle, limit) is None:
             finding.cure = [f"precision={masters}"]
             finding.detail += f"; with precision={masters} it stays near that of fp32"
@@ -63,37 +65,33 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     return result
 
 
-def leaves(losses: list[float], middle: Tensor, limit: Tensor) -> int | None:
+def leaves(losses: Tensor, middle: Tensor, limit: Tensor) -> int | None:
     """Return the index of the first of three losses in a row that are beyond the limit, or None.
 
     Steps in which fp32 is not finite are not judged: a format cannot be worse than that.
 
     Args:
-        losses: of each step.
-        middle: the mean of the fp32 losses of each step, fp64.
-        limit: how far from it a loss may be, fp64.
+        losses: of each step, fp64.
+        middle: the mean of the fp32 losses of each step.
+        limit: how far from it a loss may be.
     """
-    away = (torch.tensor(losses, dtype=torch.float64) - middle).abs()
-    beyond = (~(away <= limit) & middle.isfinite() & limit.isfinite()).tolist()
+    away = (losses - middle).abs()
+    beyond = (~(away <= limit) & limit.isfinite()).tolist()
     starts = range(len(beyond) - _IN_A_ROW + 1)
     return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
 
 
-def _losses(passes: Passes, batches: list[list[Batch]]) -> list[float]:
-    passes.continue_training()
-    return list(passes.train(batches))
+def _fp64(losses: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> list[float]:
     """Return the losses in fp32 from weights and inputs that are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     passes = step.passes("fp32")
-    passes.continue_training()
-    with torch.no_grad():
-        for parameter in passes.model.parameters():
-            parameter.copy_(nudged(parameter, unit, generator))
+    passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
     inputs = (
         [{name: nudged(tensor, unit, generator) for name, tensor in batch.items()} for batch in each]
         for each in batches
     )
-    return list(passes.train(inputs))
+    return passes.train(inputs)

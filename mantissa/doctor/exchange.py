@@ -6,7 +6,8 @@ import torch
 
 from mantissa.display import dtype_name
 from mantissa.finding import EXCHANGE, OVERFLOW, Finding
-from mantissa.step import Passes, finite
+from mantissa.step import Passes
+from mantissa.tensors import finite
 
 
 def overflow_of_sum(passes: Passes, ranks: int) -> list[Finding]:
@@ -17,13 +18,10 @@ def overflow_of_sum(passes: Passes, ranks: int) -> list[Finding]:
     weights = dict(passes.model.named_parameters())
     by_rank = []
     for rank in range(ranks):
-        passes.start()
-        passes.gradients(passes.microbatches[rank::ranks])
+        found = passes.attempt(passes.microbatches[rank::ranks])
         # Masters' sums are rounded to the weights' dtype before they are exchanged.
-        by_rank.append(
-            {name: each.to(weights[name].dtype, copy=True) for name, each in passes.gradients_by_name().items()}
-        )
-    found = []
+        by_rank.append({name: each.to(weights[name].dtype, copy=True) for name, each in found.gradients.items()})
+    findings = []
     for name in by_rank[0]:
         parts = torch.stack([gradients[name] for gradients in by_rank])
         total = parts.sum(0)
@@ -31,5 +29,5 @@ def overflow_of_sum(passes: Passes, ranks: int) -> list[Finding]:
             wide, largest = parts.double().sum(0).abs().max().item(), torch.finfo(total.dtype).max
             detail = f"the gradient of {name} is finite on every rank; their sum is {wide:.6g} > {largest:.6g}"
             place = (OVERFLOW, EXCHANGE, name.rpartition(".")[0], f"sum of {ranks} ranks")
-            found.append(Finding(*place, "all_reduce", dtype_name(total.dtype), tuple(total.shape), detail))
-    return found
+            findings.append(Finding(*place, "all_reduce", dtype_name(total.dtype), tuple(total.shape), detail))
+    return findings

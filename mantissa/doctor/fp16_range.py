@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.module_calls import relative_error
 from mantissa.doctor.pairs import NOISE
 from mantissa.dtypes import DtypeRecorder
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
-from mantissa.step import Batch, Passes, Step, nudged, numbers_in
+from mantissa.step import Batch, Passes, Step
+from mantissa.tensors import nudged, numbers_in, relative_error
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
+_BINS = HIGHEST - LOWEST + 1
 _HALF_OF_LEAST = -25
 """Numbers below 2 to that power are rounded to 0 in fp16, whose least number is 2**-24."""
 HELD = 2**-11
@@ -42,9 +43,9 @@ class Exponents:
     """Whether the run has it in 16 bits."""
     zeros: int = 0
     amax: float = 0.0
-    counts: Tensor = field(default_factory=lambda: torch.zeros(HIGHEST - LOWEST + 1, dtype=torch.float64))
+    counts: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
     """From ``LOWEST`` on."""
-    squares: Tensor = field(default_factory=lambda: torch.zeros(HIGHEST - LOWEST + 1, dtype=torch.float64))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
     """The sum of the squares of the elements with each exponent."""
 
     @property
@@ -61,24 +62,30 @@ class Exponents:
         if found.numel():
             bins = (torch.frexp(found)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long()
             self.amax = max(self.amax, found.max().item())
-            bound = HIGHEST - LOWEST + 1
-            self.counts += torch.bincount(bins, minlength=bound).cpu()
-            self.squares += torch.bincount(bins, found.double().square(), bound).cpu()
+            self.counts += torch.bincount(bins, minlength=_BINS).cpu()
+            self.squares += torch.bincount(bins, found.double().square(), _BINS).cpu()
 
-    def lost(self, scale: float) -> tuple[float, float]:
-        """Return the shares of the nonzero elements and of the norm that a scale leaves below fp16's least number."""
-        border = max(0, min(len(self.counts), _HALF_OF_LEAST - math.frexp(scale)[1] + 1 - LOWEST))
-        count, square = self.counts.sum().item(), self.squares.sum().item()
-        if not count:
-            return 0.0, 0.0
-        return self.counts[:border].sum().item() / count, math.sqrt(self.squares[:border].sum().item() / square)
+    def flushed(self, scale: float) -> float:
+        """Return the share of the nonzero elements that become 0 in fp16 at a scale."""
+        return _share_below(self.counts, scale)
+
+    def lost(self, scale: float) -> float:
+        """Return the share of the norm that they have."""
+        return math.sqrt(_share_below(self.squares, scale))
 
     def least_scale(self, share: float = HELD) -> int:
         """Return the exponent of the least scale that loses no more than this share of the norm."""
         exponent = _HALF_OF_LEAST - HIGHEST
-        while exponent < _HALF_OF_LEAST - LOWEST and self.lost(2.0**exponent)[1] > share:
+        while exponent < _HALF_OF_LEAST - LOWEST and self.lost(2.0**exponent) > share:
             exponent += 1
         return exponent
+
+
+def _share_below(sums: Tensor, scale: float) -> float:
+    """Return the share of a sum by exponents that a scale leaves below half of fp16's least number."""
+    border = max(0, min(_BINS, _HALF_OF_LEAST - math.frexp(scale)[1] + 1 - LOWEST))
+    total = sums.sum().item()
+    return sums[:border].sum().item() / total if total else 0.0
 
 
 @dataclass
@@ -113,7 +120,7 @@ def fp16_range(step: Step) -> Range:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, few), notes=[note])
     layers = _exponents(reference, step.microbatches)
-    half = _in_fp16(step.passes(name, own=True), few)
+    half = _in_fp16(step.own(), few)
     for layer in layers:
         layer.half = layer.name in half
     result = Range(layers)
@@ -124,25 +131,22 @@ def fp16_range(step: Step) -> Range:
     largest = max(held, key=lambda layer: layer.amax)
     result.highest = math.floor(math.log2(FP16.largest / largest.amax)) - 1
     scale = min(step.scale, 2.0**result.highest) if step.least_scale else step.scale
-    outputs = max((layer.least_scale() for layer in held if layer.tensor == "output"), default=0)
-    poor = [layer for layer in held if layer.lost(scale)[1] > JUDGED]
-    doubtful = [layer for layer in held if layer in poor or layer.least_scale() > outputs]
-    noise = _noise(reference, few, [layer for layer in doubtful if layer.tensor != "output"])
-    result.lowest = max((layer.least_scale() for layer in held if layer not in noise), default=0)
+    noise = _noise(reference, few)
+    judged = [layer for layer in held if layer.name not in noise]
+    result.lowest = max((layer.least_scale() for layer in judged), default=0)
     worst: dict[str, Exponents] = {}
-    for layer in poor:
-        if layer not in noise:
-            worst[layer.module] = max(worst.get(layer.module, layer), layer, key=lambda each: each.lost(scale)[1])
+    for layer in judged:
+        if layer.lost(scale) > JUDGED:
+            worst[layer.module] = max(worst.get(layer.module, layer), layer, key=lambda each: each.lost(scale))
     result.findings = [_finding(layer, largest, scale, result.highest, name) for layer in worst.values()]
     return result
 
 
 def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, format: str) -> Finding:
-    elements, norm = layer.lost(scale)
     what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
     detail = (
-        f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {elements:.0%} of its elements and {norm:.0%} "
-        "of its norm become 0"
+        f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {layer.flushed(scale):.0%} of its "
+        f"elements and {layer.lost(scale):.0%} of its norm become 0"
     )
     needed = layer.least_scale(JUDGED)
     if needed > highest:
@@ -203,19 +207,15 @@ def _in_fp16(low: Passes, few: list[Batch]) -> set[str]:
     return half | {Exponents(module, "output").name for module in outputs}
 
 
-def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list[Exponents]:
-    """Return those weight gradients that are noise: they change where weights change by one rounding of fp16."""
-    if not layers:
-        return []
+def _noise(reference: Passes, few: list[Batch]) -> set[str]:
+    """Return the weights whose gradients are noise: they change where weights change by one rounding of fp16."""
     weights, unit = reference.weights, FP16.unit_roundoff
     changed = {name: nudged(each.float(), unit, torch.Generator().manual_seed(0)) for name, each in weights.items()}
-    gradients: list[dict[str, Tensor]] = []
+    gradients = []
     reference.microbatches = few
     for start in (weights, changed):
         reference.weights = start
-        reference.attempt()
-        gradients.append(reference.gradients_by_name())
+        gradients.append(reference.attempt().gradients)
     reference.weights = weights
     exact, other = gradients
-    known = [layer for layer in layers if layer.name in exact]
-    return [layer for layer in known if not relative_error(other[layer.name], exact[layer.name]) < NOISE]
+    return {name for name, gradient in exact.items() if not relative_error(other[name], gradient) < NOISE}

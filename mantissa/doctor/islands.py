@@ -12,10 +12,12 @@ import torch
 from mantissa.display import size
 from mantissa.doctor.provenance import find
 from mantissa.finding import Finding
-from mantissa.step import FormatError, Passes, Step
+from mantissa.step import Batch, FormatError, Step
 
 CALLS = 40
 """Trials, at most."""
+_OTHERS = 3
+"""Following steps, on whose first microbatch a cure must hold, too."""
 _PAIRS = 3
 """Timed steps with and without the islands, after one of each that is not timed."""
 
@@ -37,9 +39,14 @@ class Islands:
     """What they add to the peak of a step."""
 
     @property
+    def fp32_modules(self) -> list[str]:
+        """All of them."""
+        return [*self.own, *self.modules]
+
+    @property
     def override(self) -> str:
         """What to set. A name such as 0.10 is quoted, or it would be read as a number."""
-        names = [name if any(map(str.isalpha, name)) else f"'{name}'" for name in (*self.own, *self.modules)]
+        names = [name if any(map(str.isalpha, name)) else f"'{name}'" for name in self.fp32_modules]
         return f"precision.fp32_modules=[{','.join(names)}]"
 
     @property
@@ -75,13 +82,14 @@ def search(
         time_left: seconds.
     """
     result = Islands(own=list(step.fp32_modules))
+    tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
 
     def may_go_on() -> bool:
         return result.calls < CALLS and time_left() > 0
 
     def next_fault(modules: list[str]) -> str | None:
         result.calls += 1
-        return _next_fault(step, modules, healthy)
+        return _next_fault(step, modules, tried_on, healthy)
 
     module: str | None = finding.module
     while module and may_go_on():
@@ -90,44 +98,41 @@ def search(
         # In an island already: the module that contains the island.
         inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
-    result.cured = result.minimal = module is None
-    for name in list(result.modules) if result.cured and len(result.modules) > 1 else []:
+    if module is not None:
+        return result
+    result.cured = result.minimal = True
+    for name in list(result.modules):
+        others = [other for other in result.modules if other != name]
+        if not others:
+            break
         if not may_go_on():
             result.minimal = False
             break
-        others = [other for other in result.modules if other != name]
-        if others and next_fault(others) is None:
+        if next_fault(others) is None:
             result.modules = others
     return result
 
 
-def _next_fault(step: Step, modules: list[str], healthy: Callable[[list[str]], bool]) -> str | None:
+def _next_fault(
+    step: Step, modules: list[str], tried_on: list[list[Batch]], healthy: Callable[[list[str]], bool]
+) -> str | None:
     """Return the module of the next fault with these islands (empty: it is in none); None: there is no fault."""
+    fp32_modules = [*step.fp32_modules, *modules]
     try:
-        passes = with_islands(step, modules)
+        passes = step.own(fp32_modules)
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
         return modules[-1]
-    for microbatches in [step.microbatches, *([batch] for batch in step.others)]:
+    for microbatches in tried_on:
         passes.microbatches = microbatches
-        if passes.until_finite()[0]:
+        if passes.until_finite().harmed:
             found = find(passes, "")
             return found.module if found is not None else ""
-    return None if healthy([*step.fp32_modules, *modules]) else modules[-1]
-
-
-def with_islands(step: Step, modules: list[str]) -> Passes:
-    """Return the passes as the run takes them, with these modules in fp32 besides its own.
-
-    Raises:
-        FormatError: a module that cannot be.
-    """
-    islands = [*step.fp32_modules, *modules]
-    return step.passes(step.format.name, own=True, scale=step.scale, fp32_modules=islands)
+    return None if healthy(fp32_modules) else modules[-1]
 
 
 def price(step: Step, result: Islands) -> None:
     """Measure what the islands cost: steps with and without them in turns, and the peak of a step's memory."""
-    sides = [with_islands(step, []), with_islands(step, result.modules)]
+    sides = [step.own(), step.own(result.fp32_modules)]
     without, with_them = [side.peak_bytes() for side in sides]
     result.memory_bytes = with_them - without
     ratios = []

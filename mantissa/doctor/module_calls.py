@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mantissa.step import Passes, Step, numbers_in
+from mantissa.step import Passes, Step
+from mantissa.tensors import numbers_in, relative_error
 
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, Enum)
 _NUMBERS = object()
@@ -131,7 +132,7 @@ class Recording(NamedTuple):
 
 def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None) -> Recording:
     """Take a step in the run's format and in the reference's ``dtype``, without dropout, with a few samples."""
-    low = step.passes(step.format.name, own=True, fp32_modules=fp32_modules, recompute=False)
+    low = step.own(fp32_modules, recompute=False)
     reference = step.reference(dtype, recompute=False)
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
@@ -212,17 +213,6 @@ def evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[T
     Raises:
         Different: it does not call the submodules that it called in the reference.
     """
-    dtype = call.autocast if passes.format.half is not None else None
-    autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-    passes.in_fp32_module = call.in_fp32_module
-    try:
-        with passes.around(), passes.autocast(), autocast, NoDropout():
-            return _evaluate(passes, call, given, cotangents)
-    finally:
-        passes.in_fp32_module = False
-
-
-def _evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
     module = passes.model.get_submodule(call.module)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
@@ -233,22 +223,36 @@ def _evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[
     ]
     own = len(call.given.values)
     args, kwargs = call.given.with_tensors(sources[:own])
-    with _stubs(passes.model, call.children, sources[own:]) as inputs:
-        targets = [*numbers_in(module(*args, **kwargs)), *inputs]
-    wrt = {name: source for (name, _), source in zip(known, sources, strict=True) if source.requires_grad}
-    wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    used = [
-        (target, cotangent.to(target.dtype))
-        for target, cotangent in zip(targets, cotangents, strict=True)
-        if cotangent is not None and target.requires_grad
-    ]
     gradients: dict[str, Tensor] = {}
-    if used and wrt:
-        outputs, weights = zip(*used, strict=True)
-        found = torch.autograd.grad(outputs, list(wrt.values()), weights, allow_unused=True)
-        gradients = {name: gradient for name, gradient in zip(wrt, found, strict=True) if gradient is not None}
+    with _as_called(passes, call):
+        with _stubs(passes.model, call.children, sources[own:]) as inputs:
+            targets = [*numbers_in(module(*args, **kwargs)), *inputs]
+        wrt = {name: source for (name, _), source in zip(known, sources, strict=True) if source.requires_grad}
+        wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        used = [
+            (target, cotangent.to(target.dtype))
+            for target, cotangent in zip(targets, cotangents, strict=True)
+            if cotangent is not None and target.requires_grad
+        ]
+        if used and wrt:
+            outputs, weights = zip(*used, strict=True)
+            found = torch.autograd.grad(outputs, list(wrt.values()), weights, allow_unused=True)
+            gradients = {name: gradient for name, gradient in zip(wrt, found, strict=True) if gradient is not None}
     passed = [any(target is source for source in sources) for target in targets]
     return Evaluated([target.detach() for target in targets], passed, gradients)
+
+
+@contextmanager
+def _as_called(passes: Passes, call: Call) -> Iterator[None]:
+    """Return what the call ran in: the format's autocast or the call's own, and inside of fp32 modules or not."""
+    dtype = call.autocast if passes.format.half is not None else None
+    autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    passes.in_fp32_module = call.in_fp32_module
+    try:
+        with passes.around(), passes.autocast(), autocast, NoDropout():
+            yield
+    finally:
+        passes.in_fp32_module = False
 
 
 @contextmanager
@@ -318,18 +322,3 @@ class _Computing(TorchDispatchMode):
 
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the L2 norm of the difference over that of ``expected``, of the elements where that is finite.
-
-    Infinite, if ``found`` is not finite there; NaN, if ``expected`` is 0.
-    """
-    found, expected = found.detach().double(), expected.detach().double()
-    finite = expected.isfinite()
-    found, expected = found[finite], expected[finite]
-    size = torch.linalg.vector_norm(expected).item()
-    error = torch.linalg.vector_norm(found - expected).item()
-    if not size:
-        return math.nan
-    return error / size if math.isfinite(error) else math.inf

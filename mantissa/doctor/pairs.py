@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.doctor.module_calls import Call, Different, Evaluated, Recording, evaluate, record, relative_error
+from mantissa.doctor.module_calls import Call, Different, Evaluated, Recording, evaluate, record
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
-from mantissa.step import Step, tensors
+from mantissa.step import Step
+from mantissa.tensors import relative_error, tensors
 
 FACTOR = 8
 SUM = 0.6

@@ -17,7 +17,8 @@ from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, numbers_in, tensors
+from mantissa.step import Passes
+from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
@@ -41,14 +42,12 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     named = [*passes.model.named_parameters(), *passes.model.named_buffers()]
     with modules, Tape(modules, named) as tape:
         found = passes.attempt()
-    sinks = passes.sinks(found)
-    harmed = passes.harmed(found)
-    slice_ = behind([node for name in harmed for node in tape.writers(sinks[name])])
+    slice_ = behind([node for name in found.harmed for node in tape.writers(found.sinks[name])])
     if not slice_:
         return None
     starts = [node for node in slice_ if node.computes] or slice_[:1]
     cause, alone = _cause(passes, starts)
-    path = _path(cause, slice_, harmed)
+    path = _path(cause, slice_, found.harmed)
 
     def finding(kind: str, at: Operator, detail: str) -> Finding:
         return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path)
@@ -102,7 +101,7 @@ def _cause(passes: Passes, starts: list[Node]) -> tuple[Node, bool]:
     for node in distinct[:_CANDIDATES]:
         with _At(node.number, _repair):
             found = passes.attempt()
-        if not passes.harmed(found):
+        if not found.harmed:
             return node, True
     return distinct[0], False
 

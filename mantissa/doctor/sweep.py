@@ -39,9 +39,8 @@ class FormatTrial:
         """Take the step, and return the passes that did; sets ``status``."""
         assert self.build is not None
         passes = self.build()
-        self.harmed, found = passes.until_finite(self.scales)
-        self.scale = passes.scale
-        self.loss = found.loss.item()
+        found = passes.until_finite(self.scales)
+        self.harmed, self.scale, self.loss = found.harmed, passes.scale, found.loss.item()
         self.status = BREAKS if self.harmed else OK
         return passes
 
@@ -73,5 +72,5 @@ def format_sweep(step: Step) -> list[FormatTrial]:
     if step.scales != [1.0]:
         trials.append(FormatTrial(basic + SCALER, partial(step.passes, basic), step.scales))
     if own != basic:
-        trials.append(FormatTrial(own, partial(step.passes, own, own=True), step.scales))
+        trials.append(FormatTrial(own, step.own, step.scales))
     return trials

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mantissa.display import dtype_name
 from mantissa.modules import ModuleTracer
-from mantissa.step import finite, tensors
+from mantissa.tensors import finite, tensors
 
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""

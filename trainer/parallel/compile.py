@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mantissa.modules import compile_in_place
+from mantissa.compile import compile_in_place
 from trainer.errors import UserError, nearest
 
 MODES = ("off", "default", "max-autotune")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mantissa.step import tensors
+from mantissa.tensors import tensors
 
 _ATTENTION = "_scaled_dot_product_"
 _LOSS_IN_CHUNKS = "_linear_cross_entropy_batch_chunked"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa import display
-from mantissa.step import tensors
+from mantissa.tensors import tensors
 
 STEADY = ("weights", "buffers", "gradients", "optimizer")
 """What training holds at any batch size, in the dtype of the weights also under autocast."""

@@ -17,8 +17,8 @@ import torch
 from evidence.doctor import command
 from evidence.doctor.plots import MOST
 from evidence.doctor.report import folder_of, write
-from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
+from mantissa.doctor.divergence import Divergence
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.islands import Islands
 from mantissa.doctor.pairs import LocalError, Pairs
@@ -74,15 +74,6 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     assert sorted(write(replace(found, manifest=None), COMMAND)) == sorted(folder.iterdir())  # none of the earlier stay
 
 
-def test_a_check_up_has_a_folder_of_its_own(found: Diagnosis, tmp_path: Path) -> None:
-    step = found.replay.step
-    assert isinstance(step, TrainerStep)
-    found.replay.step = replace(step, config=replace(step.config, output_dir=str(tmp_path / "out")))
-    found.replay.folder = None
-    assert folder_of(found).parent == tmp_path / "out" / "doctor"
-    assert folder_of(found).name.endswith("-fp16-step-1")
-
-
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
     islands = Islands(["1.wo", "0.10"], cured=True, minimal=True, own=["*.ln"], time_ratio=1.03)
@@ -101,7 +92,7 @@ def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
 
 
 def test_losses_over_time_are_drawn(found: Diagnosis) -> None:
-    found.losses = {"fp16": [2.0, NAN], "fp32, changed 1": [2.0, 1.9], "fp32, changed 2": [2.1, 1.8]}
+    found.divergence = Divergence(away=[0.05, NAN], limit=[0.4, 0.4])
     text, plots = page_of(found)
     assert plots == 1
     assert "Distance of the loss from that of fp32" in text

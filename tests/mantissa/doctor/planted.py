@@ -43,15 +43,13 @@ TINY = {
 def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) -> TrainerStep:
     """The first step of a model without a fault; ``options`` are those of ``Fault``."""
     nothing = Expected("", "", "", "")
-    step = Fault(0, "", nothing, model, Precision(mode=mode), **options).replay().step
-    assert isinstance(step, TrainerStep)
-    return step
+    return TrainerStep.of(Fault(0, "", nothing, model, Precision(mode=mode), **options).trainer(0))
 
 
 def step_of_run(*overrides: str) -> TrainerStep:
     """The first step of a run."""
     trainer = trainer_of(*overrides)
-    return TrainerStep.of(trainer, next(trainer.batches()))
+    return TrainerStep.of(trainer)
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,8 @@ class Fault:
     planting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What the step is taken in, for faults that are not in the model."""
 
-    def replay(self, seed: int = 0) -> Replay:
-        """Take its first step, in one process; ``seed`` decides weights and data."""
+    def trainer(self, seed: int) -> Trainer:
+        """Before its first step, in one process; ``seed`` decides weights and data."""
         config = Config(
             recipe=PlantedRecipe(fault=self),
             data=NoData(),
@@ -102,7 +100,11 @@ class Fault:
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
         )
-        replay = take(Trainer.from_config(config), 1, "the beginning")
+        return Trainer.from_config(config)
+
+    def replay(self, seed: int = 0) -> Replay:
+        """Take the first step."""
+        replay = take(self.trainer(seed))
         replay.step.ranks, replay.step.compiles = self.ranks, self.compiles
         return replay
 

@@ -82,12 +82,12 @@ def test_the_first_loss_is_not_one_of_updates() -> None:
 def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
     nan, inf = float("nan"), float("inf")
     middle, limit = torch.tensor([1, 1, nan, nan, inf, 1.0]), torch.tensor([0.1, 0.1, nan, nan, nan, nan])
-    assert leaves([nan] * 6, middle, limit) is None
-    assert leaves([1.0] * 6, middle, limit) is None
+    assert leaves(torch.full((6,), nan), middle, limit) is None
+    assert leaves(torch.ones(6), middle, limit) is None
     finite = torch.ones(6), torch.full((6,), 0.1)
-    assert leaves([nan] * 6, *finite) == 0
-    assert leaves([1, 1, 2, 2, 1, 2], *finite) is None
-    assert leaves([1, 1, nan, 2, 0, 1], *finite) == 2
+    assert leaves(torch.full((6,), nan), *finite) == 0
+    assert leaves(torch.tensor([1, 1, 2, 2, 1, 2]), *finite) is None
+    assert leaves(torch.tensor([1, 1, nan, 2, 0, 1]), *finite) == 2
 
 
 def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:

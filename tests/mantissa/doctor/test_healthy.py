@@ -15,9 +15,10 @@ from evidence.runs import merged
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
 from mantissa.doctor.provenance import find
 from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
-from mantissa.step import Passes, finite, tensors
+from mantissa.step import Passes
+from mantissa.tensors import finite, tensors
 from tests.helpers import trainer_of
-from tests.mantissa.doctor.planted import TINY, around, step_of
+from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of
 from trainer.trainer import Trainer
 
 MODES = ("fp32", "bf16", "fp16", "bf16_master", "fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
@@ -92,7 +93,7 @@ class NotFinite(TorchDispatchMode):
 
 
 def started(trainer: Trainer, mode: str) -> Passes:
-    return TrainerStep.of(trainer, next(trainer.batches())).passes(mode)
+    return TrainerStep.of(trainer).passes(mode)
 
 
 def not_finite(trainer: Passes) -> list[str]:
@@ -131,6 +132,21 @@ def test_berts_mask_that_becomes_infinite_in_bf16_is_harmless() -> None:
     trainer = started(trainer_of(*TINY["bert"], "recipe.attention=sdpa"), "bf16")
     assert first(not_finite(trainer)) == "aten._to_copy"
     assert find(trainer, "bf16") is None
+
+
+class Masked(nn.Module):
+    """Sets the first feature to 0, by a mask that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([-torch.inf] + [0.0] * (WIDTH - 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(self.mask.isinf(), 0)
+
+
+def test_a_buffer_that_is_infinite_from_the_beginning_is_harmless() -> None:
+    assert step_of(lambda: around(Masked())).own().attempt().harmed == []
 
 
 class Uninitialised(nn.Module):

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from evidence.doctor.replay import take
-from mantissa.doctor.diagnosis import FOUND, Replay
+from mantissa.doctor.diagnosis import FOUND
 from mantissa.finding import (
     BACKWARD,
     DOMAIN,
@@ -51,11 +50,9 @@ class HeldOut(Fault):
     own_loss: Callable[[Any, Any, Batch], Tensor] | None = None
     """From the recipe, the model and the batch to the summed loss; None: the recipe's own."""
 
-    def replay(self, seed: int = 0) -> Replay:
-        """Take the first step; ``seed`` is the run's."""
+    def trainer(self, seed: int) -> Trainer:
         config = compose(["device=cpu", "checkpoint.enabled=false", f"seed={seed}", *self.overrides])
-        config = replace(config, recipe=_changed(config.recipe, self))
-        return take(Trainer.from_config(config), 1, "the beginning")
+        return Trainer.from_config(replace(config, recipe=_changed(config.recipe, self)))
 
 
 def _changed(recipe: Recipe, fault: HeldOut) -> Recipe:

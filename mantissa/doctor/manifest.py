@@ -1,0 +1,114 @@
+"""The format in which every operator of a step really ran, and where that is not what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mantissa.display import dtype_name
+from mantissa.dtypes import CAST, DtypeRecorder, Row
+from mantissa.finding import DTYPE, FORWARD, Examined, Finding
+from mantissa.step import Passes
+
+
+@dataclass
+class OperatorManifest(Examined):
+    """What ran in which format in one step."""
+
+    rows: list[Row]
+
+
+def manifest(passes: Passes) -> OperatorManifest:
+    """Take the step once and return the formats of its operators, with the faults among them.
+
+    A fault is a module or an operator that was to be fp32 and ran in 16 bits, weights stored in fewer bits than
+    requested, and a sum of the loss that is not fp32.
+    """
+    with DtypeRecorder(passes.model, _weights_in_fp32(passes)) as recorder:
+        passes.attempt()
+    rows = sorted(recorder.rows())
+    findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
+    findings += [*_weights(passes), *_loss(passes)]
+    return OperatorManifest(rows, findings=findings)
+
+
+def _within(module: str, names: Iterable[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def _finding(passes: Passes, module: str, op: str, dtype: str, detail: str, *cure: str) -> Finding:
+    return Finding(DTYPE, FORWARD, module, passes.format.name, op, dtype, detail=detail, cure=list(cure))
+
+
+def _weights_in_fp32(passes: Passes) -> dict[int, str]:
+    """Return the weights of fp32 modules that no other module shares, by address."""
+    inside, outside = {}, set()
+    for name, parameter in passes.model.named_parameters(remove_duplicate=False):
+        if _within(name.rpartition(".")[0], passes.fp32_modules):
+            inside[parameter.data_ptr()] = name
+        else:
+            outside.add(parameter.data_ptr())
+    return {address: name for address, name in inside.items() if address not in outside}
+
+
+def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> Iterator[Finding]:
+    """Yield the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
+    users = {(weight.rpartition(".")[0], user): dtype for (weight, user), dtype in casts.items()}
+    for (owner, user), dtype in users.items():
+        if not _within(user, passes.fp32_modules):
+            detail = f"precision.fp32_modules has it, and {user or 'the model'} uses its weights without calling it"
+            cure = f"call {owner} there" + (f", or add {user} to precision.fp32_modules" if user else "")
+            yield _finding(passes, owner, CAST, dtype, detail, cure)
+
+
+def _modules_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+    """Yield the fp32 modules whose own operators ran in 16 bits in the forward pass.
+
+    With 16-bit weights the result of such a module is cast back, so there casts are not counted.
+    """
+    casts_back = passes.format.half_weights is not None
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.in_half and _within(row.module, passes.fp32_modules) and not (casts_back and row.op == CAST):
+            found.setdefault(row.module, []).append(row)
+    for module, own in found.items():
+        count = sum(row.calls for row in own)
+        detail = f"precision.fp32_modules has it, and {count} operators ran in 16 bits"
+        cure = "remove the cast to 16 bits from this module's code"
+        yield _finding(passes, module, own[-1].op, own[-1].output, detail, cure)
+
+
+def _operators_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+    """Yield the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass, each at its first row."""
+    first = {row.name: row for row in reversed(rows) if row.in_half}
+    for name in passes.step.fp32_ops:
+        if row := first.get(name):
+            detail = f"precision.fp32_ops asks for {name} in fp32"
+            yield _finding(passes, row.module, row.op, row.output, detail)
+
+
+def _weights(passes: Passes) -> Iterator[Finding]:
+    """Yield the modules with parameters that are stored in fewer bits than the format asks for."""
+    low: dict[tuple[str, str], list[str]] = {}
+    asked = passes.format.weights
+    for name, parameter in passes.model.named_parameters():
+        module = name.rpartition(".")[0]
+        wanted = torch.float32 if _within(module, passes.fp32_modules) else asked
+        if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize:
+            low.setdefault((module, dtype_name(parameter.dtype)), []).append(name)
+    for (module, dtype), names in low.items():
+        detail = f"{', '.join(names)} stored in {dtype}, precision={passes.format.name} asks for {dtype_name(asked)}"
+        yield _finding(passes, module, "", dtype, detail)
+
+
+def _loss(passes: Passes) -> list[Finding]:
+    """Return a finding where the summed loss is in 16 bits."""
+    passes.start()
+    with torch.no_grad():
+        dtype = passes.loss(passes.microbatches[0]).dtype
+    if dtype.itemsize > 2:
+        return []
+    detail = f"the summed loss is {dtype_name(dtype)}: sum it in fp32 in Recipe.loss"
+    return [_finding(passes, "", "the loss", dtype_name(dtype), detail)]

@@ -1,0 +1,53 @@
+"""What is asked of tensors: which ones a nested value holds, whether they are finite, and how far apart two are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors(nested: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    items = nested.values() if isinstance(nested, dict) else nested if isinstance(nested, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def numbers_in(nested: Any) -> list[Tensor]:
+    """Return those of a floating-point dtype."""
+    return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]
+
+
+def finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def nudged(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
+    """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size."""
+    if not tensor.is_floating_point():
+        return tensor
+    sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+    return tensor * (1 + unit * sign)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the L2 norm of the difference over that of ``expected``, of the elements where that is finite.
+
+    Infinite, if ``found`` is not finite there; NaN, if ``expected`` is 0.
+    """
+    found, expected = found.detach().double(), expected.detach().double()
+    known = expected.isfinite()
+    found, expected = found[known], expected[known]
+    size = torch.linalg.vector_norm(expected).item()
+    error = torch.linalg.vector_norm(found - expected).item()
+    if not size:
+        return math.nan
+    return error / size if math.isfinite(error) else math.inf
