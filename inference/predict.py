@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inference.exported import Exported, RunOptions
-from inference.model import in_precision, load_model
 from inference.setting import Setting, configure
 from recipes.data.images.augment import ImageAugment, ImageNet
 from recipes.data.images.folder import EXTENSIONS, FolderImages, images_below
@@ -84,7 +83,7 @@ def predict(arguments: list[str]) -> int:
     setting = configure(exported, overrides, with_data=False)
     names: list[str] = exported.config["classes"]
     top = min(options.top, len(names))
-    target = Path(options.output).expanduser() if options.output else exported.evaluation.with_name("predictions.csv")
+    target = Path(options.output).expanduser() if options.output else exported.results / "predictions.csv"
     width, classified = max(len(str(file)) for file in files), 0
     heading = ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
     try:
@@ -129,7 +128,7 @@ def _predictions(
     )
     setting = setting.with_data(datasets)
     recipe, precision, device = setting.config.recipe, setting.config.precision, setting.hardware.device
-    model = in_precision(load_model(exported, recipe, datasets), setting)
+    model = setting.in_precision(exported.model(recipe, datasets))
     left = iter(files)
     batches = evaluation_samples(len(files), None, batch_size)
     for batch in setting.config.loader.batches(photos, batches, setting.hardware):

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from inference.classes import class_scores, table
 from inference.data import Joined, open_data
-from inference.exported import find
+from inference.exported import RunOptions
+from inference.measure import bytes_of_tokens
 from inference.setting import configure
-from inference.textbytes import bytes_of_tokens
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from recipes.resnet import ResNet
 from tests.command_line.conftest import _command
@@ -29,7 +29,7 @@ from tests.inference.conftest import SIZES, photo, script
 from trainer.data.contract import SampleId
 from trainer.files import read_json_lines
 
-evaluate = script("inference.evaluation:evaluation")
+evaluate = script("inference.evaluate:evaluate")
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(he
 
 @pytest.mark.parametrize("name", ["gpt2", "chars", "bert", "t5"])
 def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, tmp_path: Path) -> None:
-    exported = find(f"outputs/{name}")
+    exported = RunOptions(f"outputs/{name}").find()
     overrides = ["data=text", "data.path=other.txt"]
     datasets: Any = open_data(configure(exported, overrides), exported)
     ids = datasets.tokens.train[:50].tolist()
@@ -124,7 +124,7 @@ def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, 
 def test_bits_per_byte_is_the_loss_per_byte(here: Path, tmp_path: Path) -> None:
     assert evaluate("run=outputs/gpt2", f"output={tmp_path}").code == 0
     found = results(tmp_path)
-    datasets: Any = configure(find("outputs/gpt2"), []).config.open_datasets()
+    datasets: Any = configure(RunOptions("outputs/gpt2").find(), []).config.open_datasets()
     chosen = np.linspace(0, len(datasets.valid) - 1, 24).astype(int)
     tokens = datasets.valid.batch([SampleId(int(index), None) for index in chosen])["tokens"][:, 1:]
     text_bytes = sum(len(datasets.tokens.tokenizer.decode(row.tolist()).encode()) for row in tokens)

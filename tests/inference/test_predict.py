@@ -21,7 +21,7 @@ from tests.inference.conftest import photo, script
 from trainer.data.contract import SampleId
 
 predict = script("inference.predict:predict")
-evaluate = script("inference.evaluation:evaluation")
+evaluate = script("inference.evaluate:evaluate")
 
 
 def read(path: Path) -> list[dict[str, str]]:
