@@ -81,13 +81,11 @@ class LanguageRecipe(SizedRecipe):
         tokens, context = self.open_tokens(data), self.tokens_per_sample
         return self.cut(tokens, lambda part: TokenWindows(part, context), f"samples of {context} tokens")
 
-    def build_model(self, datasets: TextDatasets) -> LanguageModel:
-        """Build the model with its vocabulary padded."""
+    def new_model(self, datasets: TextDatasets) -> LanguageModel:
+        """Return the model with its vocabulary padded."""
         multiple, vocabulary = self.vocabulary_multiple, datasets.vocabulary
         network = self.network(math.ceil(vocabulary / multiple) * multiple, self.tokens_per_sample)
-        model = LanguageModel(network, self.name, self.chunked_loss is True, vocabulary)
-        self.lora.inject(model.network, self.name)
-        return model
+        return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary)
 
     def count_targets(self, batch: Batch) -> int:
         """Every token but each sample's first is predicted."""

@@ -86,8 +86,8 @@ class Augment:
     def check(self, recipe: Recipe) -> None:
         """Raise UserError where a part of it has no effect in this recipe."""
 
-    def check_batching(self, batch_size: int, micro_batch_size: int) -> None:
-        """Raise UserError where the augmentation cannot work with these sizes, of one rank."""
+    def check_batching(self, micro_batch_size: int) -> None:
+        """Raise UserError where the augmentation cannot work with microbatches of this size."""
 
     def effect(self) -> str | None:
         """Return what was asked for, as typed; None: nothing."""
