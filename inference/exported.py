@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from recipes.huggingface import RECIPES
-from recipes.language import LanguageRecipe
-from recipes.language_model import LanguageModel
+from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.weights import fill
 from trainer.config.registration import groups
 from trainer.data.contract import Datasets

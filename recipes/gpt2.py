@@ -7,8 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from recipes.language import LanguageRecipe
-from recipes.language_model import LanguageModel
+from recipes.language import LanguageModel, LanguageRecipe
 from trainer.errors import UserError
 from trainer.recipe import Sizes
 

@@ -80,14 +80,14 @@ def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
         ("t5", ("batch_size=4", "micro_batch_size=2", "optimizer.lr=0.01"), 1.5),
     ],
 )
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_a_few_steps_learn(
-    recipe: str, options: tuple[str, ...], falls: float, mode: str, monkeypatch: pytest.MonkeyPatch
+def test_a_few_steps_learn_in_fp16(
+    recipe: str, options: tuple[str, ...], falls: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The format that overflows; in bf16 they learn from pretrained weights."""
     from recipes.bert import SHAPES, Shape
 
     monkeypatch.setitem(SHAPES, "nano", Shape(1, 32, 2, 64))
-    trainer = trainer_of(*TINY[recipe], f"precision={mode}", "steps=40", *options)
+    trainer = trainer_of(*TINY[recipe], "precision=fp16", "steps=40", *options)
     before = trainer.evaluate()
     records = fit(trainer)
     assert not any(record.skipped for record in records[5:])
@@ -120,7 +120,6 @@ REFUSED = {
     },
     "gpt2": {
         "recipe.size=125M": "recipe.size=125M is unknown; did you mean '124M'",
-        "recipe.size=mini recipe.pretrained=x": "recipe.size has no effect with recipe.pretrained",
         "recipe.gelu=exact": r"recipe.gelu=exact is unknown; use recipe.gelu=tanh\|erf",
         "recipe.gelu=erf recipe.pretrained=gpt2": "recipe.gelu=erf has no effect with recipe.pretrained",
     },
