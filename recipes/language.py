@@ -1,4 +1,4 @@
-"""Predict the next token: samples, models with the loss inside of forward, and what GPT-2 and Llama share as recipes."""
+"""Predict the next token: samples, models with the loss inside of forward, and what GPT-2 and Llama share."""
 
 from __future__ import annotations
 
