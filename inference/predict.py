@@ -13,7 +13,7 @@ import torch
 
 from inference.exported import Exported, RunOptions
 from inference.setting import Setting, configure
-from recipes.data.images.augment import ImageAugment, ImageNet
+from recipes.data.images.augment import ImageNet
 from recipes.data.images.folder import EXTENSIONS, FolderImages, images_below
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
@@ -49,8 +49,7 @@ class Photos(FolderImages):
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
         super().__init__({"": [str(file) for file in files]}, [""])
-        self.image_size, part = config["image_size"], config["evaluated_part"]
-        self.augment = ImageAugment() if part == 1 else ImageNet(evaluated=part)
+        self.image_size, self.augment = config["image_size"], ImageNet(evaluated=config["evaluated_part"])
         self.readable = torch.ones(len(files), dtype=torch.bool)
         """Of those decoded so far, in this process."""
 
