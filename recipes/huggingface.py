@@ -233,9 +233,8 @@ class SizedRecipe(Recipe):
                 )
             return []
         if self.size == "auto":
-            if hardware.is_gpu:
-                return [Decision("recipe.size", self.on_gpu, "GPU default")]
-            return [Decision("recipe.size", self.on_cpu, "CPU default")]
+            size, why = (self.on_gpu, "GPU default") if hardware.is_gpu else (self.on_cpu, "CPU default")
+            return [Decision("recipe.size", size, why)]
         if self.size not in self.shapes:
             raise UserError(
                 f"recipe.size={self.size} is unknown{nearest(self.size, self.shapes)} ({', '.join(self.shapes)})"

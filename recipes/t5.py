@@ -122,10 +122,10 @@ class T5(SizedRecipe):
         """Tokenise, and remove spans."""
         tokens, context = self.open_tokens(data), self.tokens_per_sample
         known = tokens.tokenizer.vocab_size
-        names = [f"<extra_id_{n}>" for n in range(_cuts(window(context))[1])]
-        own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
-        start, eos, *sentinels = own or range(known, known + 2 + len(names))
         noise, spans = _cuts(window(context))
+        names = [f"<extra_id_{n}>" for n in range(spans)]
+        own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
+        start, eos, *sentinels = own or range(known, known + 2 + spans)
         text = f"{noise} tokens in {spans} spans removed from each {window(context)}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", start), "eos_token": ("</s>", eos)}
