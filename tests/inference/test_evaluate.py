@@ -216,7 +216,6 @@ MISTAKES = {
     "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr has no effect on a model that is trained",
     "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
-    "run=outputs/images data=text data.path=text.txt": "recipe=resnet needs images, and data=text has none",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
     "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the 45 characters",
     "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
@@ -229,7 +228,6 @@ MISTAKES = {
     "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",
-    "run=outputs/images data.path=nowhere": "data.path=nowhere is not a folder",
     "run=damaged": "the weights in damaged/best cannot be read",
 }
 
