@@ -52,9 +52,9 @@ NO_OPTION = {"omegaconf_ignore": True}
 
 @dataclass
 class DataSource:
-    """The ``data`` config group. Its subclasses are kinds of data: text, images."""
+    """The ``data`` config group; this base is ``data=own``: the recipe's ``datasets`` opens what it needs."""
 
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str] = "own"
     """The choice ``data=<kind>``. (Not ``name``, which is an option of ``data=hub``.)"""
 
     def augmented(self, augment: Augment) -> DataSource:
