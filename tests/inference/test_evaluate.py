@@ -18,7 +18,7 @@ from sklearn.metrics import precision_recall_fscore_support
 from transformers import AutoTokenizer
 
 from inference.classes import class_scores, table
-from inference.data import Joined, open_data
+from inference.data import open_data
 from inference.exported import RunOptions
 from inference.measure import bytes_of_tokens
 from inference.setting import configure
@@ -143,22 +143,6 @@ def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
         assert len(table) == 400
         assert table[tokenizer.encode(text)].sum() == len(text.encode())
     assert table[BytePairs.load(tmp_path / "2").separator[0]] == 0
-
-
-def test_joined_datasets_are_one_after_the_other() -> None:
-    class Numbers:
-        def __init__(self, first: int, length: int) -> None:
-            self.first, self.length = first, length
-
-        def __len__(self) -> int:
-            return self.length
-
-        def batch(self, samples: Any) -> Any:
-            return {"x": torch.tensor([self.first + sample.index for sample in samples])}
-
-    joined = Joined([Numbers(0, 3), Numbers(10, 2), Numbers(20, 4)])
-    assert len(joined) == 9
-    assert joined.batch([SampleId(index, None) for index in (1, 2, 3, 6)])["x"].tolist() == [1, 2, 10, 21]
 
 
 def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path) -> None:
