@@ -28,7 +28,7 @@ def open_data(setting: Setting, exported: Exported) -> Datasets:
     """
     config, data = setting.config, setting.config.data.augmented(setting.config.augment)
     recipe: Any = config.recipe
-    tuned = exported.recorded().get("recipe.pretrained")  # such a model brought its tokenizer
+    tuned = exported.run and exported.run.config().get("recipe.pretrained")  # such a model brought its tokenizer
     if isinstance(data, TokenizedText) and (tuned or not setting.own_data) and data.tokenizer != "bytes":
         recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too
     datasets: Datasets = recipe.datasets(data, config.seed)

@@ -1,138 +1,122 @@
-"""One pass over the samples of an evaluation: metrics, and what they are made of, batch by batch."""
+"""The command of scripts/evaluate.py: a trained model's metrics, in one precision or in several."""
 
 from __future__ import annotations
 
-import math
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from inference.data import open_data, part_of
-from inference.exported import Exported
-from inference.model import in_precision, load_model, open_tokenizer
-from inference.setting import Setting
-from inference.textbytes import bytes_of_tokens
-from recipes.data.text.corpus import TokenizedText
-from recipes.language import LanguageRecipe
-from trainer.data.contract import Dataset, Datasets
-from trainer.data.evaluation import evaluation_samples
-from trainer.data.loader import to_device
+from inference.classes import class_scores, table, write_classes
+from inference.exported import RunOptions
+from inference.measure import Evaluation, measure
+from inference.precisions import BATCHES, compared, verdict
+from inference.precisions import table as precision_table
+from inference.setting import configure
+from mantissa.display import loss
+from trainer.config.compose import combinations
+from trainer.config.options import parse
 from trainer.errors import UserError
+from trainer.files import make_folder, write_json
 
 
 @dataclass
-class Evaluation:
-    """The results of a pass."""
+class EvaluateOptions(RunOptions):
+    """Of scripts/evaluate.py."""
 
-    metrics: dict[str, float]
-    """The recipe's own; of a causal language model also ``bits_per_byte``."""
-    targets: np.ndarray
-    """int64: the valid targets of each batch."""
-    sums: dict[str, np.ndarray]
-    """float64: of each batch, the summed loss and the recipe's summed metrics."""
-    samples: int
-    batch_size: int
-    """Samples of a batch; the last may have fewer."""
-    units_per_s: float
-    """Units of the recipe (images, tokens) per second from the second batch on, loading included; of a single batch,
-    of that one."""
-    not_timed: str | None = None
-    """Why ``units_per_s`` is not the speed of the format; None: it is."""
-    confusion: np.ndarray | None = None
-    """int64, classes × classes of the model: how many samples of the row's class were given the column's."""
+    split: str = "valid"
+    output: str = ""
 
 
-@dataclass
-class Opened:
-    """A model and its data, ready to be evaluated."""
-
-    setting: Setting
-    datasets: Datasets
-    part: Dataset
-    model: nn.Module
-    bytes_of_tokens: np.ndarray | None
-    """int64: the length of each token id's text in UTF-8; None: not a language model of text."""
-
-
-def open_all(exported: Exported, setting: Setting, split: str) -> Opened:
-    """Open the data and the model in the precision of the setting.
-
-    Raises:
-        UserError: the data does not suit the model, or the files cannot be read.
-    """
-    datasets = open_data(setting, exported)
-    part = part_of(datasets, split, setting.config.data)
-    setting = setting.with_data(datasets)
-    config = setting.config
-    model = in_precision(load_model(exported, config.recipe, datasets), setting)
-    table = None
-    if isinstance(config.recipe, LanguageRecipe) and isinstance(config.data, TokenizedText):
-        table = bytes_of_tokens(open_tokenizer(exported), exported.config["vocab_size"])
-    return Opened(setting, datasets, part, model, table)
-
-
-def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:
-    """Evaluate the samples, in batches of ``micro_batch_size``, or smaller ones so that there are ``at_least`` so many.
-
-    Raises:
-        UserError: there are fewer samples than ``at_least``.
-    """
-    setting, model = opened.setting, opened.model
-    config, device, recipe = setting.config, setting.hardware.device, setting.config.recipe
-    samples = min(len(opened.part), setting.eval_samples or len(opened.part))
-    if samples < at_least:
+def evaluate(arguments: list[str]) -> int:
+    """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    several = "-m" in arguments
+    options, overrides = parse([each for each in arguments if each != "-m"], EvaluateOptions, "overrides")
+    exported = options.find()
+    folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
+    # Mistakes come before any work.
+    arms = _arms(overrides, several)
+    settings = {label: configure(exported, own, split=options.split) for label, own in arms.items()}
+    print("opening the data and the model …")
+    results = {
+        label: measure(exported, setting, options.split, BATCHES if several else 1)
+        for label, setting in settings.items()
+    }
+    label, setting = next(reversed(settings.items()))
+    result, unit = results[label], setting.config.recipe.unit
+    print(f"{exported.folder}, {result.data}")
+    print(f"{result.samples:,} samples of split={options.split} in batches of {result.batch_size}\n")
+    try:
+        make_folder(folder)
+    except OSError as error:
         raise UserError(
-            f"{at_least} batches are needed for an interval, and there are {samples} samples; "
-            "use eval_samples=… or more data"
-        )
-    size = min(int(config.micro_batch_size), samples // at_least)
-    targets, units, text_bytes = [], [], 0
-    sums: list[dict[str, Tensor]] = []
-    confusion: Tensor | None = None
-    setting.apply()
-    times = [_now(device)]
-    with torch.inference_mode():
-        batches = evaluation_samples(len(opened.part), setting.eval_samples, size)
-        for microbatch in config.loader.batches(opened.part, batches, setting.hardware):
-            batch = to_device(microbatch, device)
-            with config.precision.autocast(device):
-                output = recipe.loss(model, batch)
-            sums.append({"loss": output.loss_sum, **output.metric_sums})
-            targets.append(recipe.count_targets(microbatch))
-            units.append(recipe.count_units(microbatch))
-            if output.scores is not None and "label" in batch:
-                classes = output.scores.shape[1]
-                cells = torch.bincount(batch["label"] * classes + output.scores.argmax(1), minlength=classes**2)
-                confusion = cells if confusion is None else confusion + cells
-            if opened.bytes_of_tokens is not None:
-                text_bytes += int(opened.bytes_of_tokens[microbatch["tokens"][:, 1:].numpy()].sum())
-            if len(units) == 1:
-                times.append(_now(device))
-        times.append(_now(device))
-    first = int(len(units) > 1)  # the first batch also warms up
-    per_batch = {name: torch.stack([each[name] for each in sums]).double().cpu().numpy() for name in sums[0]}
-    totals = {name: float(values.sum()) for name, values in per_batch.items()}
-    loss, count = totals.pop("loss"), max(1, sum(targets))
-    metrics = recipe.metrics(loss / count, totals, count)
-    if text_bytes:
-        metrics["bits_per_byte"] = loss / (math.log(2) * text_bytes)
-    return Evaluation(
-        metrics,
-        np.array(targets),
-        per_batch,
-        samples,
-        size,
-        sum(units[first:]) / max(times[-1] - times[first], 1e-9),
-        setting.not_timed,
-        None if confusion is None else confusion.view(math.isqrt(len(confusion)), -1).cpu().numpy(),
-    )
+            f"output={folder} cannot be written ({error.strerror}); choose another with output=…"
+        ) from error
+    facts = {
+        "run": str(exported.run.path) if exported.run else None,
+        "weights": str(exported.folder),
+        "recipe": exported.recipe,
+        "data": result.data,
+        "split": options.split,
+        "samples": result.samples,
+        "targets": int(result.targets.sum()),
+        "batch_size": result.batch_size,
+        "hardware": setting.hardware.name,
+        "time": time.time(),
+    }
+    if several:
+        write_json(folder / "precisions.json", facts | {"precisions": _several(results, unit)})
+    else:
+        mode = setting.config.precision.mode
+        write_json(folder / "evaluation.json", facts | {"precision": mode} | _one(folder, mode, unit, result))
+    print(f"\nwritten to {folder}")
+    return 0
 
 
-def _now(device: torch.device) -> float:
-    """Return the time when the device has done what was requested so far."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _arms(overrides: Sequence[str], several: bool) -> dict[str, list[str]]:
+    """Return the overrides of every arm by its label: one without ``-m``, one for each precision with it."""
+    found = combinations(overrides)
+    swept = [override.partition("=")[0] for override in overrides if len(combinations([override])) > 1]
+    if several and (not swept or any(key.partition(".")[0] != "precision" for key in swept)):
+        raise UserError("-m compares precisions on the same samples; use it as in -m precision=fp32,bf16,fp16")
+    if not several and swept:
+        raise UserError(f"{swept[0]} has several values; add -m to compare them")
+    return found
+
+
+def _measured(result: Evaluation, unit: str) -> dict[str, Any]:
+    return {"metrics": result.metrics, f"{unit}_per_s": result.units_per_s, "fp32_arithmetic": result.not_timed}
+
+
+def _one(folder: Path, mode: str, unit: str, result: Evaluation) -> dict[str, Any]:
+    """Print the results of one precision, write the tables of a classifier, and return what evaluation.json holds."""
+    print("  ".join(f"{name} {loss(value)}" for name, value in result.metrics.items()))
+    wide = " (fp32 arithmetic)" if result.not_timed else ""
+    print(f"{result.units_per_s:,.0f} {unit}/s in {mode}{wide}")
+    found = _measured(result, unit)
+    if result.confusion is not None:
+        scores = class_scores(result.confusion, result.classes)
+        print(f"\n{table(scores)}")
+        write_classes(folder, result.confusion, result.classes, scores)
+        found["classes"] = [score._asdict() for score in scores]
+    return found
+
+
+def _several(results: dict[str, Evaluation], unit: str) -> dict[str, Any]:
+    """Print the results of several precisions, and return what precisions.json holds of each."""
+    costs = compared(results)
+    first, *others = results
+    print(precision_table(results, costs, unit), end="\n\n")
+    sentences = {label: verdict(label, first, costs[label]["loss"], results[first].metrics["loss"]) for label in others}
+    print("\n".join(sentences.values()))
+    return {
+        label: _measured(result, unit)
+        | {
+            "costs": {name: cost._asdict() for name, cost in costs.get(label, {}).items()},
+            "verdict": sentences.get(label),
+        }
+        for label, result in results.items()
+    }

@@ -1,4 +1,6 @@
-"""Where the weights of a trained model are: a run folder, its ``best/``, an exported folder, or a run in MLflow."""
+"""A trained model: where its weights are (a run folder, its ``best/``, an exported folder, a run in MLflow), and what
+they open to.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
 from recipes.huggingface import RECIPES
+from recipes.language import LanguageModel, LanguageRecipe
+from trainer.checkpoint.weights import fill
 from trainer.config.registration import groups
-from trainer.errors import UserError
+from trainer.data.contract import Datasets
+from trainer.errors import UserError, first_line
 from trainer.files import BEST, read_object
+from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder
+
+_CLASSES = {
+    "gpt2": "AutoModelForCausalLM",
+    "llama": "AutoModelForCausalLM",
+    "bert": "AutoModelForQuestionAnswering",
+    "t5": "AutoModelForSeq2SeqLM",
+}
 
 
 @dataclass(frozen=True)
@@ -28,13 +45,72 @@ class Exported:
     """The name of the recipe that trained it, or that could have trained it."""
 
     @property
-    def evaluation(self) -> Path:
-        """Where the results of evaluating the model are written."""
-        return (self.run.path if self.run else self.folder) / "evaluation"
+    def results(self) -> Path:
+        """The folder in which what is found out about the model is written."""
+        return self.run.path if self.run else self.folder
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the run's options by dotted key; of an exported folder alone, none."""
-        return self.run.config() if self.run else {}
+    def model(self, recipe: Recipe, datasets: Datasets) -> nn.Module:
+        """Return the model that the recipe evaluates with its weights, fp32 on the CPU, in evaluation mode.
+
+        Raises:
+            UserError: the files do not fit the recipe, or cannot be read.
+        """
+        if "model_type" not in self.config:
+            model = recipe.build_model(datasets)
+            fill(model, recipe.exported(self.folder), f"run={self.given}")
+            return model.eval()
+        network = self.network(getattr(recipe, "attention", "sdpa"))
+        if isinstance(recipe, LanguageRecipe):  # the vocabulary has no padding here
+            return LanguageModel(network, recipe.name, recipe.chunked_loss is True).eval()
+        return network
+
+    def network(self, attention: str = "sdpa") -> Any:
+        """Return transformers' model, fp32, in evaluation mode; ``config`` has a ``model_type``.
+
+        Args:
+            attention: ``sdpa`` or ``eager``.
+
+        Raises:
+            UserError: the folder cannot be opened, or lacks weights of the model that the recipe trains.
+        """
+        import transformers
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        level = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # what is missing is reported here
+        try:
+            model, found = getattr(transformers, _CLASSES[self.recipe]).from_pretrained(
+                self.folder,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UserError(
+                f"run={self.given}: {self.folder} cannot be opened by transformers ({first_line(error)}); "
+                "give a folder that save_pretrained wrote"
+            ) from error
+        finally:
+            transformers.logging.set_verbosity(level)
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(
+                f"run={self.given}: {self.folder} has no weights for {missing[0]}, so it is not the model that "
+                f"recipe={self.recipe} trains; give a folder of a {type(model).__name__}"
+            )
+        return model.eval()
+
+    def tokenizer(self) -> Any:
+        """Return transformers' tokenizer. Raises UserError where there is none."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"run={self.given}: {self.folder} has no valid tokenizer ({error}); copy the model's own into it"
+            ) from None
 
 
 @dataclass
@@ -56,17 +132,14 @@ class RunOptions:
         """
         if not self.run:
             raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
-        return find(self.run, self.uri or None, self.output_dir)
+        if self.run.startswith(("mlflow:", "runs:/")):
+            from inference.fetched import fetch
+
+            return _in_folder(self.run, fetch(self.run, self.uri or None, self.output_dir))
+        return _in_folder(self.run, RunFolder.open("run", self.run, self.output_dir).path)
 
 
-def find(given: str, uri: str | None = None, output_dir: str = "outputs") -> Exported:
-    """Return the weights in a folder or in MLflow, see ``RunOptions``."""
-    if given.startswith(("mlflow:", "runs:/")):
-        from inference.fetched import fetch
-
-        path = fetch(given, uri, output_dir)
-    else:
-        path = RunFolder.open("run", given, output_dir).path
+def _in_folder(given: str, path: Path) -> Exported:
     above = path.parent if path.name == BEST else path.resolve().parent
     for folder in (path, above) if path.resolve().name == BEST else (path,):
         if "precision.mode" in read_object(folder / "config.json"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from inference.exported import Exported, RunOptions
-from inference.model import in_precision, open_tokenizer, open_transformers
 from inference.setting import configure
 from recipes.data.text.tokenizers import Characters
 from trainer.config.options import parse
@@ -61,15 +59,15 @@ def generate(arguments: list[str]) -> int:
     if not options.prompt:
         raise UserError('missing required option: prompt; set the beginning of a text, such as prompt="def "')
     setting = configure(exported, overrides, with_data=False)
-    tokenizer = open_tokenizer(exported)
+    tokenizer = exported.tokenizer()
     if (exported.folder / Characters.file).is_file():  # whose error names the character that the text lacks
         ids = torch.tensor([Characters.load(exported.folder).encode(options.prompt)])
     else:
         ids = torch.tensor([tokenizer(options.prompt)["input_ids"]], dtype=torch.int64)
     length = _length(options, ids.shape[1], exported)
-    network: Any = without_dropout(open_transformers(exported))
+    network = without_dropout(exported.network())
     # Under the name that it has in training, which precision.fp32_modules may use.
-    in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network, setting)
+    setting.in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network)
     device = setting.hardware.device
     torch.manual_seed(options.seed)
     written, started = 0, time.perf_counter()
@@ -85,7 +83,7 @@ def generate(arguments: list[str]) -> int:
     return 0
 
 
-def without_dropout(network: nn.Module) -> nn.Module:
+def without_dropout(network: Any) -> Any:
     """Take the dropout out of a model in evaluation mode: it does nothing, but its calls take time."""
     for module in list(network.modules()):
         for name, child in module.named_children():
@@ -94,48 +92,19 @@ def without_dropout(network: nn.Module) -> nn.Module:
     return network
 
 
-def continued(
-    network: Any, ids: Tensor, length: int, options: GenerateOptions, ends: Collection[int] = (), streamer: Any = None
-) -> Tensor:
-    """Return ``ids`` with what the model adds; of a model with an encoder, its answer after a first token.
+def _write(network: Any, tokenizer: Any, ids: Tensor, length: int, options: GenerateOptions) -> int:
+    """Generate and print one text, token by token; return its number of tokens.
 
     Args:
         network: of transformers.
-        ids: int64, 1 × tokens.
-        length: of the addition, in tokens, at most; it also ends at the network's own end token.
+        tokenizer: of transformers.
+        ids: int64, 1 × tokens: what is continued, or the input of an encoder.
+        length: of the text, in tokens, at most; it also ends at the network's own end token.
         options: ``temperature``, ``top_k``, ``top_p`` and ``cache`` are used.
-        ends: tokens that end a text or fill it up.
-        streamer: of transformers; gets every token as soon as it is known.
 
     Raises:
         RunError: the model's outputs are not finite.
     """
-    drawn: dict[str, Any] = {"do_sample": options.temperature > 0}
-    if options.temperature > 0:
-        drawn |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    try:
-        # Not in inference mode: there, autocast would cast every weight again for every token.
-        with torch.no_grad():
-            found: Tensor = network.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=length,
-                use_cache=options.cache,
-                pad_token_id=min(ends, default=0),
-                streamer=streamer,
-                **drawn,
-            )
-    except RuntimeError as error:
-        if "probability tensor" not in str(error):
-            raise
-        raise RunError(
-            "the model's outputs are not finite; generate with precision=fp32, or from earlier weights"
-        ) from error
-    return found
-
-
-def _write(network: Any, tokenizer: Any, ids: Tensor, length: int, options: GenerateOptions) -> int:
-    """Generate and print one text; return its number of tokens."""
     from transformers import TextStreamer
 
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
@@ -147,8 +116,28 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, length: int, options: Gene
             if self.next_tokens_are_prompt or int(value.flatten()[0]) not in ends:
                 super().put(value)
 
-    found = continued(network, ids, length, options, ends, Shown(tokenizer, skip_prompt=True))
-    return found.shape[1] - (1 if network.config.is_encoder_decoder else ids.shape[1])
+    drawn: dict[str, Any] = {"do_sample": options.temperature > 0}
+    if options.temperature > 0:
+        drawn |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    try:
+        # Not in inference mode: there, autocast would cast every weight again for every token.
+        with torch.no_grad():
+            found = network.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=length,
+                use_cache=options.cache,
+                pad_token_id=min(ends, default=0),
+                streamer=Shown(tokenizer, skip_prompt=True),
+                **drawn,
+            )
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise RunError(
+            "the model's outputs are not finite; generate with precision=fp32, or from earlier weights"
+        ) from error
+    return int(found.shape[1]) - (1 if network.config.is_encoder_decoder else ids.shape[1])
 
 
 def _length(options: GenerateOptions, prompt: int, exported: Exported) -> int:

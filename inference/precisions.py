@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference.evaluate import Evaluation
+from inference.measure import Evaluation
 from mantissa.display import columns, loss
 
 BATCHES = 20

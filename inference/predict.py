@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inference.exported import Exported, RunOptions
-from inference.model import in_precision, load_model
 from inference.setting import Setting, configure
-from recipes.data.images.augment import ImageAugment, ImageNet
+from recipes.data.images.augment import ImageNet
 from recipes.data.images.folder import EXTENSIONS, FolderImages, images_below
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
@@ -50,8 +49,7 @@ class Photos(FolderImages):
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
         super().__init__({"": [str(file) for file in files]}, [""])
-        self.image_size, part = config["image_size"], config["evaluated_part"]
-        self.augment = ImageAugment() if part == 1 else ImageNet(evaluated=part)
+        self.image_size, self.augment = config["image_size"], ImageNet(evaluated=config["evaluated_part"])
         self.readable = torch.ones(len(files), dtype=torch.bool)
         """Of those decoded so far, in this process."""
 
@@ -84,7 +82,7 @@ def predict(arguments: list[str]) -> int:
     setting = configure(exported, overrides, with_data=False)
     names: list[str] = exported.config["classes"]
     top = min(options.top, len(names))
-    target = Path(options.output).expanduser() if options.output else exported.evaluation.with_name("predictions.csv")
+    target = Path(options.output).expanduser() if options.output else exported.results / "predictions.csv"
     width, classified = max(len(str(file)) for file in files), 0
     heading = ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
     try:
@@ -129,7 +127,7 @@ def _predictions(
     )
     setting = setting.with_data(datasets)
     recipe, precision, device = setting.config.recipe, setting.config.precision, setting.hardware.device
-    model = in_precision(load_model(exported, recipe, datasets), setting)
+    model = setting.in_precision(exported.model(recipe, datasets))
     left = iter(files)
     batches = evaluation_samples(len(files), None, batch_size)
     for batch in setting.config.loader.batches(photos, batches, setting.hardware):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from inference.exported import Exported
 from trainer.config.compose import compose
 from trainer.config.registration import groups
@@ -48,12 +50,18 @@ class Setting:
         """Return the setting with what the open data decides."""
         return replace(self, config=self.config.with_data(datasets, self.hardware)[0])
 
-    def apply(self) -> None:
-        """Set torch's fp32 mode, kernels and determinism for this process, as training does."""
-        config = self.config
+    def in_precision(self, model: nn.Module) -> nn.Module:
+        """Return the model on its device, converted as in training, and set torch up for it in this process.
+
+        Raises:
+            UserError: see ``Precision.convert``.
+        """
+        config, device = self.config, self.hardware.device
         config.precision.apply(config.precision.in_fp32_arithmetic(self.hardware, config.deterministic))
         attention.allow_cudnn(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
+        config.precision.convert(model.to(device), device)
+        return model
 
 
 def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True, split: str = "valid") -> Setting:

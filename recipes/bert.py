@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.huggingface import SizedTextRecipe
+from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.recipe import DataSource, LossOutput, Sizes
 
@@ -78,21 +78,23 @@ class Quotations(Dataset):
 
 
 @dataclass
-class Bert(SizedTextRecipe):
+class Bert(SizedRecipe):
     """The ``recipe=bert`` config. A target is where an answer starts, or where it ends."""
 
     name: ClassVar[str] = "bert"
-    architecture: ClassVar[tuple[str, ...]] = ("size", "pretrained")
-    adjustable: ClassVar[tuple[str, ...]] = ("context", "dropout")
-    shapes: ClassVar[Mapping[str, Any]] = SHAPES
-    on_cpu: ClassVar[str] = "nano"
-    on_gpu: ClassVar[str] = "base"
+    architecture = ("size", "pretrained")
+    adjustable = ("context", "dropout")
+    shapes = SHAPES
+    on_cpu = "nano"
+    on_gpu = "base"
     cpu_sizes = Sizes(steps=1500, batch_size=32, micro_batch_size=32)  # a minute or two
     gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # the batch that fine-tuning is published with
-    fine_tuning_lr: ClassVar[float | None] = 0.05  # 5e-5, the highest of Devlin et al. 2018 for SQuAD (appendix A.3)
-    masks_attention: ClassVar[bool] = True
-    template: ClassVar[str] = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
-    predictor: ClassVar[str] = "question_answering"
+    fine_tuning_lr = 0.05  # 5e-5, the highest of Devlin et al. 2018 for SQuAD (appendix A.3)
+    masks_attention = True
+    template = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
+    predictor = "question_answering"
+    least_context = 16
+    dropout: float = 0.1
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""
@@ -104,7 +106,7 @@ class Bert(SizedTextRecipe):
         text = f"questions about passages of {Quotations(tokens.train, context, cls, sep, pad).room} tokens"
         return self.cut(tokens, lambda part: Quotations(part, context, cls, sep, pad), text, None if own else special)
 
-    def network(self, datasets: Any) -> Any:
+    def new_model(self, datasets: Any) -> Any:
         """Return transformers' BERT in fp32: the pretrained one, or a new one.
 
         A new one has three token ids more than the text, for [CLS], [SEP] and padding.

@@ -7,9 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from recipes.huggingface import check_dropout
-from recipes.language import LanguageRecipe
-from recipes.language_model import LanguageModel
+from recipes.language import LanguageModel, LanguageRecipe
 from trainer.errors import UserError
 from trainer.recipe import Sizes
 
@@ -57,7 +55,6 @@ class GPT2(LanguageRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_dropout(self.dropout)
         if self.gelu not in ACTIVATIONS:
             raise UserError(f"recipe.gelu={self.gelu} is unknown; use recipe.gelu={'|'.join(ACTIVATIONS)}")
         if self.pretrained and self.gelu != "tanh":

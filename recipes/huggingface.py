@@ -39,12 +39,6 @@ def is_kept(source: str) -> bool:
     return folder.name == TOKENIZER and (folder / "config.json").is_file()
 
 
-def check_dropout(dropout: float) -> None:
-    """Refuse a probability that is not in [0, 1)."""
-    if not 0 <= dropout < 1:
-        raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
-
-
 @dataclass
 class SizedRecipe(Recipe):
     """One of transformers' models in a named size, on any text: what becomes of ``auto``.
@@ -86,6 +80,8 @@ class SizedRecipe(Recipe):
                 raise UserError(f"recipe.context={self.context} must be a whole number of tokens, or auto")
         elif self.context < self.least_context:
             raise UserError(f"recipe.context={self.context} must be at least {self.least_context} tokens")
+        if not 0 <= (dropout := getattr(self, "dropout", 0.0)) < 1:  # Llama has none
+            raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
 
     def open_tokens(self, data: DataSource) -> TokenData:
         """Return the tokens of a text long enough for samples of ``context`` + 1.
@@ -192,6 +188,32 @@ class SizedRecipe(Recipe):
             special=added,
         )
 
+    def own_special(self, tokenizer: Tokenizer, roles: Sequence[str]) -> list[int] | None:
+        """Return the ids of special tokens, where the pretrained model brings them with its tokenizer.
+
+        Raises:
+            UserError: its tokenizer lacks one.
+        """
+        if self.pretrained is None or not isinstance(tokenizer, Pretrained):
+            return None
+        found = {role: tokenizer.token_id(role) for role in roles}
+        if missing := [role for role, id in found.items() if id is None]:
+            raise UserError(
+                f"recipe.pretrained={self.pretrained}: its tokenizer has no {missing[0]}, which recipe={self.name} "
+                "needs" + ("; use a smaller recipe.context" if missing[0].startswith("<extra_id_") else "")
+            )
+        return [id for id in found.values() if id is not None]
+
+    def new_model(self, datasets: TextDatasets) -> Any:
+        """Return the model in fp32, with random weights or the pretrained ones, without adapters."""
+        raise NotImplementedError
+
+    def build_model(self, datasets: TextDatasets) -> Any:
+        """Build the model, and put the adapters into it."""
+        model = self.new_model(datasets)
+        self.lora.inject(_network(model), self.name)
+        return model
+
     def choose_model(self, hardware: Hardware) -> list[Decision]:
         """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
 
@@ -211,9 +233,8 @@ class SizedRecipe(Recipe):
                 )
             return []
         if self.size == "auto":
-            if hardware.is_gpu:
-                return [Decision("recipe.size", self.on_gpu, "GPU default")]
-            return [Decision("recipe.size", self.on_cpu, "CPU default")]
+            size, why = (self.on_gpu, "GPU default") if hardware.is_gpu else (self.on_cpu, "CPU default")
+            return [Decision("recipe.size", size, why)]
         if self.size not in self.shapes:
             raise UserError(
                 f"recipe.size={self.size} is unknown{nearest(self.size, self.shapes)} ({', '.join(self.shapes)})"
@@ -295,44 +316,6 @@ class SizedRecipe(Recipe):
             use = "use data=python_docs, text, hub or synthetic"
             raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
         return data
-
-
-@dataclass
-class SizedTextRecipe(SizedRecipe):
-    """What the models of text that are not causal share."""
-
-    least_context: ClassVar[int] = 16
-    dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_dropout(self.dropout)
-
-    def own_special(self, tokenizer: Tokenizer, roles: Sequence[str]) -> list[int] | None:
-        """Return the ids of special tokens, where the pretrained model brings them with its tokenizer.
-
-        Raises:
-            UserError: its tokenizer lacks one.
-        """
-        if self.pretrained is None or not isinstance(tokenizer, Pretrained):
-            return None
-        found = {role: tokenizer.token_id(role) for role in roles}
-        if missing := [role for role, id in found.items() if id is None]:
-            raise UserError(
-                f"recipe.pretrained={self.pretrained}: its tokenizer has no {missing[0]}, which recipe={self.name} "
-                "needs" + ("; use a smaller recipe.context" if missing[0].startswith("<extra_id_") else "")
-            )
-        return [id for id in found.values() if id is not None]
-
-    def build_model(self, datasets: Any) -> nn.Module:
-        """Return transformers' model in fp32, new or pretrained, with the adapters."""
-        model = self.network(datasets)
-        self.lora.inject(model, self.name)
-        return model
-
-    def network(self, datasets: Any) -> Any:
-        """Return transformers' model in fp32, new or pretrained."""
-        raise NotImplementedError
 
 
 def _network(model: Any) -> Any:

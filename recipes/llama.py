@@ -8,8 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.language import LanguageRecipe
-from recipes.language_model import LanguageModel
+from recipes.language import LanguageModel, LanguageRecipe
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Decision, Sizes

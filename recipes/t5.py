@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.huggingface import SizedTextRecipe
+from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.recipe import DataSource, LossOutput, Sizes
@@ -101,29 +101,31 @@ def _divide(rng: np.random.Generator, total: int, parts: int) -> np.ndarray:
 
 
 @dataclass
-class T5(SizedTextRecipe):
+class T5(SizedRecipe):
     """The ``recipe=t5`` config."""
 
     name: ClassVar[str] = "t5"
-    architecture: ClassVar[tuple[str, ...]] = ("size", "pretrained", "context")
-    adjustable: ClassVar[tuple[str, ...]] = ("dropout",)
-    shapes: ClassVar[Mapping[str, Any]] = SHAPES
-    on_cpu: ClassVar[str] = "nano"
-    on_gpu: ClassVar[str] = "small"
+    architecture = ("size", "pretrained", "context")
+    adjustable = ("dropout",)
+    shapes = SHAPES
+    on_cpu = "nano"
+    on_gpu = "small"
     cpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # a minute or two
     gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # a quarter of the published batch
-    masks_attention: ClassVar[bool] = True
-    template: ClassVar[str] = "$A {eos_token} | $A {eos_token} $B {eos_token}"
-    predictor: ClassVar[str] = "text_to_text"
+    masks_attention = True
+    template = "$A {eos_token} | $A {eos_token} $B {eos_token}"
+    predictor = "text_to_text"
+    least_context = 16
+    dropout: float = 0.1
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and remove spans."""
         tokens, context = self.open_tokens(data), self.tokens_per_sample
         known = tokens.tokenizer.vocab_size
-        names = [f"<extra_id_{n}>" for n in range(_cuts(window(context))[1])]
-        own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
-        start, eos, *sentinels = own or range(known, known + 2 + len(names))
         noise, spans = _cuts(window(context))
+        names = [f"<extra_id_{n}>" for n in range(spans)]
+        own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
+        start, eos, *sentinels = own or range(known, known + 2 + spans)
         text = f"{noise} tokens in {spans} spans removed from each {window(context)}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", start), "eos_token": ("</s>", eos)}
@@ -132,7 +134,7 @@ class T5(SizedTextRecipe):
             tokens, lambda part: SpanCorruption(part, context, eos, sentinels), text, None if own else special
         )
 
-    def network(self, datasets: TextDatasets) -> Any:
+    def new_model(self, datasets: TextDatasets) -> Any:
         """Return transformers' T5 in fp32: the pretrained one, or a new one.
 
         A new one has token ids for its start, EOS and sentinels beside the text's, and padding.

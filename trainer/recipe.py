@@ -52,9 +52,9 @@ NO_OPTION = {"omegaconf_ignore": True}
 
 @dataclass
 class DataSource:
-    """The ``data`` config group. Its subclasses are kinds of data: text, images."""
+    """The ``data`` config group; this base is ``data=own``: the recipe's ``datasets`` opens what it needs."""
 
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str] = "own"
     """The choice ``data=<kind>``. (Not ``name``, which is an option of ``data=hub``.)"""
 
     def augmented(self, augment: Augment) -> DataSource:
@@ -86,8 +86,8 @@ class Augment:
     def check(self, recipe: Recipe) -> None:
         """Raise UserError where a part of it has no effect in this recipe."""
 
-    def check_batching(self, batch_size: int, micro_batch_size: int) -> None:
-        """Raise UserError where the augmentation cannot work with these sizes, of one rank."""
+    def check_batching(self, micro_batch_size: int) -> None:
+        """Raise UserError where the augmentation cannot work with microbatches of this size."""
 
     def effect(self) -> str | None:
         """Return what was asked for, as typed; None: nothing."""

@@ -82,7 +82,7 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def script(main: str) -> Callable[..., Result]:
-    """``script("inference.evaluation:evaluation")("run=…")``: its exit code and output."""
+    """``script("inference.evaluate:evaluate")("run=…")``: its exit code and output."""
 
     def call(*arguments: str) -> Result:
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()

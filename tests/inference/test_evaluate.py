@@ -18,10 +18,10 @@ from sklearn.metrics import precision_recall_fscore_support
 from transformers import AutoTokenizer
 
 from inference.classes import class_scores, table
-from inference.data import Joined, open_data
-from inference.exported import find
+from inference.data import open_data
+from inference.exported import RunOptions
+from inference.measure import bytes_of_tokens
 from inference.setting import configure
-from inference.textbytes import bytes_of_tokens
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from recipes.resnet import ResNet
 from tests.command_line.conftest import _command
@@ -29,7 +29,7 @@ from tests.inference.conftest import SIZES, photo, script
 from trainer.data.contract import SampleId
 from trainer.files import read_json_lines
 
-evaluate = script("inference.evaluation:evaluation")
+evaluate = script("inference.evaluate:evaluate")
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(he
 
 @pytest.mark.parametrize("name", ["gpt2", "chars", "bert", "t5"])
 def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, tmp_path: Path) -> None:
-    exported = find(f"outputs/{name}")
+    exported = RunOptions(f"outputs/{name}").find()
     overrides = ["data=text", "data.path=other.txt"]
     datasets: Any = open_data(configure(exported, overrides), exported)
     ids = datasets.tokens.train[:50].tolist()
@@ -124,7 +124,7 @@ def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, 
 def test_bits_per_byte_is_the_loss_per_byte(here: Path, tmp_path: Path) -> None:
     assert evaluate("run=outputs/gpt2", f"output={tmp_path}").code == 0
     found = results(tmp_path)
-    datasets: Any = configure(find("outputs/gpt2"), []).config.open_datasets()
+    datasets: Any = configure(RunOptions("outputs/gpt2").find(), []).config.open_datasets()
     chosen = np.linspace(0, len(datasets.valid) - 1, 24).astype(int)
     tokens = datasets.valid.batch([SampleId(int(index), None) for index in chosen])["tokens"][:, 1:]
     text_bytes = sum(len(datasets.tokens.tokenizer.decode(row.tolist()).encode()) for row in tokens)
@@ -143,22 +143,6 @@ def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
         assert len(table) == 400
         assert table[tokenizer.encode(text)].sum() == len(text.encode())
     assert table[BytePairs.load(tmp_path / "2").separator[0]] == 0
-
-
-def test_joined_datasets_are_one_after_the_other() -> None:
-    class Numbers:
-        def __init__(self, first: int, length: int) -> None:
-            self.first, self.length = first, length
-
-        def __len__(self) -> int:
-            return self.length
-
-        def batch(self, samples: Any) -> Any:
-            return {"x": torch.tensor([self.first + sample.index for sample in samples])}
-
-    joined = Joined([Numbers(0, 3), Numbers(10, 2), Numbers(20, 4)])
-    assert len(joined) == 9
-    assert joined.batch([SampleId(index, None) for index in (1, 2, 3, 6)])["x"].tolist() == [1, 2, 10, 21]
 
 
 def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path) -> None:
@@ -216,7 +200,6 @@ MISTAKES = {
     "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr has no effect on a model that is trained",
     "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
-    "run=outputs/images data=text data.path=text.txt": "recipe=resnet needs images, and data=text has none",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
     "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the 45 characters",
     "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
@@ -229,7 +212,6 @@ MISTAKES = {
     "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",
-    "run=outputs/images data.path=nowhere": "data.path=nowhere is not a folder",
     "run=damaged": "the weights in damaged/best cannot be read",
 }
 

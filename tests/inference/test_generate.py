@@ -154,7 +154,6 @@ MISTAKES = {
     "run=outputs/gpt2": "missing required option: prompt; set the beginning of a text",
     "run=outputs/bert prompt=a": "is a bert, which cannot generate text; give a run of gpt2, llama or t5",
     "run=outputs/images prompt=a": "is a resnet, which cannot generate text; give a run of gpt2, llama or t5",
-    "run=outputs/gpt2 propmt=a": "propmt is not an option; did you mean 'prompt'?",
     "run=outputs/chars prompt=λ": "of the training text; remove it from this text, or train with data.tokenizer=bytes",
     "run=outputs/chars prompt=Thequickbrownfoxjumps": "it has 21 tokens, and the model's context is 16; use at most 15",
     "run=outputs/chars prompt=The max_new_tokens=14": "the prompt has 3; use max_new_tokens=13",

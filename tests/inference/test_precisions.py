@@ -13,7 +13,7 @@ from scipy import stats
 from inference.precisions import Cost, paired, verdict
 from tests.inference.conftest import script
 
-evaluate = script("inference.evaluation:evaluation")
+evaluate = script("inference.evaluate:evaluate")
 
 
 def test_batches_of_one_size_give_the_paired_t_interval() -> None:

@@ -21,7 +21,7 @@ from tests.inference.conftest import photo, script
 from trainer.data.contract import SampleId
 
 predict = script("inference.predict:predict")
-evaluate = script("inference.evaluation:evaluation")
+evaluate = script("inference.evaluate:evaluate")
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -108,9 +108,7 @@ MISTAKES = {
     "run=outputs/images path=outputs/gpt2": "no images in this folder (looked for .jpg",
     "run=outputs/images path=text.txt": "text.txt cannot be read as an image; it is left out",
     "run=outputs/images path=cut": "path=cut: no photo can be read; give images such as .jpg or .png files",
-    "run=outputs/images pth=photos": "pth is not an option; did you mean 'path'?",
     "run=outputs/gpt2 path=photos": "run=outputs/gpt2 is a gpt2, which does not classify images; give a run of recipe",
-    "run=outputs/images path=photos top=0": "top=0 must be a whole number of at least 1",
     "run=outputs/images path=photos output=photos/x/y.csv": "output=photos/x/y.csv cannot be written",
 }
 

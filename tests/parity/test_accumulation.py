@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.language_model import LossHead, torch_can_chunk
+from recipes.language import LossHead, torch_can_chunk
 from tests.helpers import Arrays, KeptGradients, NoData, fit, start
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets

@@ -226,11 +226,9 @@ def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:
         train.batch([SampleId(index, None) for index in range(len(train))])
 
 
-def test_labels_outside_the_classes_and_a_single_class(tmp_path: Path) -> None:
+def test_labels_outside_the_classes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.train_split=train: row 2 has the label -1"):
         labelled(tmp_path, ["a", "b"], train=[0, 1, -1, 0]).images(8)
-    with pytest.raises(UserError, match="one class only"):
-        labelled(tmp_path, ["a"], train=[0, 0]).images(8)
 
 
 # --- user errors

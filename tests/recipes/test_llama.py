@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import torch
-
-from tests.helpers import fit, trainer_of
+from tests.helpers import trainer_of
 
 TINY = ["recipe=llama", "recipe.layers=2", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2", "recipe.ffn=48"]
 TINY += ["recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16"]
@@ -19,12 +17,3 @@ def test_numbers_replace_those_of_the_size_and_the_facts_say_so() -> None:
         == "nano, layers 2, width 32, heads 4, kv_heads 2, ffn 48"
     )
     assert trainer.recipe.blocks(trainer.model) == list(trainer.model.llama.model.layers)
-
-
-def test_the_output_layer_is_not_tied_in_8b() -> None:
-    trainer = trainer_of("recipe=llama", "recipe.size=8B", *TINY[1:], "steps=1")
-    llama = trainer.model.llama
-    before = llama.lm_head.weight.clone()
-    assert llama.lm_head.weight is not llama.model.embed_tokens.weight
-    fit(trainer)
-    assert not torch.equal(llama.lm_head.weight, before)

@@ -300,6 +300,7 @@ def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -
 
     with HTTPServer(("127.0.0.1", 0), Refuse) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert hub_reachable(timeout_s=5)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -317,6 +318,7 @@ def test_a_name_server_that_never_answers_times_out(monkeypatch: pytest.MonkeyPa
         return []
 
     monkeypatch.setattr("socket.getaddrinfo", never)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.invalid")
     assert not hub_reachable(timeout_s=0.5)  # it returns, though no answer ever comes
     assert asked.wait(300)

@@ -139,7 +139,7 @@ class StepConfig:
         least = self.augment.micro_batch_multiple
         fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, default)
-        self.augment.check_batching(batch_size // world.size, micro_batch_size)
+        self.augment.check_batching(micro_batch_size)
         eval_every = number("eval_every", *_evaluation_interval(steps, epoch))
         batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
         plan = Plan(

@@ -20,8 +20,6 @@ the image, and digits must not be mirrored.
 """
 _MAGNITUDES = 31
 """Strengths of torchvision's RandAugment, from 0 on."""
-DEVICE_OPTIONS = ("mixup", "cutmix", "erasing")
-"""What the recipe's loss does to a batch on the device, of every choice."""
 
 
 class View(NamedTuple):
@@ -79,8 +77,9 @@ class ImageAugment(Augment):
 
     @property
     def on_device(self) -> list[str]:
-        """The options that are set and that the recipe's loss carries out, as typed."""
-        return [f"augment.{name}={value}" for name in DEVICE_OPTIONS if (value := getattr(self, name))]
+        """The options that are set and that the recipe's loss carries out on the device, as typed."""
+        options = ("mixup", "cutmix", "erasing")
+        return [f"augment.{name}={value}" for name in options if (value := getattr(self, name))]
 
     def check(self, recipe: Recipe) -> None:
         """Refuse to mix the images of a recipe whose loss does not."""
@@ -92,17 +91,9 @@ class ImageAugment(Augment):
         typed = [] if self.kind in (ImageAugment.kind, AutomaticAugment.kind) else [f"augment={self.kind}"]
         return " ".join(typed + self.on_device) or None
 
-    def check_batching(self, batch_size: int, micro_batch_size: int) -> None:
-        """Refuse microbatches that would separate a pair of images.
-
-        Args:
-            batch_size: samples of an optimizer step on one rank.
-            micro_batch_size: of a forward pass.
-
-        Raises:
-            UserError: images are mixed, and the number of a microbatch is odd.
-        """
-        if self.mixes and micro_batch_size % 2:
+    def check_batching(self, micro_batch_size: int) -> None:
+        """Refuse microbatches that would separate a pair of images."""
+        if micro_batch_size % self.micro_batch_multiple:
             raise UserError(
                 f"micro_batch_size={micro_batch_size} must be even for {' '.join(self.on_device)}, which mixes "
                 "neighbours in pairs; use another one, or another batch_size"

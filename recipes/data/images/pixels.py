@@ -192,13 +192,6 @@ def scale(images: Tensor, size: int) -> Tensor:
     return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
-def grey_statistics(images: np.ndarray) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Return mean and standard deviation of uint8 images after division by 255, the same for each channel."""
-    some = images[:10_000]  # enough for three digits, without a float copy of a whole data set
-    mean, deviation = float(some.mean() / 255), max(float(some.std() / 255), 1 / 255)
-    return (mean, mean, mean), (deviation, deviation, deviation)
-
-
 def held_out(labels: np.ndarray, fraction: float) -> np.ndarray:
     """Return a mask of the samples to validate on: every so many-th of each class.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.exported import find
+from inference.exported import RunOptions
 from inference.setting import configure
 from tests.command_line.conftest import Train
 from tests.helpers import same_bits
@@ -38,9 +38,9 @@ def path_of(run: Path) -> str:
 
 
 def test_its_own_data_are_found_from_another_folder(elsewhere: Path, folder: Path, succeed: Train) -> None:
-    setting = configure(find(str(elsewhere)), [])
+    setting = configure(RunOptions(str(elsewhere)).find(), [])
     assert setting.config.data.path == str(folder / "one.txt")  # type: ignore[attr-defined]
-    typed = configure(find(str(elsewhere)), ["data.path=one.txt"])
+    typed = configure(RunOptions(str(elsewhere)).find(), ["data.path=one.txt"])
     assert typed.config.data.path == "one.txt"  # type: ignore[attr-defined]
 
     succeed(f"resume={elsewhere}", "steps=4")
@@ -74,4 +74,4 @@ def test_data_that_were_moved_are_named_by_the_user(
     assert (refused.code, "has changed since its last checkpoint" in refused.err) == (2, True), refused.err
     succeed(f"resume={elsewhere}", "steps=4", "data.path=moved.txt")
     assert path_of(elsewhere) == "moved.txt"
-    assert configure(find(str(elsewhere)), []).config.data.path == "moved.txt"  # type: ignore[attr-defined]
+    assert configure(RunOptions(str(elsewhere)).find(), []).config.data.path == "moved.txt"  # type: ignore[attr-defined]

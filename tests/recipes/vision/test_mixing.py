@@ -19,7 +19,6 @@ from recipes.data.images.pixels import DecodedImages, square
 from recipes.vision import objective
 from tests.helpers import CPU, compose, trainer_of
 from trainer.data.contract import Batch, SampleId
-from trainer.data.loader import Batching, DataOrder
 from trainer.errors import UserError
 
 SIZE = 16
@@ -219,21 +218,6 @@ RUN = (
     "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "augment=light", "augment.mixup=0.4", "augment.cutmix=1",
     "augment.erasing=0.3", "batch_size=8", "steps=3", "recipe.label_smoothing=0.1",
 )  # fmt: skip
-
-
-def test_the_batch_of_a_step_is_the_same_however_it_is_divided() -> None:
-    """Over microbatches and over ranks: what two ranks of two microbatches get is what one microbatch holds."""
-    data = replace(Digits(), augment=ImageAugment(mixup=0.4, cutmix=1.0, erasing=0.3)).images(32).train
-    order = DataOrder(len(data), 7)
-    (whole,) = (data.batch(ids) for ids in Batching(8, 8).microbatches(order, 3, 1))
-    ranks = [[data.batch(ids) for ids in Batching(8, 2, 2, rank).microbatches(order, 3, 1)] for rank in range(2)]
-    parts = [ranks[0][0], ranks[1][0], ranks[0][1], ranks[1][1]]
-
-    def seen(batch: Batch) -> tuple[Tensor, Tensor]:
-        return mixing.apply(batch["image"].float(), batch), mixing.soft_targets(batch["label"], batch, 10)
-
-    for one, others in zip(seen(whole), zip(*map(seen, parts), strict=True), strict=True):
-        assert torch.equal(one, torch.cat(others))
 
 
 def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:

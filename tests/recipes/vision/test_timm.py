@@ -76,13 +76,6 @@ def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.
         ResNet(arch="timm/resnet18").resolve(CPU, Digits())
 
 
-def test_images_of_another_size_than_the_model_takes_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"timm/vit_tiny_patch16_224 cannot take images of 15 × 15; use recipe\.image_size=32"
-    ):
-        ResNet(arch="timm/vit_tiny_patch16_224", image_size=15).datasets(Digits(), 0)
-
-
 def test_a_model_without_a_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architectures, "build", lambda *_: torch.nn.Flatten())
     with pytest.raises(UserError, match=r"recipe\.arch=timm/encoder is no classifier"):

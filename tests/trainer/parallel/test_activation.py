@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.gpt2 import GPT2, SHAPES, Shape
-from recipes.language_model import LanguageModel
+from recipes.language import LanguageModel
 from recipes.resnet import ResNet
 from recipes.vision.architectures import build
 from tests.helpers import same_bits

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from recipes.language_model import torch_can_chunk
+from recipes.language import torch_can_chunk
 from tests.helpers import trainer_of
 from trainer.parallel.world import World
 from trainer.profiling import utilisation
