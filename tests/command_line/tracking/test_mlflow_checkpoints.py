@@ -26,7 +26,6 @@ from tests.tracked import record, save
 from trainer.checkpoint.reader import load
 from trainer.errors import UserError
 from trainer.run.run import Run
-from trainer.tracking.mlflow import checkpoints as mlflow_checkpoints
 from trainer.tracking.mlflow.checkpoints import CheckpointSender, names
 from trainer.tracking.mlflow.fetch import fetch
 from trainer.tracking.sync import SyncStatus, send
@@ -65,28 +64,20 @@ def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
 # --- sent ---
 
 
-@pytest.fixture
-def sender(folder: Path) -> CheckpointSender:
-    for name in ("config.json", "metrics.jsonl"):
-        (folder / name).write_text("{}\n")
-    return CheckpointSender(folder, "all")
-
-
 def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
-    folder: Path,
-    sender: CheckpointSender,
-    client: MlflowClient,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(*given: Any) -> None:
         raise PermissionError("no right at http://me:s3cret@host to delete")
 
-    monkeypatch.setattr(mlflow_checkpoints, "_remove", forbidden)
+    monkeypatch.setattr(CheckpointSender, "_remove", forbidden)
+    for name in ("config.json", "metrics.jsonl"):
+        (folder / name).write_text("{}\n")
     run = client.create_run("0")
+    sender = CheckpointSender(client, run, folder, "all")
     for step in (10, 20, 30):
         kept = save(folder, step)
-        sender.send(client, run, lambda name, size: None)
+        sender.send(lambda name, size: None)
         shutil.rmtree(kept)
     (said,) = caplog.messages
     assert "no right at http://me:***@host to delete" in said

@@ -88,7 +88,7 @@ def test_no_checkpoint_of_a_later_step_is_removed(folder: Path, store: str) -> N
     run = client.get_run(record(path)["run_id"])
     for step in (3, 9):
         client.log_text(run.info.run_id, "{}", f"checkpoints/step-{step:08d}/manifest.json")
-    CheckpointSender(path, "last").send(client, run, lambda name, size: None)
+    CheckpointSender(client, run, path, "last").send(lambda name, size: None)
     kept = {item.path.rpartition("-")[2] for item in client.list_artifacts(run.info.run_id, "checkpoints")}
     assert kept == {"00000007", "00000009"}
 

@@ -78,7 +78,6 @@ class Delivery:
         self._folder = folder
         self._info = info
         self._progress = progress
-        self._checkpoints = CheckpointSender(folder, info.checkpoints)
         self._offset = 0
         """Bytes of the metric log that the store has."""
         self._model_id: str | None = None
@@ -96,6 +95,7 @@ class Delivery:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             run = create_run(self._client, info.experiment, info.name, info.key, info.started_s)
         self.run_id = str(run.info.run_id)
+        self._checkpoints = CheckpointSender(self._client, run, folder, info.checkpoints)
         progress(METRICS, 0)
         # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
         self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
@@ -143,7 +143,7 @@ class Delivery:
             self.send_metrics()
             self._progress(what, size / UPLOAD_BYTES_PER_S)
 
-        self._checkpoints.send(self._client, self._client.get_run(self.run_id), before)
+        self._checkpoints.send(before)
 
     def has_new_checkpoints(self) -> bool:
         """Return whether there are checkpoints to send while the run is training."""
