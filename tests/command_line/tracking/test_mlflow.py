@@ -117,7 +117,7 @@ def test_a_line_is_sent_when_it_is_whole(folder: Path, store: str) -> None:
     for part in ("", '{"step": 2, "time": 1.0, ', '"loss": 2.0}\n'):
         with (folder / "run" / "metrics.jsonl").open("a") as file:
             file.write(part)
-        delivery.send_metrics()
+        delivery.send_new(pause=lambda: None)
     assert points(store) == {"run": once(2)}
 
 

@@ -123,7 +123,14 @@ class Delivery:
                 self.run_id,
             )
 
-    def send_metrics(self) -> None:
+    def send_new(self, pause: Callable[[], object]) -> None:
+        """Send what is new of a run that is being trained, see ``elsewhere``; ``pause`` is called before each file."""
+        if self.elsewhere is None:
+            self._send_metrics()
+            if self._info.checkpoints == "all" and self._checkpoints.unsent():
+                self._send_checkpoints(pause)
+
+    def _send_metrics(self) -> None:
         """Send the points of the log that the store lacks."""
         with (self._folder / METRICS_FILE).open("rb") as file:
             while True:
@@ -134,20 +141,6 @@ class Delivery:
                     return
                 self._send_points([point for line in lines for point in points(json.loads(line))])
                 self._offset += sum(map(len, lines))
-
-    def send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
-        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called before each file."""
-
-        def before(what: str, size: int) -> None:
-            pause()
-            self.send_metrics()
-            self._progress(what, size / UPLOAD_BYTES_PER_S)
-
-        self._checkpoints.send(before)
-
-    def has_new_checkpoints(self) -> bool:
-        """Return whether there are checkpoints to send while the run is training."""
-        return self._info.checkpoints == "all" and bool(self._checkpoints.unsent())
 
     def complete(self, status: str) -> None:
         """Send all of a run that has ended, and record that in ``mlflow.json``.
@@ -215,9 +208,9 @@ class Delivery:
         """Send the rest; what is refused, such as a model, keeps nothing else back, and the run ends all the same."""
         paths = [path for name in ARTIFACTS if (path := self._folder / name).exists()]
         rest: dict[str, Callable[[], None]] = {path.name: partial(self._send_artifact, path) for path in paths}
-        rest |= {"its description": self._send_description, "its checkpoints": self.send_checkpoints}
+        rest |= {"its description": self._send_description, "its checkpoints": self._send_checkpoints}
         problems: dict[str, Exception] = {}
-        self.send_metrics()
+        self._send_metrics()
         summary = read_object(self._folder / SUMMARY_FILE)
         self._send_points(summary_metrics(self._folder / METRICS_FILE, summary))
         try:
@@ -234,6 +227,16 @@ class Delivery:
             files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
             ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
             self._client.set_terminated(self.run_id, status, int(ended_s * 1000))
+
+    def _send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
+        """Send the checkpoints that MLflow lacks, and new metrics meanwhile."""
+
+        def before(what: str, size: int) -> None:
+            pause()
+            self._send_metrics()
+            self._progress(what, size / UPLOAD_BYTES_PER_S)
+
+        self._checkpoints.send(before)
 
     def _send_artifact(self, path: Path) -> None:
         """Send a file or a folder; the best weights are sent as a model if they can be served."""
