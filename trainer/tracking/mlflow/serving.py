@@ -38,15 +38,10 @@ _PACKAGES = {
 }
 
 
-def remove_serving(folder: Path) -> None:
-    """Remove the folder ``serving`` before ``best/`` changes: after a kill in between, the two would not match."""
-    shutil.rmtree(folder / SERVING, ignore_errors=True)
-
-
 def write_serving(
     folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, datasets: Datasets, step: int
 ) -> None:
-    """Write the folder ``serving``.
+    """Write the folder ``serving``, which is not there.
 
     Args:
         folder: the run's.
@@ -56,7 +51,6 @@ def write_serving(
         datasets: of the validation samples the example is made.
         step: the optimizer step of the weights.
     """
-    remove_serving(folder)
     target = folder / SERVING
     target.mkdir()
     packages = (*_PACKAGES[recipe.predictor], *recipe.packages())
