@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,17 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import shortcuts
-from tests.serving import serve_ui
+from tests.serving import served
 from tests.tracked import open_tracker
 from trainer.files import write_json
-from trainer.tracking.ui import (
-    comparison_address,
-    curves_address,
-    experiment_address,
-    free_port,
-    newest_runs,
-    server_address,
-)
+from trainer.tracking.ui import comparison_address, curves_address, experiment_address, newest_runs
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -86,12 +78,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def server(store: str) -> Iterator[str]:
     """The address of ``scripts/ui.py`` over these runs."""
-    port = free_port(5600)
-    process, _ = serve_ui(f"port={port}", f"uri={store}")
-    yield server_address(port)
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 0
+    with served(store) as address:
+        yield address
 
 
 def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
