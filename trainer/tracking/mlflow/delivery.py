@@ -27,11 +27,10 @@ from trainer.files import (
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import log_datasets
-from trainer.tracking.mlflow.description import NOTE_TAG, description
 from trainer.tracking.mlflow.models import log_best
 from trainer.tracking.mlflow.record import RunInfo, read_record
+from trainer.tracking.mlflow.results import NOTE_TAG, Point, description, points, summary_metrics
 from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
-from trainer.tracking.mlflow.summary_metrics import Point, points, summary_metrics
 
 log = logging.getLogger("mantissa")
 
