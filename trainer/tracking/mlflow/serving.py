@@ -6,7 +6,6 @@ library knows the source is there, too. ``models.py`` makes an MLflow model of i
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import inspect
 import json
@@ -74,7 +73,6 @@ def write_serving(
     write_json(target / "serving.json", facts)
 
 
-@functools.cache
 def source_files(module: str) -> list[Path]:
     """Return the files of this project that a module's file imports, directly or not, in functions too, and itself."""
     finder = ModuleFinder([str(PROJECT)])
