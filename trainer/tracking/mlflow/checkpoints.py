@@ -61,8 +61,9 @@ class CheckpointSender:
                 self._sent.add(path.name)
         keep = [path.name for path in self._wanted()]
         if keep and self._may_remove:
+            stored = names(self.client, self.run.info.run_id)
             try:
-                for name in names(self.client, self.run.info.run_id):
+                for name in stored:
                     if name not in keep and name < keep[-1]:  # a later one is of a folder where the run has continued
                         self._remove(name)
             except Exception as error:  # of many kinds; a checkpoint that stays too long is no failure
