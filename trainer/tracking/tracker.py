@@ -40,7 +40,6 @@ class Tracker:
         """
         self.folder = folder
         self._config = config
-        self._name = info.name
         path, before = folder / METRICS_FILE, None
         if resume_step is not None:
             with suppress(UserError):  # lost to a full disk
@@ -89,7 +88,7 @@ class Tracker:
         metrics, plots, path = self.folder / METRICS_FILE, self.folder / "plots", self.folder / SUMMARY_FILE
         try:
             try:
-                _tolerate(lambda: plot_run(metrics, plots, self._name), plots)
+                _tolerate(lambda: plot_run(metrics, plots, self.folder.name), plots)
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
                 written = _tolerate(lambda: write_json(path, content), path)
         finally:
