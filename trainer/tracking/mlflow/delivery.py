@@ -244,7 +244,7 @@ class Delivery:
         self._progress(path.name, size / UPLOAD_BYTES_PER_S)
         if path.name == BEST:
             self._model_id = log_best(self._client, self._client.get_run(self.run_id), self._folder, self._info)
-        if not (path.name == BEST and self._model_id):
+        if path.name != BEST or self._model_id is None:
             self._client.log_artifact(self.run_id, str(path))
         if path.name == PRECISION_FILE and (rows := read_object(path).get("modules")):
             # As MLflow's log_table does it, which would append to the table when it is repeated.
