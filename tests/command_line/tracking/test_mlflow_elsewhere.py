@@ -12,6 +12,8 @@ from mlflow import MlflowClient
 from tests.tracked import open_tracker, record, save, tracked
 from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
+from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.sync import SyncStatus, send
 
 
@@ -66,6 +68,10 @@ def test_a_folder_that_is_behind_changes_nothing_in_mlflow(
     trained(behind, 8, 9, resume_step=7)
     assert state(client, run_id) == before
     (said,) = [line for line in caplog.messages if "continued elsewhere" in line]
+    with (behind / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "time": 1.0, "new": 1.0}\n')  # of a metric that MLflow does not have
+    Delivery(behind, store, RunInfo.read(behind), "session").send_new(pause=lambda: None)
+    assert state(client, run_id) == before
     assert f"use resume=mlflow:{run_id} and another output_dir" in said
 
 
