@@ -237,7 +237,6 @@ def main() -> None:
     from tests import shortcuts
     from tests.composing import compose_quickly
     from trainer.config import compose
-    from trainer.tracking.mlflow import serving
     from trainer.tracking.mlflow import store as mlflow_store
 
     compose_quickly()
@@ -245,7 +244,6 @@ def main() -> None:
     for recipe in sorted(path.stem for path in (compose.CONF / "recipe").glob("*.yaml")):
         compose.compose([f"recipe={recipe}"])  # imports them all, reads conf/, and the parser learns its grammar
     get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions
-    serving.source_files(str(PROJECT / "recipes" / "bignet.py"))
     mlflow_store.import_mlflow("sqlite:///x")
     import mlflow.pyfunc  # noqa: F401
     import sqlalchemy.dialects.sqlite  # noqa: F401

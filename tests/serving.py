@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from trainer.tracking.ui import free_port, server_address
 
 UI = Path(__file__).resolve().parents[1] / "scripts" / "ui.py"
 
@@ -21,3 +26,16 @@ def serve_ui(*options: str) -> tuple[subprocess.Popen[str], str]:
         if "Uvicorn running on" in line:
             return process, printed
     raise AssertionError(f"the server ended with status {process.wait()}:\n{printed}")
+
+
+@contextmanager
+def served(store: str) -> Iterator[str]:
+    """Serve a store that has runs with it, at this address."""
+    port = free_port(5600)
+    process, _ = serve_ui(f"port={port}", f"uri={store}")
+    try:
+        yield server_address(port)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 0

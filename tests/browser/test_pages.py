@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,17 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import shortcuts
-from tests.serving import serve_ui
+from tests.serving import served
 from tests.tracked import open_tracker
 from trainer.files import write_json
-from trainer.tracking.ui import (
-    comparison_address,
-    curves_address,
-    experiment_address,
-    free_port,
-    newest_runs,
-    server_address,
-)
+from trainer.tracking.ui import comparison_address, curves_address, experiment_address, newest_runs
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -86,12 +78,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def server(store: str) -> Iterator[str]:
     """The address of ``scripts/ui.py`` over these runs."""
-    port = free_port(5600)
-    process, _ = serve_ui(f"port={port}", f"uri={store}")
-    yield server_address(port)
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 0
+    with served(store) as address:
+        yield address
 
 
 def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
@@ -119,24 +107,24 @@ def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
 
 
 def test_the_runs_are_listed_drawn_and_compared(browser: Chrome, server: str, store: str) -> None:
-    newest = newest_runs(store, "gpt2", 6)
-    assert newest.run_names == ["gpt2-bf16-s0", "gpt2-fp32-s0"]
-    names, experiment = newest.run_names, newest.experiment_id
+    _, newest = newest_runs(store, "gpt2", 6)
+    names, ids, experiment = [run.run_name for run in newest], [run.run_id for run in newest], newest[0].experiment_id
+    assert names == ["gpt2-bf16-s0", "gpt2-fp32-s0"]
     assert_shows(browser, experiment_address(server, experiment), *names, "Model registry", "2 matching runs")
     assert_shows(browser, curves_address(server, experiment), *names, "2 matching runs", "Model metrics")
-    one = curves_address(server, experiment, newest.run_ids[:1])
+    one = curves_address(server, experiment, ids[:1])
     assert_shows(browser, one, "1 matching run", names[0], "Model metrics", "final", "best")
     params = ("precision.mode", "fp32", "bf16", "optimizer.lr", "0.0006")
     metrics = ("loss", "3.125", "3.25", "tokens_per_s", "valid/loss", "3.75")
-    address = comparison_address(server, experiment, newest.run_ids)
+    address = comparison_address(server, experiment, ids)
     assert_shows(browser, address, "Comparing 2 Runs", *names, *params, *metrics)
 
 
 def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: str, store: str) -> None:
     from selenium.webdriver.common.by import By
 
-    newest = newest_runs(store, None, 1)
-    page = f"{server}/#/experiments/{newest.experiment_id}/runs/{newest.run_ids[0]}"
+    _, (newest,) = newest_runs(store, None, 1)
+    page = f"{server}/#/experiments/{newest.experiment_id}/runs/{newest.run_id}"
     texts = ("gpt2-bf16-s0", "Finished", "precision.mode", "optimizer.lr", "a test's CPU", "valid/loss", "3.75")
     assert_shows(browser, page, *texts)
     assert_shows(browser, f"{page}/artifacts", "plots", "summary.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ from trainer.files import BEST
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.tracking.mlflow.serving import remove_serving, write_serving
+from trainer.tracking.mlflow.models import SERVING
+from trainer.tracking.mlflow.serving import write_serving
 from trainer.trainer import Trainer
 
 
@@ -54,7 +56,7 @@ def export_best(
         instead = "" if step is None else f" (those of step {step} are exported)"
         missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
     if step is not None:
-        remove_serving(folder.path)  # it has the step of the weights that are replaced
+        shutil.rmtree(folder.path / SERVING, ignore_errors=True)  # of the weights that are replaced: a kill may follow
         try:
             trainer.recipe.export(model, trainer.datasets, folder.path / BEST)
         except (OSError, SafetensorError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.files import read_json_lines
+from trainer.files import METRICS_FILE, read_json_lines
 
 TRAIN, VALID, ALARM, INK, QUIET = "#2a78d6", "#e8710a", "#c5221f", "#202124", "#5f6368"
 SMOOTH_FROM = 100
@@ -18,18 +18,17 @@ Series = tuple[np.ndarray, np.ndarray]
 """Steps (int64) and values (float64; NaN where the value was not finite), in the order logged."""
 
 
-def plot_run(metrics_file: Path, folder: Path, title: str) -> list[Path]:
-    """Draw ``loss.png`` and ``throughput.png`` of a metric log, as far as it has them, and return the files written."""
-    series = read_series(metrics_file)
+def plot_run(folder: Path) -> None:
+    """Draw ``plots/loss.png`` and ``plots/throughput.png`` of a run, as far as its metric log has them."""
+    series, title = read_series(folder / METRICS_FILE), folder.name
     figures = {}
     if "loss" in series or "valid/loss" in series:
         figures["loss.png"] = _loss_figure(series, title)
     if rates := [name for name in series if name.endswith("_per_s") and "/" not in name]:
         figures["throughput.png"] = _rate_figure(series[rates[0]], rates[0].removesuffix("_per_s"), title)
     for name, figure in figures.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / name)
-    return [folder / name for name in figures]
+        (folder / "plots").mkdir(exist_ok=True)
+        figure.savefig(folder / "plots" / name)
 
 
 def read_series(metrics_file: Path) -> dict[str, Series]:

@@ -31,16 +31,15 @@ class Tracker:
 
         Args:
             config: the ``tracking`` group.
-            folder: the run's own, existing folder.
+            folder: the run's own; of a new run it has no log yet.
             info: what MLflow gets when the run begins; its ``uri`` is set here.
             resume_step: the optimizer step of the checkpoint of a resumed run; metrics logged after it are removed.
 
         Raises:
-            UserError: the folder already has the log of a run that is not resumed, or a damaged log.
+            UserError: a resumed run's log is damaged.
         """
         self.folder = folder
         self._config = config
-        self._name = info.name
         path, before = folder / METRICS_FILE, None
         if resume_step is not None:
             with suppress(UserError):  # lost to a full disk
@@ -51,8 +50,6 @@ class Tracker:
         if resume_step is not None:
             truncate(path, resume_step)
             _tolerate(lambda: reopen(folder), folder)
-        elif path.exists() and path.stat().st_size:
-            raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
         self._log = MetricLog(path)
         _tolerate(lambda: info.write(folder), folder / TRACKING_FILE)
         self._feed: Feed | None = None
@@ -86,10 +83,10 @@ class Tracker:
 
         self._log.close()
         content = countable({"status": status, **summary})
-        metrics, plots, path = self.folder / METRICS_FILE, self.folder / "plots", self.folder / SUMMARY_FILE
+        path = self.folder / SUMMARY_FILE
         try:
             try:
-                _tolerate(lambda: plot_run(metrics, plots, self._name), plots)
+                _tolerate(lambda: plot_run(self.folder), self.folder / "plots")
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
                 written = _tolerate(lambda: write_json(path, content), path)
         finally:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from trainer.errors import RunError, UserError, first_line, redacted
@@ -35,27 +35,18 @@ class UiOptions:
     runs: int = 6
 
 
-class Newest(NamedTuple):
-    """The experiment with the newest run, and its newest runs, newest first."""
-
-    experiment: str
-    experiment_id: str
-    run_ids: list[str]
-    run_names: list[str]
-
-
 def ui(options: UiOptions) -> int:
     """Print the addresses of the newest runs, and serve MLflow's page until Ctrl-C where no server does."""
     try:
         uri = tracking_uri(options.uri or None, "uri")
-        newest = newest_runs(uri, options.experiment or None, options.runs)
+        experiment, runs = newest_runs(uri, options.experiment or None, options.runs)
         if _is_server(uri):
-            _show(uri, newest)
+            _show(uri, experiment, runs)
         else:
             port = free_port(options.port)
             if port != options.port:
                 print(f"port {options.port} is taken, using {port}")
-            _show(server_address(port), newest)
+            _show(server_address(port), experiment, runs)
             print(f"starting MLflow on {redacted(uri)}: open these addresses when it is running")
             _serve(uri, port)
     except KeyboardInterrupt:
@@ -63,8 +54,11 @@ def ui(options: UiOptions) -> int:
     return 0
 
 
-def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
+def newest_runs(uri: str, experiment: str | None, count: int) -> tuple[str, list[Any]]:
     """Find the newest runs, of one experiment or of the one with the newest run.
+
+    Returns:
+        The experiment's name, and MLflow's ``info`` of its runs, newest first.
 
     Raises:
         UserError: there are none, no such experiment, the store cannot be read, or has its own page.
@@ -90,8 +84,7 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     if not latest:
         raise UserError(f"no runs yet in {redacted(uri)}; {FIRST_RUN}")
     chosen = latest[0].info.experiment_id
-    runs = [run.info for run in client.search_runs([chosen], order_by=order, max_results=count)]
-    return Newest(names[chosen], chosen, [run.run_id for run in runs], [run.run_name for run in runs])
+    return names[chosen], [run.info for run in client.search_runs([chosen], order_by=order, max_results=count)]
 
 
 def server_address(port: int = PORT) -> str:
@@ -153,15 +146,16 @@ def _is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
-def _show(base: str, newest: Newest) -> None:
+def _show(base: str, experiment: str, runs: list[Any]) -> None:
     """Print what to open."""
-    print(f"experiment {newest.experiment}: {experiment_address(base, newest.experiment_id)}")
-    print(f"its curves: {curves_address(base, newest.experiment_id)}")
-    if len(newest.run_ids) > 1:
-        print(f"compare {', '.join(newest.run_names)}:")
-        print(f"  {curves_address(base, newest.experiment_id, newest.run_ids)}")
+    experiment_id, ids = runs[0].experiment_id, [run.run_id for run in runs]
+    print(f"experiment {experiment}: {experiment_address(base, experiment_id)}")
+    print(f"its curves: {curves_address(base, experiment_id)}")
+    if len(runs) > 1:
+        print(f"compare {', '.join(run.run_name for run in runs)}:")
+        print(f"  {curves_address(base, experiment_id, ids)}")
         print("all params and metrics of these runs, side by side:")
-        print(f"  {comparison_address(base, newest.experiment_id, newest.run_ids)}")
+        print(f"  {comparison_address(base, experiment_id, ids)}")
 
 
 def _serve(uri: str, port: int) -> None:

@@ -21,18 +21,14 @@ def database(store: str) -> Iterator[sqlite3.Connection]:
         yield opened
 
 
-def test_an_advice_is_one_run_and_a_second_time_changes_nothing(database: sqlite3.Connection, folder: Path) -> None:
+def test_an_advice_is_one_run_also_if_it_is_sent_again(database: sqlite3.Connection, folder: Path) -> None:
     (folder / "advice.json").write_text("{}")
     made = advice()
     config = compose(TINY)
     line = publish(made, config, "a sentence", [folder / "advice.json"])
-    counts = "select (select count(*) from runs), (select count(*) from metrics), (select count(*) from tags)"
     assert "in MLflow, " in line, line
-    before = database.execute(counts).fetchone()
     made.quality = {"verdict": "EQUIVALENT"}  # found out later
     assert publish(made, config, "a sentence", []) == line
-    runs, metrics, tags = database.execute(counts).fetchone()
-    assert (runs, metrics, tags) == (before[0], before[1], before[2] + 1)
     ((name, run_id, status),) = database.execute("select name, run_uuid, status from runs").fetchall()
     assert (name, status) == ("advice: gpt2", "FINISHED")
     assert run_id in line

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,11 +18,11 @@ from mlflow import MlflowClient
 
 from tests.command_line.conftest import Train
 from tests.helpers import same_bits
-from tests.tracked import record, save
+from tests.serving import served
+from tests.tracked import record, save, tracked
 from trainer.checkpoint.reader import load
 from trainer.errors import UserError
 from trainer.run.run import Run
-from trainer.tracking.mlflow import checkpoints as mlflow_checkpoints
 from trainer.tracking.mlflow.checkpoints import CheckpointSender, names
 from trainer.tracking.mlflow.fetch import fetch
 from trainer.tracking.sync import SyncStatus, send
@@ -65,28 +61,20 @@ def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
 # --- sent ---
 
 
-@pytest.fixture
-def sender(folder: Path) -> CheckpointSender:
-    for name in ("config.json", "metrics.jsonl"):
-        (folder / name).write_text("{}\n")
-    return CheckpointSender(folder, "all")
-
-
 def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
-    folder: Path,
-    sender: CheckpointSender,
-    client: MlflowClient,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(*given: Any) -> None:
         raise PermissionError("no right at http://me:s3cret@host to delete")
 
-    monkeypatch.setattr(mlflow_checkpoints, "_remove", forbidden)
+    monkeypatch.setattr(CheckpointSender, "_remove", forbidden)
+    for name in ("config.json", "metrics.jsonl"):
+        (folder / name).write_text("{}\n")
     run = client.create_run("0")
+    sender = CheckpointSender(client, run, folder, "all")
     for step in (10, 20, 30):
         kept = save(folder, step)
-        sender.send(client, run, lambda name, size: None)
+        sender.send(lambda name, size: None)
         shutil.rmtree(kept)
     (said,) = caplog.messages
     assert "no right at http://me:***@host to delete" in said
@@ -152,30 +140,11 @@ def test_what_does_not_arrive_is_named_and_sent_later(
 
 
 @pytest.fixture
-def server(tmp_path: Path, empty_store: Path) -> Iterator[str]:
-    """``mlflow server`` over SQLite, which takes artifacts itself."""
-    root = tmp_path / "server"
-    root.mkdir()
-    shutil.copy(empty_store, root / "mlflow.db")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "files")]
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (root / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            while True:
-                assert process.poll() is None, (root / "log").read_text()
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait()
+def server(folder: Path, store: str) -> Iterator[str]:
+    """A server over SQLite, which takes artifacts itself."""
+    tracked(folder / "another")
+    with served(store) as address:
+        yield address
 
 
 def test_a_run_is_continued_on_an_empty_machine_bit_for_bit(

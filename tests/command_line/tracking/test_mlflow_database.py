@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import PROJECT
 from trainer.errors import UserError
 from trainer.tracking.mlflow.store import connect
-
-PROJECT = Path(__file__).resolve().parents[3]
 
 KILLED = """
 import os, signal, sys, warnings
@@ -64,15 +63,6 @@ def integrity(database: Path) -> str:
         return str(connection.execute("pragma integrity_check").fetchone()[0])
 
 
-def change(database: Path, *statements: str) -> bytes:
-    """Change a database; return what it then holds."""
-    with closing(sqlite3.connect(database)) as connection:
-        for statement in statements:
-            connection.execute(statement)
-        connection.commit()
-    return database.read_bytes()
-
-
 @pytest.fixture
 def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store without runs; setting up another takes no time."""
@@ -82,8 +72,12 @@ def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
     database = tmp_path / "optuna.db"
-    tables = ["create table studies (name text)", "create table alembic_version (version_num text)"]
-    before = change(database, *tables, "insert into alembic_version values ('v3.2.0.a')")
+    with closing(sqlite3.connect(database)) as connection:
+        connection.executescript(
+            "create table studies (name text); create table alembic_version (version_num text);"
+            "insert into alembic_version values ('v3.2.0.a')"
+        )
+    before = database.read_bytes()
     with pytest.raises(UserError, match=r"optuna\.db belongs to another program; set tracking\.uri="):
         connect(f"sqlite:///{database}")
     assert database.read_bytes() == before

@@ -12,6 +12,8 @@ from mlflow import MlflowClient
 from tests.tracked import open_tracker, record, save, tracked
 from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
+from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.sync import SyncStatus, send
 
 
@@ -66,6 +68,10 @@ def test_a_folder_that_is_behind_changes_nothing_in_mlflow(
     trained(behind, 8, 9, resume_step=7)
     assert state(client, run_id) == before
     (said,) = [line for line in caplog.messages if "continued elsewhere" in line]
+    with (behind / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "time": 1.0, "new": 1.0}\n')  # of a metric that MLflow does not have
+    Delivery(behind, store, RunInfo.read(behind), "session").send_new(pause=lambda: None)
+    assert state(client, run_id) == before
     assert f"use resume=mlflow:{run_id} and another output_dir" in said
 
 
@@ -88,7 +94,7 @@ def test_no_checkpoint_of_a_later_step_is_removed(folder: Path, store: str) -> N
     run = client.get_run(record(path)["run_id"])
     for step in (3, 9):
         client.log_text(run.info.run_id, "{}", f"checkpoints/step-{step:08d}/manifest.json")
-    CheckpointSender(path, "last").send(client, run, lambda name, size: None)
+    CheckpointSender(client, run, path, "last").send(lambda name, size: None)
     kept = {item.path.rpartition("-")[2] for item in client.list_artifacts(run.info.run_id, "checkpoints")}
     assert kept == {"00000007", "00000009"}
 

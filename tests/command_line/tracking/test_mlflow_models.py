@@ -140,7 +140,7 @@ def test_models_are_ranked_by_their_scores_on_a_dataset(succeed: Train, store: s
     assert min(step for _, step in scores) < 6  # after which it was worse
 
 
-def test_sent_again_or_resumed_it_is_the_same_model(
+def test_sent_again_it_is_the_same_model_and_a_resumed_run_replaces_what_is_served(
     succeed: Train, folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = (*SMALL, *JOBS["bignet"], "tracking.register=net", "run_name=run")
@@ -169,6 +169,11 @@ def test_sent_again_or_resumed_it_is_the_same_model(
     assert [(version.version, version.source) for version in versions] == [(1, f"models:/{first.model_id}")]
     assert json.loads(again.tags["mlflow.modelVersions"]) == [{"name": "net", "version": 1}]
     assert not list((folder / "outputs" / "run").glob(".mlflow-model-*"))
+    assert "not as a servable model" not in succeed(*job, "steps=4", "resume=auto").out
+    served, summary = (
+        json.loads((record.parent / name).read_text()) for name in ("serving/serving.json", "summary.json")
+    )
+    assert served["step"] == summary["best"]["step"] > 2
 
 
 def test_a_recipe_that_cannot_be_watched_is_sent_as_files(

@@ -16,7 +16,7 @@ from tests.command_line.conftest import Train
 from tests.helpers import CPU, compose, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.recipe import Decision
-from trainer.tracking.mlflow.summary_metrics import summary_metrics
+from trainer.tracking.mlflow.results import summary_metrics
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip

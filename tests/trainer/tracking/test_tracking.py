@@ -47,14 +47,12 @@ def strict_lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("value", [NAN, -INF])
-def test_a_value_that_is_not_finite_is_counted_not_replaced(
-    tracker: Callable[..., Tracker], tmp_path: Path, value: float
-) -> None:
+def test_a_value_that_is_not_finite_is_counted_not_replaced(tracker: Callable[..., Tracker], tmp_path: Path) -> None:
     opened = tracker()
-    opened.log(3, {"loss": value, "lr": 0.1})
+    opened.log(3, {"loss": NAN, "norm": -INF, "lr": 0.1})
     (line,) = strict_lines(tmp_path / "metrics.jsonl")  # readable at once
-    assert line == {"step": 3, "time": line["time"], "loss": None, "loss_nonfinite": 1, "lr": 0.1}
+    counted = {"loss": None, "loss_nonfinite": 1, "norm": None, "norm_nonfinite": 1}
+    assert line == {"step": 3, "time": line["time"], **counted, "lr": 0.1}
     opened.log(4, {"loss": 2.25})
     assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [3, 4]
 
@@ -72,11 +70,8 @@ def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., Tracker]
 
 
 def test_what_cannot_be_logged_is_refused(tracker: Callable[..., Tracker]) -> None:
-    tracker().log(1, {"loss": 1.0})
-    with pytest.raises(UserError, match="resume="):
-        tracker()
     with pytest.raises(ValueError, match="step or time"):
-        tracker(resume_step=1).log(1, {"time": 3.0})
+        tracker().log(1, {"time": 3.0})
 
 
 def test_resuming_removes_what_came_after_the_checkpoint(tracker: Callable[..., Tracker], tmp_path: Path) -> None:
@@ -209,10 +204,9 @@ def test_series_have_a_gap_where_a_value_was_not_finite(tmp_path: Path) -> None:
     steps, values = read_series(path)["loss"]
     assert steps.tolist() == [1, 2, 4]
     np.testing.assert_array_equal(values, [1.5, NAN, 0.5])
-    drawn = plot_run(path, tmp_path / "plots", "run")
-    assert [each.read_bytes()[:4] for each in drawn] == [b"\x89PNG"]
-    path.write_text("")
-    assert plot_run(path, tmp_path / "none", "run") == []
+    plot_run(tmp_path)
+    (drawn,) = (tmp_path / "plots").iterdir()
+    assert (drawn.name, drawn.read_bytes()[:4]) == ("loss.png", b"\x89PNG")
 
 
 def test_running_mean_leaves_out_what_is_not_finite() -> None:

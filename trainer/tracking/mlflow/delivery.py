@@ -27,11 +27,10 @@ from trainer.files import (
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import log_datasets
-from trainer.tracking.mlflow.description import NOTE_TAG, description
 from trainer.tracking.mlflow.models import log_best
 from trainer.tracking.mlflow.record import RunInfo, read_record
+from trainer.tracking.mlflow.results import NOTE_TAG, Point, description, points, summary_metrics
 from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
-from trainer.tracking.mlflow.summary_metrics import Point, points, summary_metrics
 
 log = logging.getLogger("mantissa")
 
@@ -78,7 +77,6 @@ class Delivery:
         self._folder = folder
         self._info = info
         self._progress = progress
-        self._checkpoints = CheckpointSender(folder, info.checkpoints)
         self._offset = 0
         """Bytes of the metric log that the store has."""
         self._model_id: str | None = None
@@ -96,6 +94,7 @@ class Delivery:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             run = create_run(self._client, info.experiment, info.name, info.key, info.started_s)
         self.run_id = str(run.info.run_id)
+        self._checkpoints = CheckpointSender(self._client, run, folder, info.checkpoints)
         progress(METRICS, 0)
         # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
         self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
@@ -123,7 +122,14 @@ class Delivery:
                 self.run_id,
             )
 
-    def send_metrics(self) -> None:
+    def send_new(self, pause: Callable[[], object]) -> None:
+        """Send what is new of a run that is being trained, see ``elsewhere``; ``pause`` is called before each file."""
+        if self.elsewhere is None:
+            self._send_metrics()
+            if self._info.checkpoints == "all" and self._checkpoints.unsent():
+                self._send_checkpoints(pause)
+
+    def _send_metrics(self) -> None:
         """Send the points of the log that the store lacks."""
         with (self._folder / METRICS_FILE).open("rb") as file:
             while True:
@@ -134,20 +140,6 @@ class Delivery:
                     return
                 self._send_points([point for line in lines for point in points(json.loads(line))])
                 self._offset += sum(map(len, lines))
-
-    def send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
-        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called before each file."""
-
-        def before(what: str, size: int) -> None:
-            pause()
-            self.send_metrics()
-            self._progress(what, size / UPLOAD_BYTES_PER_S)
-
-        self._checkpoints.send(self._client, self._client.get_run(self.run_id), before)
-
-    def has_new_checkpoints(self) -> bool:
-        """Return whether there are checkpoints to send while the run is training."""
-        return self._info.checkpoints == "all" and bool(self._checkpoints.unsent())
 
     def complete(self, status: str) -> None:
         """Send all of a run that has ended, and record that in ``mlflow.json``.
@@ -215,9 +207,9 @@ class Delivery:
         """Send the rest; what is refused, such as a model, keeps nothing else back, and the run ends all the same."""
         paths = [path for name in ARTIFACTS if (path := self._folder / name).exists()]
         rest: dict[str, Callable[[], None]] = {path.name: partial(self._send_artifact, path) for path in paths}
-        rest |= {"its description": self._send_description, "its checkpoints": self.send_checkpoints}
+        rest |= {"its description": self._send_description, "its checkpoints": self._send_checkpoints}
         problems: dict[str, Exception] = {}
-        self.send_metrics()
+        self._send_metrics()
         summary = read_object(self._folder / SUMMARY_FILE)
         self._send_points(summary_metrics(self._folder / METRICS_FILE, summary))
         try:
@@ -235,6 +227,16 @@ class Delivery:
             ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
             self._client.set_terminated(self.run_id, status, int(ended_s * 1000))
 
+    def _send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
+        """Send the checkpoints that MLflow lacks, and new metrics meanwhile."""
+
+        def before(what: str, size: int) -> None:
+            pause()
+            self._send_metrics()
+            self._progress(what, size / UPLOAD_BYTES_PER_S)
+
+        self._checkpoints.send(before)
+
     def _send_artifact(self, path: Path) -> None:
         """Send a file or a folder; the best weights are sent as a model if they can be served."""
         files = path.rglob("*") if path.is_dir() else [path]
@@ -242,7 +244,7 @@ class Delivery:
         self._progress(path.name, size / UPLOAD_BYTES_PER_S)
         if path.name == BEST:
             self._model_id = log_best(self._client, self._client.get_run(self.run_id), self._folder, self._info)
-        if not (path.name == BEST and self._model_id):
+        if path.name != BEST or self._model_id is None:
             self._client.log_artifact(self.run_id, str(path))
         if path.name == PRECISION_FILE and (rows := read_object(path).get("modules")):
             # As MLflow's log_table does it, which would append to the table when it is repeated.

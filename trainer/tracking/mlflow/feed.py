@@ -7,8 +7,9 @@ import shlex
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import first_line, redacted
 from trainer.files import METRICS_FILE
@@ -51,7 +52,6 @@ class Feed(threading.Thread):
         self._flush_every_s = flush_every_s or 0.0
         self._session = uuid.uuid4().hex if flush_every_s else None
         self._system_metrics = system_metrics
-        self._monitor: Any = None
         self._ending = threading.Event()
         self._abandoned = False
         self._deadline = self._patience_s = 0.0
@@ -114,8 +114,6 @@ class Feed(threading.Thread):
                         first_line(error),
                         self._folder / METRICS_FILE,
                     )
-            finally:
-                self._stop_monitor()
             if not ending:
                 self._ending.wait(min(self._flush_every_s * 2**self._failures, MAX_BACKOFF_S))
             elif attempts:
@@ -124,16 +122,12 @@ class Feed(threading.Thread):
     def _deliver(self) -> None:
         """Send what is new while the run trains, then the rest."""
         delivery = Delivery(self._folder, self._uri, self._info, self._session, self._progress)
-        while not self._ending.is_set():
-            if delivery.elsewhere is None:
-                delivery.send_metrics()
-                if delivery.has_new_checkpoints():
-                    delivery.send_checkpoints(pause=lambda: self._ending.wait(PAUSE_S))
-                if self._system_metrics:
-                    self._start_monitor(delivery.run_id)
-            self._works()
-            self._ending.wait(self._flush_every_s)
-        self._stop_monitor()
+        samples = self._system_metrics and delivery.elsewhere is None and not self._ending.is_set()
+        with self._sampling(delivery.run_id) if samples else nullcontext():
+            while not self._ending.is_set():
+                delivery.send_new(pause=lambda: self._ending.wait(PAUSE_S))
+                self._works()
+                self._ending.wait(self._flush_every_s)
         delivery.complete(self._status)
         self._works()
 
@@ -142,20 +136,19 @@ class Feed(threading.Thread):
             log.info("MLflow at %s is available again.", redacted(self._uri))
         self._failures, self._problem = 0, None
 
-    def _start_monitor(self, run_id: str) -> None:
-        """Let MLflow sample the machine."""
+    @contextmanager
+    def _sampling(self, run_id: str) -> Iterator[None]:
+        """Let MLflow sample the machine meanwhile."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        if self._monitor is None:
-            self._monitor = SystemMetricsMonitor(
-                run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
-            )
-            self._monitor.start()
-
-    def _stop_monitor(self) -> None:
-        if self._monitor:
-            self._monitor.finish()
-            self._monitor = None
+        monitor = SystemMetricsMonitor(
+            run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
+        )
+        monitor.start()
+        try:
+            yield
+        finally:
+            monitor.finish()
 
     def _progress(self, what: str, allowance_s: float) -> None:
         if self._abandoned:

@@ -28,15 +28,15 @@ _PREFIX = ".mlflow-model-"
 
 
 def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo) -> str | None:
-    """Log the best weights of a run, whose metrics MLflow has, as a model, or complete one that was started.
+    """Log the best weights in a run's folder, whose metrics MLflow has, as a model, or complete one that was started.
 
     Returns:
-        The model's id; None: the folder has no model.
+        The model's id; None: they cannot be served.
     """
     from mlflow.entities import LoggedModelOutput
 
     facts = read_object(folder / SERVING / "serving.json")
-    if not facts or not (folder / BEST).is_dir():
+    if not facts:
         return None
     model = _find_or_create(client, run, folder, info.params)
     step, run_id, model_id = int(facts["step"]), run.info.run_id, str(model.model_id)

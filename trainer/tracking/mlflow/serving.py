@@ -6,7 +6,6 @@ library knows the source is there, too. ``models.py`` makes an MLflow model of i
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import inspect
 import json
@@ -38,15 +37,10 @@ _PACKAGES = {
 }
 
 
-def remove_serving(folder: Path) -> None:
-    """Remove the folder ``serving`` before ``best/`` changes: after a kill in between, the two would not match."""
-    shutil.rmtree(folder / SERVING, ignore_errors=True)
-
-
 def write_serving(
     folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, datasets: Datasets, step: int
 ) -> None:
-    """Write the folder ``serving``.
+    """Write the folder ``serving``, which is not there.
 
     Args:
         folder: the run's.
@@ -56,7 +50,6 @@ def write_serving(
         datasets: of the validation samples the example is made.
         step: the optimizer step of the weights.
     """
-    remove_serving(folder)
     target = folder / SERVING
     target.mkdir()
     packages = (*_PACKAGES[recipe.predictor], *recipe.packages())
@@ -80,7 +73,6 @@ def write_serving(
     write_json(target / "serving.json", facts)
 
 
-@functools.cache
 def source_files(module: str) -> list[Path]:
     """Return the files of this project that a module's file imports, directly or not, in functions too, and itself."""
     finder = ModuleFinder([str(PROJECT)])

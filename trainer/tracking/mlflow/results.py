@@ -1,4 +1,4 @@
-"""The results of a run as metrics to sort by, ``best/…`` and ``final/…``, from the files in its folder.
+"""What MLflow gets of a run that has ended, from the files in its folder: metrics to sort by, and a description.
 
 | metric | is | at step |
 |---|---|---|
@@ -18,9 +18,12 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.files import read_json_lines
+from trainer.errors import redacted
+from trainer.files import SUMMARY_FILE, read_json_lines, read_object
 
 VALID = "valid/"
+NOTE_TAG = "mlflow.note.content"
+"""The description on MLflow's page."""
 
 
 class Point(NamedTuple):
@@ -94,3 +97,32 @@ def _median(lines: list[dict[str, Any]], key: str) -> float | None:
     """Return the median without the first line, which is of the warm-up, where there are more."""
     values = _values(lines, key)
     return statistics.median(values[1:] or values) if values else None
+
+
+def description(folder: Path, run_id: str, model_id: str | None, *, resumable: bool) -> str | None:
+    """Return how the run went, how to use the weights and to continue it, in Markdown; None: there is no summary.
+
+    Args:
+        folder: the run's.
+        run_id: MLflow's.
+        model_id: of the best weights, where they are a model.
+        resumable: whether MLflow gets the checkpoints.
+    """
+    summary = read_object(folder / SUMMARY_FILE)
+    if "resume" not in summary:
+        return None
+    how = {"FINISHED": "finished", "KILLED": "was stopped", "FAILED": "failed"}[summary["status"]]
+    said = f"**{summary['recipe']}** in {summary['precision']} {how} at step {summary['step']} of {summary['steps']}"
+    if summary["best"]:
+        metric = summary.get("best_metric", "valid/loss").removeprefix("valid/")
+        said += f"; best {metric}: {summary['best']['value']:.4g} at step {summary['best']['step']}"
+    parts = [f"{said}."]
+    if (folder / "plots" / "loss.png").exists():
+        parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run_id})")
+    parts.append(f"```\n{redacted(summary['resume'].partition(' resume=')[0])}\n```")
+    if model_id:
+        parts.append(f'The best weights: `mlflow.pyfunc.load_model("models:/{model_id}")`.')
+    if resumable and list(folder.glob("checkpoints/step-*")):
+        more = " with more `steps=`" if summary["status"] == "FINISHED" else ""
+        parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run_id}`{more}.")
+    return "\n\n".join(parts)
