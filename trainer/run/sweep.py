@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -144,7 +145,8 @@ class Sweep:
             UserError: it resumes a run that cannot be resumed.
             Exception: a bug of a run, or whatever the launcher of jobs elsewhere raises.
         """
-        ended, (name, kept) = Ended(0, {}), base(self.arguments)
+        ended = Ended(0, {})
+        name, kept, sys.argv[1:] = base(self.arguments)
 
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def task(composed: DictConfig) -> None:

@@ -68,6 +68,7 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
         RUN,
         ["loader=pinned", "device=cpu", "checkpoint.keep=2"],
         ["optimizer.name=SGD"],
+        ["recipe=bignet", "precision=fp16", "optimizer=sgd", "scaler=dynamic", "checkpoint=default", "seed=3"],
     ],
 )
 def test_options_that_agree_or_may_change_are_accepted(typed: list[str], run: Path, train: Train) -> None:

@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from trainer.config.compose import checked_arguments, combinations, compose, quoted
+from trainer.config.registration import flatten
 from trainer.errors import UserError
 from trainer.hardware import detect
 
@@ -109,3 +110,13 @@ def test_what_is_recorded_takes_the_place_of_the_defaults() -> None:
     assert (config.seed, config.output_dir, config.loader.kind) == (3, "${x}", "plain")
     assert compose(["loader=pinned"], recorded).loader.kind == "pinned"
     assert compose([]).seed == 0
+
+
+def test_a_choice_that_is_the_recorded_one_keeps_what_is_recorded() -> None:
+    """Its YAML would bring its defaults, and a recipe's YAML other data, too."""
+    run = ["recipe=gpt2", "recipe.size=nano", "data=text", f"data.path={__file__}", "precision=bf16", "optimizer.lr=2"]
+    recorded = flatten(compose([*run, "precision.fp32_modules=[lm_head]", "loader.workers=3", "tracking=local"]))
+    retyped = ["recipe=gpt2", "data=text", "precision=bf16", "optimizer=adamw", "loader=pinned", "tracking=local"]
+    assert flatten(compose(retyped, recorded)) == recorded
+    other = flatten(compose([*retyped, "optimizer=sgd"], recorded))
+    assert {key.partition(".")[0] for key, value in other.items() if recorded[key] != value} == {"optimizer"}
