@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 import recipes
 from recipes.huggingface import is_kept
 from trainer.config.init_from import adopt
+from trainer.config.options import by_key
 from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
@@ -80,7 +81,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     _refuse_unknown(composed, Config, "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
-    typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    typed = by_key(overrides)
     dropped = _of_another_class(composed, typed, str(recorded.get("optimizer.name", "")))
     given = {*typed, *recorded}
     composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for

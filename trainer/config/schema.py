@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from trainer.checkpoint.store import Checkpoint
-from trainer.config.early_stopping import EarlyStopping
 from trainer.config.init_from import InitFrom
 from trainer.config.step import Resolved, StepConfig
 from trainer.errors import UserError
@@ -15,6 +14,7 @@ from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
+from trainer.run.scores import EarlyStopping
 from trainer.run_folder import default_name
 from trainer.tracking.options import Tracking
 
