@@ -21,10 +21,9 @@ import pytest
 import torch
 
 from tests import forks
+from tests.helpers import PROJECT
 from trainer.config import options
 from trainer.tracking.mlflow.store import connect
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -109,6 +108,12 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
     logger = logging.getLogger("mantissa")  # the terminal took it over
     logger.handlers.clear()
     logger.propagate = True
+
+
+def only_run(folder: Path) -> Path:
+    """The one run of the current folder."""
+    (run,) = (folder / "outputs").iterdir()
+    return run
 
 
 def _bear_with_mlflow() -> None:

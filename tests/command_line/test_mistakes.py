@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line.conftest import Start, Train
+from tests.helpers import CONF, PROJECT
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.trainer import Trainer
 
-PROJECT = Path(__file__).resolve().parents[2]
-CONF = PROJECT / "conf"
 TEXT = "recipe=gpt2 data=text"
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.bignet import BigNet
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import Train, only_run
 from tests.helpers import CPU, compose, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.recipe import Decision
@@ -22,11 +22,6 @@ TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "m
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
 IMAGES = ["recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "data=idx", "data.path=idx", "recipe.image_size=8",
           "batch_size=4", "eval_samples=8", "tracking=local"]  # fmt: skip
-
-
-def only_run(folder: Path) -> Path:
-    (run,) = (folder / "outputs").iterdir()
-    return run
 
 
 def summary(folder: Path) -> Any:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line.conftest import Start
-
-PROJECT = Path(__file__).resolve().parents[3]
+from tests.helpers import PROJECT
 
 
 def blocks() -> dict[str, str]:
