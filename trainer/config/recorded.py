@@ -71,14 +71,15 @@ def _resumed(arguments: Sequence[str]) -> RunFolder | None:
 
 
 def _is_recorded(argument: str, recorded: Mapping[str, Any]) -> bool:
-    """Return whether an argument is the choice of a group that the record has."""
+    """Return whether an argument is the choice of a group that the record has, and no other can be meant."""
     group, _, choice = argument.partition("=")
-    classes, file = groups().get(group, {}), CONF / group / f"{choice}.yaml"
+    classes = groups().get(group, {})
     if len(classes) != 1:
         return choice in classes and recorded.get(group) == choice
     first = options(*classes.values())[0]  # by which the choices of one class differ: name, mode, enabled
-    key = f"{group}.{first.name}"
-    return file.is_file() and key in recorded and recorded[key] == OmegaConf.load(file).get(first.name, first.default)
+    files = {path.stem: OmegaConf.load(path) for path in (CONF / group).glob("*.yaml")}
+    kept = recorded.get(f"{group}.{first.name}")
+    return [name for name, file in files.items() if file.get(first.name, first.default) == kept] == [choice]
 
 
 def _register(recorded: Mapping[str, Any]) -> None:

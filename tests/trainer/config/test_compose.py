@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from tests.helpers import CONF
 from trainer.config.compose import checked_arguments, combinations, compose, quoted
+from trainer.config.recorded import base
 from trainer.config.registration import flatten
 from trainer.errors import UserError
 from trainer.hardware import detect
@@ -117,3 +120,13 @@ def test_a_choice_that_is_the_recorded_one_keeps_what_is_recorded() -> None:
     assert flatten(compose(retyped, recorded)) == recorded
     other = flatten(compose([*retyped, "optimizer=sgd"], recorded))
     assert {key.partition(".")[0] for key, value in other.items() if recorded[key] != value} == {"optimizer"}
+
+
+def test_of_two_choices_of_one_optimizer_neither_is_taken_for_the_recorded_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(CONF, tmp_path / "conf")
+    shutil.copy(CONF / "optimizer" / "adamw.yaml", tmp_path / "conf" / "optimizer" / "mine.yaml")
+    for conf, left in ((CONF, []), (tmp_path / "conf", ["optimizer=adamw"])):
+        monkeypatch.setattr("trainer.config.recorded.CONF", conf)
+        assert base(["optimizer=adamw"], {"optimizer.name": "AdamW", "optimizer.lr": 2.0})[2] == left
