@@ -36,12 +36,6 @@ def copy(tmp_path: Path) -> Path:
     return root
 
 
-def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
-    assert {Path(path).suffix for path in blocks()} == {".py", ".yaml"}
-    assert len(blocks()) == 2
-    assert sum(text.count("\n") for text in blocks().values()) < 60
-
-
 def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Start) -> None:
     page = (PROJECT / "README.md").read_text()
     said = re.search(r"After 200 steps it classifies about (\d+) of 100", page)

@@ -56,7 +56,9 @@ def test_the_step_and_the_command_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
+    run, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("FAILED", 4)
     assert "warning" not in capsys.readouterr().out
     assert message.startswith(f"{failure['message']}. No checkpoint was saved.\n")
     assert message.endswith("/scripts/doctor.py resume=outputs/it")
