@@ -83,7 +83,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{BIGNET} output_dir=notes.txt/runs": ("output_dir=notes.txt/runs", "notes.txt is a file", "output_dir="),
     f"{BIGNET} output_dir=/proc/runs": ("output_dir=/proc/runs cannot be written", "output_dir="),
     "resume=nowhere": ("resume=nowhere: there is no such folder", "outputs/gpt2-bf16-s0"),
-    "resume=empty": ("resume=empty: the folder holds no complete checkpoint",),
+    "resume=empty": ("resume: empty/config.json cannot be read", "choose another run"),
 }  # fmt: skip
 
 

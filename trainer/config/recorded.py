@@ -67,7 +67,7 @@ def _resumed(arguments: Sequence[str]) -> RunFolder | None:
     typed = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
     if (resume := typed.get("resume")) in NO_FOLDER:
         return None
-    return RunFolder.to_resume(str(resume), str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
+    return RunFolder.open("resume", str(resume), str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
 
 
 def _is_recorded(argument: str, recorded: Mapping[str, Any]) -> bool:
