@@ -128,11 +128,6 @@ def _value(key: str, text: str, wanted: Any, default: Any) -> Any:
     return Path(text).expanduser() if wanted is Path else listed(text) if wanted == list[str] else text
 
 
-def by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Return what overrides set, as typed; of a key that is given twice the last counts."""
-    return dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-
-
 def listed(text: str) -> list[str]:
     """Return the items of ``a,b`` or ``[a,b]``."""
     return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",") if item.strip()]

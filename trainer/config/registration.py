@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 import recipes
 from recipes.huggingface import is_kept
 from trainer.config.init_from import adopt
-from trainer.config.options import by_key
 from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
@@ -90,6 +89,11 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
+
+
+def by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Return what overrides set, as typed; of a key that is given twice the last counts."""
+    return dict(override.lstrip("+").partition("=")[::2] for override in overrides)
 
 
 def _of_another_class(composed: DictConfig, typed: Mapping[str, str], recorded: str) -> list[Decision]:

@@ -23,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.compose import CONF, combinations
 from trainer.config.init_from import name_of_composed
-from trainer.config.options import by_key, unquoted
+from trainer.config.options import unquoted
 from trainer.config.recorded import base
-from trainer.config.registration import build
+from trainer.config.registration import build, by_key
 from trainer.config.schema import Config
 from trainer.run_folder import SAME
 
