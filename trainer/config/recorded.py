@@ -77,7 +77,7 @@ def _is_recorded(argument: str, recorded: Mapping[str, Any]) -> bool:
     if len(classes) != 1:
         return choice in classes and recorded.get(group) == choice
     first = options(*classes.values())[0]  # by which the choices of one class differ: name, mode, enabled
-    files = {path.stem: OmegaConf.load(path) for path in (CONF / group).glob("*.yaml")}
+    files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in (CONF / group).glob("*.yaml")}
     kept = recorded.get(f"{group}.{first.name}")
     return [name for name, file in files.items() if file.get(first.name, first.default) == kept] == [choice]
 
