@@ -102,7 +102,7 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield lambda *overrides: _command(*overrides)
+    yield _command
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
     logger = logging.getLogger("mantissa")  # the terminal took it over
