@@ -80,21 +80,6 @@ class RunFolder:
             )
         return cls(path)
 
-    @classmethod
-    def to_resume(cls, given: str, output_dir: str, uri: str | None = None) -> RunFolder:
-        """Return the run folder that ``resume=FOLDER`` names, see ``open``.
-
-        Raises:
-            UserError: there is none, or it holds no checkpoint.
-        """
-        folder = cls.open("resume", given, output_dir, uri)
-        if not checkpoint.steps(folder.checkpoints):
-            raise UserError(
-                f"resume={given}: the folder holds no complete checkpoint (looked in {folder.checkpoints}); "
-                "give another run folder, or start without resume="
-            )
-        return folder
-
     def mark_launch(self) -> None:
         """Note from which folder the run was started, and by which torchrun, whose restart finds it again by that."""
         launch = {"launch": launch_id()} if launched_processes() else {}

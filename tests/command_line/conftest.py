@@ -21,10 +21,9 @@ import pytest
 import torch
 
 from tests import forks
+from tests.helpers import PROJECT
 from trainer.config import options
 from trainer.tracking.mlflow.store import connect
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -103,12 +102,18 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield lambda *overrides: _command(*overrides)
+    yield _command
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
     logger = logging.getLogger("mantissa")  # the terminal took it over
     logger.handlers.clear()
     logger.propagate = True
+
+
+def only_run(folder: Path) -> Path:
+    """The one run of the current folder."""
+    (run,) = (folder / "outputs").iterdir()
+    return run
 
 
 def _bear_with_mlflow() -> None:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import Train, only_run
 from tests.helpers import SHIPPED
 
-PROJECT = Path(__file__).resolve().parents[2]
 CHOICES = sorted(f"{path.parent.name}/{path.stem}" for path in SHIPPED if path.stem != "config")
 SHORT = ("steps=2", "batch_size=4", "eval_samples=4", "tracking=local")
 TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16")
@@ -73,11 +72,6 @@ def tiny(choice: str) -> list[str]:
     base = [] if choice in NEEDS and NEEDS[choice][0].startswith("recipe=") else BIGNET
     group, name = choice.split("/")
     return [*base, *([] if group == "recipe" else [f"{group}={name}"]), *NEEDS.get(choice, ()), *SHORT]
-
-
-def only_run(folder: Path) -> Path:
-    (run,) = (folder / "outputs").iterdir()
-    return run
 
 
 def read(path: Path) -> Any:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from evidence.comparison.command import main
-from tests.command_line.conftest import PROJECT, Result, Start
+from tests.command_line.conftest import Result, Start
+from tests.helpers import PROJECT
 from trainer.tracking.mlflow.store import connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import SHIPPED
+from tests.helpers import PROJECT, SHIPPED
 
-PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 FILES = [*PAGES, *SHIPPED, *sorted((PROJECT / "scripts").glob("*.py")), PROJECT / "trainer/run/command.py"]
 COMMAND = re.compile(

@@ -17,7 +17,8 @@ import torch.distributed.run as torchrun
 
 from evidence.search.space import PREFIX, check_space, parse_space
 from tests.command_line.conftest import Train
-from tests.command_line.test_documented_commands import PAGES, PROJECT, commands
+from tests.command_line.test_documented_commands import PAGES, commands
+from tests.helpers import PROJECT
 from trainer.config.compose import combinations, compose
 from trainer.config.explain import known_options
 

@@ -43,7 +43,7 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
     overrides = checked_arguments(overrides)
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
     try:
-        name, kept = base(overrides, recorded)
+        name, kept, overrides = base(overrides, recorded)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             return build(hydra.compose(name, overrides), overrides, kept)
     except (HydraException, OmegaConfBaseException) as error:

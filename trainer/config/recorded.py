@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.explain import explain
-from trainer.config.registration import CONF, groups, register
+from trainer.config.registration import CONF, groups, options, register
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.run_folder import NO_FOLDER, RunFolder
@@ -19,7 +19,9 @@ from trainer.run_folder import NO_FOLDER, RunFolder
 _NAME = "recorded"
 
 
-def base(arguments: Sequence[str], recorded: Mapping[str, Any] | None = None) -> tuple[str, Mapping[str, Any]]:
+def base(
+    arguments: Sequence[str], recorded: Mapping[str, Any] | None = None
+) -> tuple[str, Mapping[str, Any], list[str]]:
     """Register what a command line is composed on; every process of a job does so before they know each other.
 
     Args:
@@ -27,7 +29,8 @@ def base(arguments: Sequence[str], recorded: Mapping[str, Any] | None = None) ->
         recorded: options to compose on in the place of the defaults, by dotted key; those of a group all together.
 
     Returns:
-        The name of the config for Hydra, and the options that are in it; none where it is conf/config.yaml.
+        The name of the config for Hydra; the options that are in it, none where it is conf/config.yaml; the arguments
+        without the choices that are the recorded ones, whose YAML would bring its defaults.
 
     Raises:
         HydraException: an argument is no override.
@@ -42,9 +45,9 @@ def base(arguments: Sequence[str], recorded: Mapping[str, Any] | None = None) ->
         if any(argument.startswith("epochs=") for argument in arguments):
             del recorded["steps"]
     if recorded is None:
-        return "config", {}
+        return "config", {}, list(arguments)
     _register(recorded)
-    return _NAME, recorded
+    return _NAME, recorded, [argument for argument in arguments if not _is_recorded(argument, recorded)]
 
 
 def options_of(folder: RunFolder) -> dict[str, Any]:
@@ -64,13 +67,25 @@ def _resumed(arguments: Sequence[str]) -> RunFolder | None:
     typed = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
     if (resume := typed.get("resume")) in NO_FOLDER:
         return None
-    return RunFolder.to_resume(str(resume), str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
+    return RunFolder.open("resume", str(resume), str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
+
+
+def _is_recorded(argument: str, recorded: Mapping[str, Any]) -> bool:
+    """Return whether an argument is the choice of a group that the record has, and no other can be meant."""
+    group, _, choice = argument.partition("=")
+    classes = groups().get(group, {})
+    if len(classes) != 1:
+        return choice in classes and recorded.get(group) == choice
+    first = options(*classes.values())[0]  # by which the choices of one class differ: name, mode, enabled
+    files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in (CONF / group).glob("*.yaml")}
+    kept = recorded.get(f"{group}.{first.name}")
+    return [name for name, file in files.items() if file.get(first.name, first.default) == kept] == [choice]
 
 
 def _register(recorded: Mapping[str, Any]) -> None:
     """Register options as choices of their groups, and a config with these choices.
 
-    A choice on the command line, such as ``loader=plain``, takes the place of the group's recorded options.
+    Another choice on the command line, such as ``loader=plain``, takes the place of the group's recorded options.
     """
     config, chosen = OmegaConf.structured(Config), set()
     for group, choices in groups().items():

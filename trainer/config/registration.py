@@ -80,7 +80,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     _refuse_unknown(composed, Config, "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
-    typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    typed = by_key(overrides)
     dropped = _of_another_class(composed, typed, str(recorded.get("optimizer.name", "")))
     given = {*typed, *recorded}
     composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for
@@ -89,6 +89,11 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
+
+
+def by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Return what overrides set, as typed; of a key that is given twice the last counts."""
+    return dict(override.lstrip("+").partition("=")[::2] for override in overrides)
 
 
 def _of_another_class(composed: DictConfig, typed: Mapping[str, str], recorded: str) -> list[Decision]:

@@ -96,7 +96,7 @@ def earlier_folder(config: Config, resolved: Resolved) -> RunFolder | None:
         return same_run(config, resolved)
     if config.resume in NO_FOLDER:
         return None
-    return RunFolder.to_resume(config.resume, config.output_dir, config.tracking.uri)
+    return RunFolder.open("resume", config.resume, config.output_dir, config.tracking.uri)
 
 
 def same_run(config: Config, resolved: Resolved) -> RunFolder | None:

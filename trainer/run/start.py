@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,19 +100,15 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
     check_same(folder, flatten(resolved.config))
     path = store.find_verified(folder.checkpoints)
-    step, recorded, steps = store.step_of(path), folder.config().get("steps"), resolved.plan.steps
-    if not isinstance(recorded, int) or step is None or step > recorded:
-        raise UserError(f"the checkpoint {path} is of step {step}, and {folder.path}/config.json has steps={recorded}")
+    saved, scores, steps = CheckpointReader(path), Scores(resolved.config), resolved.plan.steps
+    scores.load_state_dict(saved.progress)
     finished = final_status(folder.path) == "FINISHED"
-    if step > steps or (step == steps and finished):
-        fewer = f"steps={steps} is below that; " if step > steps else ""
-        return None, f" ({step} steps); {fewer}set steps={2 * step} to continue"
-    scores = Scores(resolved.config)
-    with suppress(KeyError, TypeError, AttributeError):  # what the checkpoint holds is checked when it is loaded
-        scores.load_state_dict(CheckpointReader(path).progress)
-        if finished and scores.exhausted:
-            more = "set a larger early_stopping.patience, or null, to continue"
-            return None, f" (stopped early at step {step}); {more}"
+    if saved.step > steps or (saved.step == steps and finished):
+        fewer = f"steps={steps} is below that; " if saved.step > steps else ""
+        return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
+    if finished and scores.exhausted:
+        more = "set a larger early_stopping.patience, or null, to continue"
+        return None, f" (stopped early at step {saved.step}); {more}"
     return path, ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from trainer.config.compose import CONF, combinations
 from trainer.config.init_from import name_of_composed
 from trainer.config.options import unquoted
 from trainer.config.recorded import base
-from trainer.config.registration import build
+from trainer.config.registration import build, by_key
 from trainer.config.schema import Config
 from trainer.run_folder import SAME
 
@@ -129,7 +130,7 @@ class Sweep:
         self.keys = swept_keys(arguments)
         """What is swept."""
         self.rows: list[Row] = []
-        self.elsewhere = _by_key(arguments).get("hydra/launcher", "basic") != "basic"
+        self.elsewhere = by_key(arguments).get("hydra/launcher", "basic") != "basic"
         """Whether Hydra's launcher starts the runs as jobs on other machines; else they are in this process."""
         self.jobs: Path | None = None
         """Where those jobs leave what they print, and their rows."""
@@ -144,7 +145,8 @@ class Sweep:
             UserError: it resumes a run that cannot be resumed.
             Exception: a bug of a run, or whatever the launcher of jobs elsewhere raises.
         """
-        ended, (name, kept) = Ended(0, {}), base(self.arguments)
+        ended = Ended(0, {})
+        name, kept, sys.argv[1:] = base(self.arguments)
 
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def task(composed: DictConfig) -> None:
@@ -171,7 +173,7 @@ class Sweep:
             with tempfile.TemporaryDirectory(prefix="mantissa-") as path:
                 yield path
             return
-        folder = Path(unquoted(_by_key(self.arguments).get("output_dir", "outputs"))).expanduser().absolute() / ".jobs"
+        folder = Path(unquoted(by_key(self.arguments).get("output_dir", "outputs"))).expanduser().absolute() / ".jobs"
         folder.mkdir(parents=True, exist_ok=True)
         self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=folder))
         yield str(self.jobs)
@@ -203,11 +205,9 @@ class Sweep:
         if self.jobs is None:
             return
         left = {int(path.stem): Row(**json.loads(path.read_text())) for path in self.jobs.glob("*.json")}
-        # Of a key that is given twice the last counts.
-        typed = {override.partition("=")[0]: override for override in self.arguments if not override.startswith("-")}
-        own = [override for key, override in typed.items() if not key.startswith("hydra")]
+        typed = by_key(self.arguments)
         try:
-            runs = list(combinations(own).values())
+            runs = list(combinations([f"{key}={typed[key]}" for key in self.keys]).values())
         except HydraException:  # glob(…) needs Hydra's own search for choices
             runs = [[]] * len(left)
         for number, overrides in enumerate(runs):
@@ -223,9 +223,5 @@ class Sweep:
 
     def _values(self, overrides: Sequence[str]) -> dict[str, str]:
         """Return the swept values that one run has, by key."""
-        typed = _by_key(overrides)
+        typed = by_key(overrides)
         return {key: typed[key] for key in self.keys if key in typed}
-
-
-def _by_key(overrides: Sequence[str]) -> dict[str, str]:
-    return dict(override.lstrip("+").partition("=")[::2] for override in overrides)

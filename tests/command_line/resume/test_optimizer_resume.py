@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -40,18 +39,6 @@ def test_a_resumed_run_is_the_same(rule: str, succeed: Train, folder: Path) -> N
         assert same_bits(one, two)
 
 
-def test_another_augmentation_or_other_frozen_weights_are_another_run(
-    train: Train, succeed: Train, folder: Path
-) -> None:
-    for rule, changed, said in (
-        ("augment", "augment=none", "augment was randaugment, now none"),
-        ("freeze", "freeze=['[01].?']", "freeze was ['[012].?'], now ['[01].?']"),
-    ):
-        succeed(*RULES[rule], *OPTIONS, "steps=1", f"run_name={rule}")
-        refused = train(*RULES[rule], changed, "steps=4", f"resume=out/{rule}")
-        assert (refused.code, refused.err.count("\n"), said in refused.err) == (2, 1, True), refused.err
-
-
 def test_the_export_has_the_frozen_weights(train: Train, folder: Path) -> None:
     ended = train(*RULES["freeze"], *OPTIONS, "steps=2", "run_name=run")
     assert "1440 parameters, 864 of them frozen" in ended.out
@@ -60,21 +47,3 @@ def test_the_export_has_the_frozen_weights(train: Train, folder: Path) -> None:
     first = compose(*RULES["freeze"]).recipe.build_model(None).state_dict()
     for name, tensor in first.items():
         assert torch.equal(best[name].float(), tensor.bfloat16().float()) is (name[0] in "012"), name
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
-def test_the_export_of_a_schedule_free_run_has_the_averaged_weights(mode: str, succeed: Train, folder: Path) -> None:
-    """x = y + (1 - 1/β₁) · (z - y), of the best step, which is not the last."""
-    line = (*BIGNET, "optimizer=schedulefree", "optimizer.lr=0.1", f"precision={mode}", *OPTIONS)
-    succeed(*line, "steps=6", "run_name=run", "checkpoint.keep=9", "eval_every=1")
-    summary = json.loads((folder / "out/run/summary.json").read_text())
-    at_best = folder / f"out/run/checkpoints/step-{summary['best']['step']:08d}"
-    best = load_file(folder / "out/run/best/model.safetensors")
-    weights, state = (load_file(at_best / f"{file}.safetensors") for file in ("model", "optimizer"))
-    assert best.keys() == weights.keys()
-    for name, weight in weights.items():
-        y = state.get(f"{name}.master_weight", weight).float()
-        x = y.lerp(state[f"{name}.z"].float(), 1 - 1 / 0.9)
-        assert best[name].dtype == torch.float32
-        assert torch.equal(best[name], x)
-        assert not torch.equal(x, y)

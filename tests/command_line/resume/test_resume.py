@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -20,7 +19,7 @@ import pytest
 
 from tests import forks
 from tests.command_line.conftest import Start, Train
-from tests.helpers import PROJECT
+from trainer.files import read_json_lines
 from trainer.run.run import Run
 from trainer.run.scores import Score
 from trainer.trainer import Trainer
@@ -29,19 +28,13 @@ from trainer.trainer import Trainer
 RUN = [
     "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.dropout=0.1", "data=synthetic",
     "data.vocab_size=300", "batch_size=2", "micro_batch_size=1", "eval_samples=4", "steps=60", "eval_every=10",
-    "checkpoint.every=5", "log_every=3", "deterministic=true",
+    "checkpoint.every=5", "log_every=3", "deterministic=true", "tracking=local",
 ]  # fmt: skip
-LOCAL = "tracking=local"
 NAME = "gpt2-fp32-s0"
-MEASURED = {"time", "step_time_s", "mfu", "tokens_per_s", "memory_bytes", "checkpoint_stall_s"}
 
 
 def logged(run: Path) -> list[dict[str, float]]:
-    """The metric log without what a clock or the machine decides."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    points = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{key: value for key, value in point.items() if key not in MEASURED} for point in points]
+    return list(read_json_lines(run / "metrics.jsonl"))
 
 
 def wait_for(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
@@ -56,33 +49,16 @@ def wait_for_step(step: int, run: Path, process: subprocess.Popen[str]) -> None:
     wait_for(lambda: any(point["step"] >= step for point in logged(run)), process)
 
 
-def newest_checkpoint(run: Path) -> dict[str, bytes]:
-    folder = max((run / "checkpoints").glob("step-*"))
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def kept(run: Path) -> dict[Path, bytes]:
+    """The metric log, the checkpoints, and the best weights."""
+    files = [run / "metrics.jsonl", *run.glob("checkpoints/*/*"), *run.glob("best/*")]
+    return {path.relative_to(run): path.read_bytes() for path in files}
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Weights, optimizer, generators and progress byte for byte; every logged number; the best weights."""
-    assert logged(one) == logged(other)
-    assert newest_checkpoint(one) == newest_checkpoint(other)
-    kept = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (one, other)]
-    assert kept[0] == kept[1]
-    weights = "best/model.safetensors"
-    assert (one / weights).read_bytes() == (other / weights).read_bytes()
-
-
-@pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("never_stopped")
-    command = [sys.executable, str(PROJECT / "scripts/train.py"), *RUN, LOCAL]
-    forks.run(command, cwd=folder, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
-    return folder / "outputs" / NAME
-
-
-def test_a_signal_saves_and_the_printed_command_resumes(start: Start, folder: Path, never_stopped: Path) -> None:
-    """SIGINT is in the tests of sweeps and of parity."""
+def test_a_signal_saves_and_the_printed_command_resumes(start: Start, folder: Path) -> None:
+    """SIGINT is in the tests of sweeps; that a resumed run has the same bits is in those of parity."""
     run = folder / "outputs" / NAME
-    process = start(*RUN, LOCAL)
+    process = start(*RUN)
     wait_for_step(12, run, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
@@ -99,7 +75,7 @@ def test_a_signal_saves_and_the_printed_command_resumes(start: Start, folder: Pa
     done = forks.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"{NAME}, resumed after step {step}\n" in done.stdout
-    assert_same_run(run, never_stopped)
+    assert [point["step"] for point in logged(run) if "loss" in point] == [1, *range(3, 61, 3)]
     assert json.loads((run / "summary.json").read_text())["status"] == "FINISHED"
     assert [path.name for path in (folder / "outputs").iterdir()] == [NAME]
 
@@ -107,7 +83,7 @@ def test_a_signal_saves_and_the_printed_command_resumes(start: Start, folder: Pa
 @pytest.mark.parametrize(("how", "left"), [("checkpoint=none", "1234"), ("checkpoint.keep=1", "5")])
 def test_only_a_run_that_saves_removes_checkpoints(how: str, left: str, succeed: Train, folder: Path) -> None:
     saving = ("checkpoint.every=1", "checkpoint.keep=9", "eval_every=100", "schedule=constant")
-    succeed(*RUN, LOCAL, *saving, "steps=4")
+    succeed(*RUN, *saving, "steps=4")
     kept = folder / "outputs" / NAME / "checkpoints"
     assert [path.name[-1] for path in sorted(kept.iterdir())] == ["1", "2", "3", "4"]
     succeed(f"resume=outputs/{NAME}", "steps=5", how)
@@ -115,45 +91,44 @@ def test_only_a_run_that_saves_removes_checkpoints(how: str, left: str, succeed:
 
 
 def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Train, succeed: Train, folder: Path) -> None:
-    done = train(*RUN, LOCAL, "steps=2", "resume=auto")
+    done = train(*RUN, "steps=2", "resume=auto")
     assert (done.code, "resumed" in done.out) == (0, False), done.err
-    succeed(*RUN, LOCAL, "steps=2")
-    succeed(*RUN, LOCAL, "steps=2", "seed=1")
-    done = train(*RUN, LOCAL, "steps=3", "resume=auto")
+    succeed(*RUN, "steps=2")
+    succeed(*RUN, "steps=2", "seed=1")
+    done = train(*RUN, "steps=3", "resume=auto")
     assert f"{NAME}-2, resumed after step 2\n" in done.out
     assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-fp32-s1"]
 
 
 def test_a_finished_run_is_reported_as_complete(train: Train, succeed: Train, folder: Path) -> None:
-    succeed(*RUN, LOCAL, "steps=2")
+    succeed(*RUN, "steps=2")
     run = folder / "outputs" / NAME
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for resume in ("auto", f"outputs/{NAME}"):
-        done = train(*RUN, LOCAL, "steps=2", f"resume={resume}")
+        done = train(*RUN, "steps=2", f"resume={resume}")
         assert (done.code, done.err) == (0, "")
         assert done.out == f"outputs/{NAME} is already complete (2 steps); set steps=4 to continue\n"
-    done = train(*RUN, LOCAL, "steps=1", "resume=auto")
+    done = train(*RUN, "steps=1", "resume=auto")
     assert done.out == f"outputs/{NAME} is already complete (2 steps); steps=1 is below that; set steps=4 to continue\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-    done = succeed(*RUN, LOCAL, "steps=4", "resume=auto")
+    done = succeed(*RUN, "steps=4", "resume=auto")
     assert [point["step"] for point in logged(run) if "loss" in point] == [1, 2, 3, 4]
 
 
-def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(
-    train: Train, succeed: Train, folder: Path, never_stopped: Path
-) -> None:
+def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(train: Train, succeed: Train, folder: Path) -> None:
     run = folder / "outputs" / NAME
-    shutil.copytree(never_stopped, run)
+    succeed(*RUN)
+    never_killed = shutil.copytree(run, folder / "whole")
     shutil.rmtree(run / "best")
     (run / "summary.json").unlink()
-    done = succeed(*RUN, LOCAL, "resume=auto")
+    done = succeed(*RUN, "resume=auto")
     assert "resumed after step 60" in done.out
-    assert_same_run(run, never_stopped)
+    assert kept(run) == kept(never_killed)
     summary = json.loads((run / "summary.json").read_text())
-    before = json.loads((never_stopped / "summary.json").read_text())
+    before = json.loads((never_killed / "summary.json").read_text())
     assert summary["status"] == "FINISHED"
     assert [summary[key] for key in ("final", "best", "step")] == [before[key] for key in ("final", "best", "step")]
-    assert "already complete (60 steps)" in train(*RUN, LOCAL, "resume=auto").out
+    assert "already complete (60 steps)" in train(*RUN, "resume=auto").out
 
 
 @pytest.fixture
@@ -183,7 +158,7 @@ def test_a_signal_that_is_too_late_for_a_step_is_handled_after_the_next(
     number: signal.Signals, option: str, said: str, train: Train, folder: Path, signal_at_evaluation: Any
 ) -> None:
     signal_at_evaluation(number)
-    done = train(*RUN, LOCAL, "eval_every=4", option)
+    done = train(*RUN, "eval_every=4", option)
     assert (done.code, done.err.startswith(said)) == (128 + number, True), done.err
     saved = ["step-00000005"] if number == signal.SIGTERM else []
     assert [path.name for path in (folder / "outputs" / NAME).glob("checkpoints/*")] == saved
@@ -200,7 +175,7 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
 
     signal_at_evaluation(signal.SIGINT)
     monkeypatch.setattr(Run, "_close", interrupted_again)
-    done = train(*RUN, LOCAL, "eval_every=4")
+    done = train(*RUN, "eval_every=4")
     assert done.code == 130
     assert done.err.startswith("stopped by SIGINT after step 5, saved. Resume with:")
     assert json.loads((folder / "outputs" / NAME / "summary.json").read_text())["status"] == "KILLED"
@@ -209,7 +184,7 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
 def test_signals_to_the_whole_process_group_do_not_end_the_loading_processes(start: Start, folder: Path) -> None:
     run = folder / "outputs" / NAME
     process = start(
-        *RUN, LOCAL, "loader=pinned", "loader.workers=2", "checkpoint.save_on_signal=[USR1]", "eval_every=20",
+        *RUN, "loader=pinned", "loader.workers=2", "checkpoint.save_on_signal=[USR1]", "eval_every=20",
         "checkpoint.every=100000", "steps=100000", "schedule=constant", "checkpoint.keep=100",
     )  # fmt: skip
     wait_for_step(3, run, process)
@@ -232,7 +207,7 @@ def test_signals_to_the_whole_process_group_do_not_end_the_loading_processes(sta
 
 
 def test_a_killed_run_leaves_no_loading_processes_behind(start: Start, folder: Path) -> None:
-    process = start(*RUN, LOCAL, "loader=pinned", "loader.workers=2", "steps=100000", "schedule=constant")
+    process = start(*RUN, "loader=pinned", "loader.workers=2", "steps=100000", "schedule=constant")
     wait_for_step(3, folder / "outputs" / NAME, process)
     helpers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
@@ -254,7 +229,7 @@ def test_a_second_interrupt_ends_the_run_immediately(
         return record
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
-    done = train(*RUN, LOCAL)
+    done = train(*RUN)
     assert (done.code, done.err, received) == (130, "second signal: stopped immediately, without saving\n", [2])
     assert not (folder / "outputs" / NAME / "checkpoints").exists()
     assert not (folder / "outputs" / NAME / "summary.json").exists()
@@ -265,7 +240,7 @@ def test_an_interrupt_before_training_leaves_no_traceback(
 ) -> None:
     (folder / "text.txt").write_text("a text for a tokenizer of its own. " * 100)
     monkeypatch.setattr("recipes.data.text.cache._build", lambda *_: signal.raise_signal(signal.SIGINT))
-    done = train("recipe=gpt2", "data=text", "data.path=text.txt", LOCAL)
+    done = train("recipe=gpt2", "data=text", "data.path=text.txt", "tracking=local")
     assert done.code == 130
     assert done.out.startswith("opening the data …\n")
     assert done.err.strip() == "interrupted before or after training; saved files are unchanged"
@@ -273,7 +248,7 @@ def test_an_interrupt_before_training_leaves_no_traceback(
 
 
 def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(start: Start, folder: Path) -> None:
-    process = start(*RUN, LOCAL, "steps=100000", "schedule=constant", fresh=True)
+    process = start(*RUN, "steps=100000", "schedule=constant", fresh=True)
     assert process.stdout
     assert process.stdout.readline() == "loading torch and the recipes …\n"
     process.send_signal(signal.SIGTERM)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line.conftest import Start
-
-PROJECT = Path(__file__).resolve().parents[3]
+from tests.helpers import PROJECT
 
 
 def blocks() -> dict[str, str]:
@@ -35,12 +34,6 @@ def copy(tmp_path: Path) -> Path:
         assert not (root / path).exists()
         (root / path).write_text(text)
     return root
-
-
-def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
-    assert {Path(path).suffix for path in blocks()} == {".py", ".yaml"}
-    assert len(blocks()) == 2
-    assert sum(text.count("\n") for text in blocks().values()) < 60
 
 
 def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Start) -> None:

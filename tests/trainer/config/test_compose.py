@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from tests.helpers import CONF
 from trainer.config.compose import checked_arguments, combinations, compose, quoted
+from trainer.config.recorded import base
+from trainer.config.registration import flatten
 from trainer.errors import UserError
 from trainer.hardware import detect
 
@@ -75,11 +79,8 @@ def test_options_of_the_yaml_go_with_its_class() -> None:
 
 
 def test_options_that_the_user_set_are_not_dropped() -> None:
-    for typed in ("optimizer.options.betas=[0.9,0.9]", "optimizer.options={betas:[0.9,0.9]}"):
-        with pytest.raises(UserError, match="betas: Adadelta has no such argument"):
-            compose(["optimizer.name=Adadelta", typed])
-    with pytest.raises(UserError, match=r"optimizer\.name=adafactor is not in torch.optim; did you mean 'Adafactor'"):
-        compose(["optimizer.name=adafactor"])
+    with pytest.raises(UserError, match="betas: Adadelta has no such argument"):
+        compose(["optimizer.name=Adadelta", "optimizer.options={betas:[0.9,0.9]}"])
 
 
 def test_the_class_of_another_choice_is_refused_with_the_settings_of_this_one() -> None:
@@ -109,3 +110,23 @@ def test_what_is_recorded_takes_the_place_of_the_defaults() -> None:
     assert (config.seed, config.output_dir, config.loader.kind) == (3, "${x}", "plain")
     assert compose(["loader=pinned"], recorded).loader.kind == "pinned"
     assert compose([]).seed == 0
+
+
+def test_a_choice_that_is_the_recorded_one_keeps_what_is_recorded() -> None:
+    """Its YAML would bring its defaults, and a recipe's YAML other data, too."""
+    run = ["recipe=gpt2", "recipe.size=nano", "data=text", f"data.path={__file__}", "precision=bf16", "optimizer.lr=2"]
+    recorded = flatten(compose([*run, "precision.fp32_modules=[lm_head]", "loader.workers=3", "tracking=local"]))
+    retyped = ["recipe=gpt2", "data=text", "precision=bf16", "optimizer=adamw", "loader=pinned", "tracking=local"]
+    assert flatten(compose(retyped, recorded)) == recorded
+    other = flatten(compose([*retyped, "optimizer=sgd"], recorded))
+    assert {key.partition(".")[0] for key, value in other.items() if recorded[key] != value} == {"optimizer"}
+
+
+def test_of_two_choices_of_one_optimizer_neither_is_taken_for_the_recorded_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(CONF, tmp_path / "conf")
+    shutil.copy(CONF / "optimizer" / "adamw.yaml", tmp_path / "conf" / "optimizer" / "mine.yaml")
+    for conf, left in ((CONF, []), (tmp_path / "conf", ["optimizer=adamw"])):
+        monkeypatch.setattr("trainer.config.recorded.CONF", conf)
+        assert base(["optimizer=adamw"], {"optimizer.name": "AdamW", "optimizer.lr": 2.0})[2] == left

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ import torch
 from tests.helpers import CONF, CPU, SHIPPED, compose
 from trainer.config import registration as config
 from trainer.config.registration import flatten
-from trainer.config.schema import Config
 from trainer.hardware import Hardware
 from trainer.optim.update import ClipNorm
-from trainer.precision.scaler import AutoScaler, StaticScaler
+from trainer.precision.scaler import AutoScaler
 
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
-NO_GROUPS = ("experiment",)  # whole set-ups
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
@@ -116,14 +113,3 @@ def test_flatten_names_the_choice_that_was_made() -> None:
     expected |= {"optimizer.options": {"momentum": 0.9, "nesterov": True}, "precision.mode": "fp32", "seed": 0}
     assert expected.items() <= flat.items()
     assert json.loads(json.dumps(flat)) == flat
-
-
-def test_a_forced_contradiction_is_allowed() -> None:
-    composed = compose("precision=bf16", "scaler=static", "scaler.force=true")
-    assert isinstance(composed.scaler, StaticScaler)
-
-
-def test_every_group_of_the_config_has_a_folder_of_choices() -> None:
-    groups = {entry.name for entry in dataclasses.fields(Config)} & set(config.groups())
-    assert groups == {path.name for path in CONF.iterdir() if path.is_dir()} - set(NO_GROUPS)
-    assert all(Path(CONF / group).glob("*.yaml") for group in groups)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,10 +16,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.reader import load
 from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError
-from trainer.parallel.world import World
-from trainer.precision.scaler import Scaler
 from trainer.run import run as run_module
-from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.run import Run
 from trainer.run.start import train
 from trainer.trainer import StepRecord
@@ -60,7 +56,9 @@ def test_the_step_and_the_command_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
+    run, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("FAILED", 4)
     assert "warning" not in capsys.readouterr().out
     assert message.startswith(f"{failure['message']}. No checkpoint was saved.\n")
     assert message.endswith("/scripts/doctor.py resume=outputs/it")
@@ -161,23 +159,3 @@ def test_statistics_that_are_not_finite_do_not_keep_the_step_from_being_taken_ag
     assert not all(tensor.isfinite().all() for name, tensor in saved.items() if name.endswith("running_mean"))
     replay = of_run(str(folder), [], 0)
     assert (replay.step.number, replay.began) == (failure["step"], failure["checkpoint"].removeprefix("failure/"))
-
-
-class TwoRanks(World):
-    """Both ranks are this process; the other's share of the loss is not finite."""
-
-    size = 2
-
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor + torch.tensor([0.0, 1.0]) if len(tensor) == 2 else tensor * torch.nan
-
-
-def test_the_ranks_whose_loss_was_not_finite_are_named() -> None:
-    monitor = Monitor(
-        log_every=1, last_step=9, unit="samples", scaler=Scaler(), recovers=False, device=torch.device("cpu")
-    )
-    monitor.world = TwoRanks()
-    numbers = [torch.tensor(value) for value in (0.5, math.nan)]
-    with pytest.raises(NonFiniteGradients, match=r"loss nan") as raised:
-        monitor.add(StepRecord(1, *numbers, torch.tensor(True), torch.tensor(1.0), 0.1, 2))
-    assert raised.value.failure["rank"] == [1]

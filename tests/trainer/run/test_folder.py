@@ -23,6 +23,8 @@ RUN: dict[str, Any] = {
     "micro_batch_size": 8,
     "steps": 10,
     "device": "auto",
+    "checkpoint.best": "valid/loss",
+    "checkpoint.keep": 1,
     "optimizer.groups": {"*.bias": {"lr": 2}, "head": {"lr": 3}},
 }
 
@@ -35,7 +37,14 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder) -> None:
-    changes = {"steps": 20, "loader": "plain", "loader.workers": 2, "device": "cpu", "micro_batch_size": 4}
+    changes = {
+        "steps": 20,
+        "loader": "plain",
+        "loader.workers": 2,
+        "device": "cpu",
+        "micro_batch_size": 4,
+        "checkpoint.keep": 2,
+    }
     check_same(folder, RUN | changes)
 
 
@@ -46,6 +55,7 @@ def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder) -
         ({"precision.mode": "fp16"}, "precision.mode was bf16, now fp16"),
         ({"recipe.image_size": 64}, "recipe.image_size was auto, now 64"),  # auto is a choice like any other
         ({"loader": "synthetic-on-device"}, "loader was pinned, now synthetic-on-device"),  # repeats a single batch
+        ({"checkpoint.best": "valid/top1"}, "checkpoint.best was valid/loss, now valid/top1"),
         ({"new_key": 1}, "new_key was None, now 1"),
         # The last pattern that fits decides.
         ({"optimizer.groups": dict(reversed(RUN["optimizer.groups"].items()))}, "optimizer.groups was"),

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from trainer.errors import NonFiniteError
+from trainer.parallel.world import World
 from trainer.precision.scaler import DynamicScaler, Scaler
 from trainer.run import monitor as module
 from trainer.run.monitor import Monitor, NonFiniteGradients
@@ -26,15 +28,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 Lines = list[tuple[int, dict[str, float]]]
 
 
-def watch(*, log_every: int = 4, last_step: int = 100, scaler: Scaler | None = None) -> Monitor:
-    return Monitor(
-        log_every=log_every,
-        last_step=last_step,
-        unit="tokens",
-        scaler=scaler or DynamicScaler(),
-        recovers=True,
-        device=CPU,
-    )
+def watch(**options: Any) -> Monitor:
+    common = {"log_every": 4, "last_step": 100, "unit": "tokens", "scaler": DynamicScaler(), "recovers": True}
+    return Monitor(device=CPU, **common | options)
 
 
 def lines_of(monitor: Monitor, records: list[StepRecord]) -> Lines:
@@ -164,3 +160,19 @@ def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
     assert raised.value.failure["step"] == 4
     assert raised.value.failure["rank"] == [0]
     assert raised.value.metrics["skipped_steps"] == 1
+
+
+class TwoRanks(World):
+    """Both ranks are this process; the other's share of the loss is not finite."""
+
+    size = 2
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + torch.tensor([0.0, 1.0]) if len(tensor) == 2 else tensor * torch.nan
+
+
+def test_the_ranks_whose_loss_was_not_finite_are_named() -> None:
+    monitor = watch(log_every=1, scaler=Scaler(), world=TwoRanks())
+    with pytest.raises(NonFiniteGradients, match=r"loss nan") as raised:
+        monitor.add(record(1, skipped=True))
+    assert raised.value.failure["rank"] == [1]

@@ -45,7 +45,7 @@ def forecast(config: Config) -> Ledger:
 
     Raises:
         UserError: the config, the data or the hardware cannot do this.
-        RunError: the computation of the model depends on tensor values.
+        RunError: the computation depends on tensor values.
     """
     if config.parallel.kind != "single":
         raise UserError(
@@ -63,9 +63,9 @@ def forecast(config: Config) -> Ledger:
             with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
                 trainer.train_step(microbatches)
             ledger = recording.report()
-    except _NEEDS_VALUES as error:
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         raise RunError(
-            f"the computation of this model depends on tensor values ({error}), so its memory cannot be "
+            f"the computation of a step depends on tensor values ({error}), so its memory cannot be "
             "forecast; train with profiler=memory to measure it"
         ) from error
     # Microbatches that the loader puts on the device wait there.
@@ -75,10 +75,6 @@ def forecast(config: Config) -> Ledger:
     ledger.at_peak["inputs"] += more
     ledger.highest["inputs"] += more
     return ledger
-
-
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""The errors for results that depend on values, which fake tensors do not have."""
 
 
 @dataclass
@@ -149,20 +145,9 @@ class UpdateAlways(Update):
         return False
 
     def apply(self, skipped: Tensor) -> None:
-        """Take the optimizer's step; the numbers that it reads from tensors are 1.
-
-        Raises:
-            RunError: the shapes of its tensors depend on their values.
-        """
-        try:
-            with _EveryNumberIsOne():
-                super().apply(skipped)
-        except _NEEDS_VALUES as error:
-            raise RunError(
-                f"optimizer.name={type(self.optimizer).__name__} takes steps that depend on tensor values "
-                f"({error}), so its memory cannot be forecast; train with profiler=memory to measure it, or use "
-                "another optimizer"
-            ) from error
+        """Take the optimizer's step; the numbers that it reads from tensors are 1."""
+        with _EveryNumberIsOne():
+            super().apply(skipped)
 
 
 class _EveryNumberIsOne(TorchDispatchMode):
