@@ -120,7 +120,6 @@ def test_loading_is_images_a_second_of_the_same_images_and_size(
         assert len(labels) == 4
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:
     job, now = replace(SMALL, overrides=(*SMALL.overrides, "tracking=local")), [0.0]
 
@@ -136,7 +135,6 @@ def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:
     assert len((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()) == 4  # 1, 10, 19, evaluation
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_the_overhead_is_of_a_whole_run(tmp_path: Path) -> None:
     jobs = (replace(SMALL, overrides=(*SMALL.overrides, "tracking=local")), replace(TINY_MLP, steps=2, rounds=3))
     rows = list(overhead.trainer_cost(Bench(detect("cpu"), 2, tmp_path, modes=frozenset(BASIC)), jobs))
