@@ -7,8 +7,7 @@ are not compared side by side, because one that waits for its turn fills its que
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, repeat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.jobs import endless
 from benchmarks.rows import Bench, Row, ratios
 from trainer.config.compose import compose
 from trainer.data.loader import Batching, DataOrder
@@ -41,9 +41,10 @@ def loader(bench: Bench, images: int = 128, batches: int = 4) -> Iterator[Row]:
     write_jpegs(folder / "train", images)
     write_jpegs(folder / "val", 4)
     for policy in POLICIES:
-        loops = {"Mantissa": ours(folder, policy), "torchvision": _loop(torchvision_loader(folder / "train", policy))}
+        torchvision = _loop(endless(torchvision_loader(folder / "train", policy)))
+        loops = {"Mantissa": ours(folder, policy), "torchvision": torchvision}
         if policy == "imagenet" and importlib.util.find_spec("timm") is not None:
-            loops["timm"] = _loop(timm_loader(folder / "train"))
+            loops["timm"] = _loop(endless(timm_loader(folder / "train")))
         with threads(1):
             times = bench.times(loops, batches)
         how = f"augment={policy}, JPEGs of {WIDTH} × {HEIGHT} to {SIZE} × {SIZE}, batches of {BATCH}, one thread"
@@ -113,9 +114,7 @@ def timm_loader(folder: Path) -> Any:
     )
 
 
-def _loop(loaded: Iterable[Any]) -> Loop:
-    batches: Iterator[Any] = chain.from_iterable(repeat(loaded)) if isinstance(loaded, DataLoader) else iter(loaded)
-
+def _loop(batches: Iterator[Any]) -> Loop:
     def load(count: int) -> None:
         for _ in range(count):
             next(batches)

@@ -37,10 +37,9 @@ from benchmarks.overhead import (
 from benchmarks.rows import Bench
 from evidence.turns import Block, synchronise
 from mantissa.display import size
-from mantissa.formats import BASIC
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
-from trainer.hardware import NATIVE, Hardware
+from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts
 from trainer.trainer import Trainer
 
@@ -74,8 +73,7 @@ def accelerate(workload: Workload, folder: Path) -> Loop:
     """Return the loop of accelerate's quick tour."""
     from accelerate import Accelerator
 
-    mode = workload.precision.mode
-    precision = mode if mode in ("bf16", "fp16") else "no"
+    precision = "bf16" if workload.in_bf16 else "no"
     accelerator = Accelerator(mixed_precision=precision, cpu=workload.device.type == "cpu")
     plain = workload.model()
     plain_optimizer = workload.optimizer(plain)
@@ -119,7 +117,6 @@ def transformers_trainer(workload: Workload, folder: Path) -> Loop:
 
     model = workload.model()
     optimizer = workload.optimizer(model)
-    mode = workload.precision.mode
 
     class WithLoader(TransformersTrainer):
         def get_train_dataloader(self) -> Any:
@@ -143,8 +140,7 @@ def transformers_trainer(workload: Workload, folder: Path) -> Loop:
             disable_tqdm=True,
             remove_unused_columns=False,
             use_cpu=workload.device.type == "cpu",
-            bf16=mode == "bf16",
-            fp16=mode == "fp16",
+            bf16=workload.in_bf16,
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # it would split the batch among all GPUs
         # A new wrapper for each fit: accelerate wraps the forward of what it is given, and would do so again and again.
@@ -164,8 +160,7 @@ def lightning_trainer(workload: Workload, folder: Path) -> Loop:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     model = workload.model()
-    precision: Any = {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(workload.precision.mode, "32-true")
-    optimizer = workload.optimizer(model, fused=precision == "32-true")
+    optimizer = workload.optimizer(model, fused=not workload.in_bf16)
 
     class Module(lightning.LightningModule):
         after: After
@@ -194,7 +189,7 @@ def lightning_trainer(workload: Workload, folder: Path) -> Loop:
             trainer = lightning.Trainer(
                 accelerator=workload.device.type,
                 devices=1,
-                precision=precision,
+                precision="bf16-mixed" if workload.in_bf16 else "32-true",
                 max_steps=steps,
                 gradient_clip_val=MAX_NORM,
                 log_every_n_steps=LOG_EVERY,
@@ -215,14 +210,14 @@ def lightning_trainer(workload: Workload, folder: Path) -> Loop:
 
 
 def timm_parts(workload: Workload, folder: Path) -> Loop:
-    """Return a loop of timm's optimizer, schedule, clipping, scaler and meters.
+    """Return a loop of timm's optimizer, schedule, clipping and meters.
 
     timm's train script is no part of its package. As in it, gradients are cleared before the backward pass, and the
     loss is read in every step.
     """
     from timm.optim import create_optimizer_v2
     from timm.scheduler import StepLRScheduler
-    from timm.utils import AverageMeter, NativeScaler, dispatch_clip_grad
+    from timm.utils import AverageMeter, dispatch_clip_grad
 
     device = workload.device
     model = workload.model()
@@ -230,7 +225,6 @@ def timm_parts(workload: Workload, folder: Path) -> Loop:
         model, "adamw", lr=workload.lr, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True
     )
     schedule = StepLRScheduler(optimizer, decay_t=10**9, t_in_epochs=False)  # constant
-    scaler = NativeScaler(device.type) if workload.precision.mode == "fp16" else None
     losses = AverageMeter()
     batches = endless(workload.loader())
     taken = 0
@@ -243,12 +237,9 @@ def timm_parts(workload: Workload, folder: Path) -> Loop:
                 loss = workload.mean_loss(model, batch)
             losses.update(loss.item(), workload.batch_size)
             optimizer.zero_grad()
-            if scaler is not None:
-                scaler(loss, optimizer, MAX_NORM, parameters=model.parameters())
-            else:
-                loss.backward()
-                dispatch_clip_grad(model.parameters(), MAX_NORM)
-                optimizer.step()
+            loss.backward()
+            dispatch_clip_grad(model.parameters(), MAX_NORM)
+            optimizer.step()
             taken += 1
             schedule.step_update(taken, losses.avg)
 
@@ -369,12 +360,6 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
     return Job("gpt2 mini", language, 5), Job("resnet18", (*vision, "batch_size=32"), 10), tiny
 
 
-def peers_mode(bench: Bench) -> str:
-    """Return the precision of the comparison: bf16 where the device has instructions for it, else fp32."""
-    asked = [mode for mode in BASIC if mode in bench.modes]
-    return asked[-1] if asked else "bf16" if bench.hardware.support("bf16") == NATIVE else "fp32"
-
-
 def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[str]:
     """Measure a step's overhead, throughput and peak memory in each framework, beside a loop written by hand."""
     for job in jobs or peers_jobs(bench.hardware):
@@ -384,7 +369,7 @@ def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework
 
 def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> str:
     """Return the table of one job as Markdown, with its notes."""
-    mode, device = peers_mode(bench), bench.hardware.device
+    mode, device = bench.mode, bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
     options += [f"log_every={LOG_EVERY}", "checkpoint=none"]
     config = job.config(*options, f"device={device}")
