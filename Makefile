@@ -1,7 +1,7 @@
 # make train   set up .venv, then train GPT-2 on text that needs no download
 # make test    set up what the tests need, then format, lint, type and behaviour checks, three tests at a time
 # make ui      the runs side by side in MLflow
-# make bench   the ratios of docs/claims.md, measured here
+# make bench   the ratios of docs/speed.md, measured here
 # make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own
 

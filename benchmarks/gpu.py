@@ -9,8 +9,8 @@
   output_dir=…       folder of the stages (default: outputs/gpu)
 Each stage has a limit of time, and its outcome is appended to results/<machine>/gpu.jsonl before the next begins; one
 that fails does not stop the others, but the gate does, whose tests say whether any number here means something. If the
-variable OUT names a folder, its <machine> gets results/<machine>, the logs and the operator tables, as they are after
-each stage and every 20 s. Copied to results/, it is what the next call continues from.
+variable OUT names a folder, its <machine> gets results/<machine>, the logs and the operator tables after each stage.
+Copied to results/, it is what the next call continues from.
 Exit code: 0, 1 when a stage failed, 2 for a user error, 130 when interrupted.
 """
 
@@ -23,8 +23,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ import torch
 from evidence.claims.command import seconds_of
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
-from evidence.runs import merged
+from evidence.runs import in_a_process, merged
 from evidence.turns import stopwatch
 from mantissa.display import quantity
 from trainer.config.options import parse, run
@@ -45,20 +43,60 @@ from trainer.profiling.rates import product_rates
 from trainer.run.provenance import git_facts, versions
 
 DONE, FAILED, TOO_LONG, CUT = "done", "failed", "took too long", "not finished"
-GPT2 = "recipe=gpt2 recipe.size=124M recipe.context=1024 batch_size=32 micro_batch_size=32 data=synthetic"
-RESNET = "recipe=resnet recipe.arch=resnet50 recipe.image_size=224 data=synthetic data.samples=1024 optimizer=sgd"
-QUIET = "tracking=local tracking.epilogue=false checkpoint=none loader=synthetic-on-device log_every=10 eval_samples=32"
-SMALL = {
+_LEAST_S, _STOP_S = 15.0, 40.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One process."""
+
+    name: str
+    command: str
+    """Of Python: a script or ``-m module``, then its arguments; {device}, {folder}, … stand for those of a call."""
+    limit_s: float
+    """After which it is ended."""
+    goal: str = ""
+    """What it is to reach on an H200."""
+
+
+TRAIN = (
+    "scripts/train.py device={device} output_dir={folder} run_name=run tracking=local tracking.epilogue=false "
+    "checkpoint=none loader=synthetic-on-device log_every=10 eval_samples=32 data=synthetic"
+)
+GPT2 = f"{TRAIN} recipe=gpt2 recipe.size=124M recipe.context=1024 batch_size=32 micro_batch_size=32"
+RESNET = (
+    f"{TRAIN} precision=bf16 recipe=resnet recipe.arch=resnet50 recipe.image_size=224 data.samples=1024 optimizer=sgd"
+)
+RESNET_512 = f"{RESNET} batch_size=512 micro_batch_size=512"
+STEPS = "steps=60 eval_every=60"
+TRACED = "profiler=torch profiler.record_shapes=false steps=12"
+CLAIMS = "scripts/reproduce.py device={device} output_dir={folder} budget={budget_s:.0f}s {given}"
+TESTS = f"-m pytest {shlex.quote(str(PROJECT / 'tests' / 'gpu'))} -q -p no:cacheprovider -p no:benchmark -W default"
+GATE = "bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32"
+STAGES = (
+    Stage("rates", "benchmarks/gpu.py rates device={device}", 90),
+    Stage("gate", f"{TESTS} -k '{GATE}'", 150),
+    Stage("gpt2_compiled", f"{GPT2} precision=bf16 compile=default {STEPS}", 240, "500k tokens/s, 50%"),
+    Stage("gpt2_profile", f"{GPT2} precision=bf16 compile=default {TRACED}", 240),
+    Stage("gpt2_master", f"{GPT2} precision=bf16_master compile=default {STEPS}", 240),
+    Stage("resnet50_compiled", f"{RESNET_512} compile=default {STEPS}", 240, "5k images/s"),
+    Stage("resnet50_profile", f"{RESNET_512} compile=default {TRACED}", 240),
+    Stage("claims_first", f"{CLAIMS} claim=gpt2_ladder,tf32_matmul,two_x", 900, "gpt2_ladder 10x"),
+    Stage("gpt2_eager", f"{GPT2} precision=bf16 compile=off {STEPS}", 150),
+    Stage("resnet50_eager", f"{RESNET} precision=bf16 batch_size=256 micro_batch_size=256 compile=off {STEPS}", 150),
+    Stage("tests", f"{TESTS} -n 4", 270),
+    Stage("bench", "benchmarks/bench.py device={device} only=memory,precision,trainer repeats=3", 300),
+    Stage("claims", f"{CLAIMS} all=true", 3600),
+)
+REDUCED = {
     "recipe=gpt2": "recipe.size=nano recipe.context=8 data.vocab_size=64",
     "recipe=resnet": "recipe.arch=squeezenet1_1 recipe.image_size=32 data.samples=8",
-    "": "batch_size=2 micro_batch_size=2 eval_samples=2 steps=3 eval_every=3 log_every=1 compile=off",
+    "train.py": "batch_size=2 micro_batch_size=2 eval_samples=2 steps=3 eval_every=3 log_every=1 compile=off",
+    "reproduce.py": "reduced=true",
+    "bench.py": "only=startup repeats=1",
+    "pytest": "--collect-only",
 }
-TRACED = "profiler=torch profiler.record_shapes=false steps=12"
-_TESTS = f"-m pytest {shlex.quote(str(PROJECT / 'tests' / 'gpu'))} -q -p no:cacheprovider -p no:benchmark -W default"
-_GATE = "bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32"
-FIRST = ("gpt2_ladder", "tf32_matmul", "two_x")
-Launch = Callable[[list[str], Path, float, Callable[[], None]], int | None]
-_LEAST_S, _STOP_S, _KEEP_EVERY_S = 15.0, 40.0, 20.0
+"""What makes a stage small whose command has this."""
 
 
 @dataclass
@@ -71,72 +109,33 @@ class GpuOptions:
     device: str = "auto"
     output_dir: Path = Path("outputs/gpu")
 
-
-@dataclass(frozen=True)
-class Stage:
-    """One process."""
-
-    name: str
-    command: str
-    """Of Python: a script or ``-m module``, then its arguments."""
-    limit_s: float
-    """After which it is ended."""
-    goal: str = ""
-    """What it is to reach on an H200."""
-
-
-STEPS = "steps=60 eval_every=60"
-RESNET_512 = f"{RESNET} batch_size=512 micro_batch_size=512"
-STAGES = (
-    Stage("rates", "benchmarks/gpu.py rates", 90),
-    Stage("gate", f"{_TESTS} -k '{_GATE}'", 150),
-    Stage("gpt2_compiled", f"scripts/train.py {GPT2} compile=default {STEPS}", 240, "500k tokens/s, 50%"),
-    Stage("gpt2_profile", f"scripts/train.py {GPT2} compile=default {TRACED}", 240),
-    Stage("gpt2_master", f"scripts/train.py {GPT2} compile=default precision=bf16_master {STEPS}", 240),
-    Stage("resnet50_compiled", f"scripts/train.py {RESNET_512} compile=default {STEPS}", 240, "5k images/s"),
-    Stage("resnet50_profile", f"scripts/train.py {RESNET_512} compile=default {TRACED}", 240),
-    Stage("claims_first", f"scripts/reproduce.py claim={','.join(FIRST)}", 900, "gpt2_ladder 10x"),
-    Stage("gpt2_eager", f"scripts/train.py {GPT2} compile=off {STEPS}", 150),
-    Stage("resnet50_eager", f"scripts/train.py {RESNET} batch_size=256 micro_batch_size=256 compile=off {STEPS}", 150),
-    Stage("tests", f"{_TESTS} -n 4", 270),
-    Stage("bench", "benchmarks/bench.py only=memory,precision,trainer repeats=3", 300),
-    Stage("claims", "scripts/reproduce.py all=true", 3600),
-)
-
-
-def command(stage: Stage, options: GpuOptions, given: list[str], left_s: float) -> list[str]:
-    """Return the command line of a stage, of which claims may take ``left_s`` seconds."""
-    script, *words = shlex.split(stage.command)
-    own = [f"output_dir={options.output_dir.absolute() / stage.name}", f"device={options.device}"]
-    if script == "scripts/train.py":
-        small = [each for key, text in SMALL.items() if not key or key in words for each in text.split()]
-        words = merged(["precision=bf16", *QUIET.split()], words, small * options.reduced, own, ["run_name=run"])
-    elif script == "scripts/reproduce.py":
-        words += [*given, *own, f"budget={max(1.0, left_s - _LEAST_S):.0f}s", *["reduced=true"] * options.reduced]
-    elif script == "benchmarks/bench.py":
-        words = ["only=startup", "repeats=1", own[1]] if options.reduced else [*words, own[1]]
-    elif script == "-m":
-        words += ["--collect-only"] * options.reduced
-    else:
-        words += [own[1]]
-    return [sys.executable, script if script == "-m" else str(PROJECT / script), *words]
+    def command(self, stage: Stage, given: list[str], left_s: float) -> list[str]:
+        """Return the command line of a stage, of which claims may take ``left_s`` seconds."""
+        folder, budget_s = shlex.quote(str(self.output_dir.absolute() / stage.name)), max(1.0, left_s - _LEAST_S)
+        line = stage.command.format(device=self.device, folder=folder, budget_s=budget_s, given=shlex.join(given))
+        if self.reduced:
+            line = " ".join([line, *(small for key, small in REDUCED.items() if key in stage.command)])
+        script, *words = shlex.split(line)
+        if script == "-m":
+            return [sys.executable, script, *words]
+        return [sys.executable, str(PROJECT / script), *(merged(words) if script == "scripts/train.py" else words)]
 
 
 @dataclass
 class Outcomes:
-    """What stages left: a record of each in results/<machine>/gpu.jsonl, and a copy of everything in ``$OUT``."""
+    """What stages left."""
 
-    options: GpuOptions
     machine: str
-    results: Path = RESULTS
+    home: Path
+    """Gets gpu.jsonl, a record of each stage; claims write theirs beside it."""
+    folder: Path
+    """Of the stages' logs and runs."""
     git: dict[str, str] = field(default_factory=git_facts)
 
-    def __post_init__(self) -> None:
-        self.folder = self.options.output_dir.absolute()
-        self.home = self.folder if self.options.reduced else self.results / self.machine
-        self.file = self.home / "gpu.jsonl"
-        make_folder(self.home)
-        make_folder(self.folder)
+    @property
+    def file(self) -> Path:
+        """The records, one a line."""
+        return self.home / "gpu.jsonl"
 
     def records(self) -> dict[str, dict[str, Any]]:
         """Return the last record of each stage at this commit."""
@@ -144,36 +143,31 @@ class Outcomes:
         return {found["stage"]: found for found in map(json.loads, lines) if found["git"] == self.git}
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a record of this commit."""
+        """Append a record, and copy everything to ``$OUT``, each file by rename: the machine may end at any moment."""
+        make_folder(self.home)
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record | {"git": self.git, "versions": versions()}) + "\n")
-        self.keep()
-
-    def keep(self) -> None:
-        """Copy what there is to ``$OUT``, each file by rename: the machine may end at any moment."""
-        out = os.environ.get("OUT")
-        if out is None:
-            return
-        for path in [*self.home.rglob("*.json*"), *self.folder.glob("*.log"), *self.folder.rglob("operators.txt")]:
-            root = self.home if path.is_relative_to(self.home) else self.folder
-            copy = Path(out) / self.machine / path.relative_to(root)
-            make_folder(copy.parent)
-            shutil.copyfile(path, copy.with_name(".part"))
-            copy.with_name(".part").replace(copy)
+        if out := os.environ.get("OUT"):
+            logs = [*self.folder.glob("*.log"), *self.folder.rglob("operators.txt")]
+            for path in [*self.home.rglob("*.json*"), *logs]:
+                copy = Path(out) / self.machine / path.relative_to(self.folder if path in logs else self.home)
+                make_folder(copy.parent)
+                shutil.copyfile(path, copy.with_name(".part"))
+                copy.with_name(".part").replace(copy)
 
 
-def run_stage(stage: Stage, outcomes: Outcomes, given: list[str], limit_s: float, launch: Launch) -> str:
+def run_stage(stage: Stage, options: GpuOptions, outcomes: Outcomes, given: list[str], limit_s: float) -> str:
     """Run one stage, record it, and return how it ended."""
     folder, log = outcomes.folder / stage.name / "run", outcomes.folder / f"{stage.name}.log"
-    line, began = command(stage, outcomes.options, given, limit_s), time.monotonic()
+    line, began, code = options.command(stage, given, limit_s), time.monotonic(), None
     shutil.rmtree(folder, ignore_errors=True)  # of another commit, or cut
-    code = launch(line, log, limit_s, outcomes.keep)
-    if code is None:
+    make_folder(outcomes.folder)
+    try:
+        code = in_a_process(line, log, limit_s, _STOP_S)
+        # Of claims another call may test more, and repeats none.
+        status = FAILED if code else CUT if stage.name == "claims" else DONE
+    except subprocess.TimeoutExpired:
         status = TOO_LONG if limit_s == stage.limit_s else CUT
-    else:
-        status = FAILED if code else DONE
-    if stage.name == "claims" and status == DONE:
-        status = CUT  # another call has more time for them, and repeats none
     record: dict[str, Any] = {"stage": stage.name, "status": status, "exit_code": code, "command": line[1:]}
     record |= {"seconds": round(time.monotonic() - began, 1), "summary": read_object(folder / SUMMARY_FILE)}
     record["last_lines"] = log.read_text(encoding="utf-8", errors="replace").split("\n")[-8:]
@@ -194,28 +188,8 @@ def figures(summary: dict[str, Any]) -> str:
     return found
 
 
-def launch(line: list[str], log: Path, limit_s: float, keep: Callable[[], None]) -> int | None:
-    """Run a command, meanwhile keep what there is, and return its exit code; None: it was ended at its limit."""
-    end = time.monotonic() + limit_s
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while (left_s := end - time.monotonic()) > 0:
-            with suppress(subprocess.TimeoutExpired):
-                return process.wait(min(_KEEP_EVERY_S, left_s))
-            keep()
-        return None
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-        process.kill()
-        process.wait()
-
-
-def run_stages(outcomes: Outcomes, given: list[str], launch: Launch = launch) -> None:
+def run_stages(options: GpuOptions, outcomes: Outcomes, given: list[str]) -> None:
     """Run the stages that have not ended at this commit, or those that are named, until the budget ends."""
-    options = outcomes.options
     end = time.monotonic() + seconds_of(options.budget)
     for stage in STAGES:
         status = outcomes.records().get(stage.name, {}).get("status", CUT)
@@ -224,7 +198,7 @@ def run_stages(outcomes: Outcomes, given: list[str], launch: Launch = launch) ->
         left_s = end - time.monotonic()
         if left_s < _LEAST_S:
             print(f"{stage.name}: left for the next call")
-        elif run_stage(stage, outcomes, given, min(stage.limit_s, left_s), launch) != DONE and stage.name == "gate":
+        elif run_stage(stage, options, outcomes, given, min(stage.limit_s, left_s)) != DONE and stage.name == "gate":
             print("the gate failed: mend that first; only=… runs what it names all the same")
             return
 
@@ -256,13 +230,14 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{others[0]} is not an option; data.path=… of a claim is the only override")
     if unknown := set(options.only) - {stage.name for stage in STAGES}:
         raise UserError(f"only={min(unknown)} is not a stage ({', '.join(stage.name for stage in STAGES)})")
-    seconds_of(options.budget)
     if (out := os.environ.get("OUT")) and not Path(out).is_dir():
         raise UserError(f"OUT={out} is not a folder; create it, or unset OUT")
     if not (hardware.is_gpu or options.reduced):
         raise UserError("there is no CUDA GPU here; set reduced=true to rehearse on a CPU")
-    outcomes = Outcomes(options, machine_name(hardware))
-    run_stages(outcomes, given)
+    folder = options.output_dir.absolute()
+    machine = machine_name(hardware)
+    outcomes = Outcomes(machine, folder if options.reduced else RESULTS / machine, folder)
+    run_stages(options, outcomes, given)
     return int(any(record["status"] in (FAILED, TOO_LONG) for record in outcomes.records().values()))
 
 

@@ -135,6 +135,8 @@ class Workload:
         self.recipe = trainer.recipe
         self.device = trainer.device
         self.precision = trainer.config.precision
+        self.in_bf16 = self.precision.mode == "bf16"
+        """Whether it is computed in bf16 under autocast; otherwise in fp32."""
         self.lr = trainer.config.optimizer.lr
         self.batch_size = trainer.plan.batching.batch_size
         self.datasets = trainer.datasets

@@ -22,28 +22,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(PROJECT))
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from evidence.claims.reproduce import machine_name  # noqa: E402
-from mantissa.statistics import ratio_interval  # noqa: E402
-from trainer.config.compose import compose  # noqa: E402
-from trainer.files import write_text  # noqa: E402
-from trainer.hardware import NATIVE, detect  # noqa: E402
-from trainer.precision import kernels  # noqa: E402
-from trainer.run.provenance import git_facts, versions  # noqa: E402
-from trainer.trainer import StepRecord, Trainer  # noqa: E402
+from evidence.claims.reproduce import machine_name
+from mantissa.statistics import ratio_interval
+from trainer.config.compose import compose
+from trainer.files import PROJECT, write_text
+from trainer.hardware import NATIVE, detect
+from trainer.precision import kernels
+from trainer.run.provenance import git_facts, versions
+from trainer.trainer import StepRecord, Trainer
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COMMON = ("device=cpu", "steps=100000", "schedule=constant", "schedule.warmup_steps=0", "checkpoint=none")
@@ -277,23 +274,28 @@ def records() -> dict[str, list[dict[str, Any]]]:
     return {path.parent.name: [json.loads(line) for line in path.read_text().splitlines()] for path in found}
 
 
+Table = Iterator[Sequence[Any]]
+"""The cells of the heading, then those of each row."""
+
+
 def tables() -> str:
     """Return the tables of docs/speed.md: every run, each under its command, commit, date and machine."""
     lines = []
     for machine, runs in records().items():
         for run in runs:
             about = f"`{run['command']}` on `{machine}`, {run['threads']} threads, torch {run['torch']}"
-            lines += [
-                "",
-                f"{about}, {run['date']}, commit {run['commit'][:9]}:",
-                "",
-                *_TABLES[run["what"]](run["rows"]),
-            ]
+            heading, *rows = _TABLES[run["what"]](run["rows"])
+            lines += ["", f"{about}, {run['date']}, commit {run['commit'][:9]}:", ""]
+            lines += [_line(heading), "|---" * len(heading) + "|", *map(_line, rows)]
     return "\n".join(lines[1:])
 
 
-def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| recipe | precision | kernels | step, ms | of the fp32 step |", "|---|---|---|---|---|"]
+def _line(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _steps_table(rows: list[dict[str, Any]]) -> Table:
+    yield "recipe", "precision", "kernels", "step, ms", "of the fp32 step"
     for row in rows:
         wide = [name.replace("_", " ") for name in row["fp32_arithmetic"]]
         kind = "fp32 arithmetic" if "mm" in wide else "torch's own" + f", except {' and '.join(wide)}" * bool(wide)
@@ -303,56 +305,40 @@ def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
             kind = "torch's own, again (null pair)"
         interval = f" [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]" if row["interval"] else ""
         count = "" if len(row["step_ms"]) > 2 else f" ({len(row['step_ms'])} steps)"
-        cells = (row["recipe"], row["precision"], kind, f"{statistics.median(row['step_ms']):,.0f}{count}")
-        lines.append(f"| {' | '.join(cells)} | {row['over_fp32']:.3f}x{interval} |")
-    return lines
+        step = f"{statistics.median(row['step_ms']):,.0f}{count}"
+        yield row["recipe"], row["precision"], kind, step, f"{row['over_fp32']:.3f}x{interval}"
 
 
-def _operators_table(rows: list[dict[str, Any]]) -> list[str]:
-    head = (
-        "operator",
-        "operands",
-        "precision",
-        "torch's own, ms",
-        "fp32 arithmetic, ms",
-        "error, torch's own",
-        "error",
-    )
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+def _operators_table(rows: list[dict[str, Any]]) -> Table:
+    yield "operator", "operands", "precision", "torch's own, ms", "fp32 arithmetic, ms", "error, torch's own", "error"
     for row in rows:
-        times, errors = (f"{row[f'{way}_{unit}']:.3f}" for unit in ("ms", "error") for way in ("native", "fp32")), ()
-        cells = (row["operator"].replace("_", " "), row["form"], row["precision"], *times, *errors)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        figures = [f"{row[f'{way}_{unit}']:.3f}" for unit in ("ms", "error") for way in ("native", "fp32")]
+        yield row["operator"].replace("_", " "), row["form"], row["precision"], *figures
 
 
-def _training_table(rows: list[dict[str, Any]]) -> list[str]:
-    head: tuple[str, ...] = ("recipe", "precision", "seed", "last 20 steps: torch's own", "fp32 arithmetic", "null")
-    head += ("mean distance: fp32 arithmetic", "null", "ratio", "skipped steps")
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+def _training_table(rows: list[dict[str, Any]]) -> Table:
+    ends = ("last 20 steps: torch's own", "fp32 arithmetic", "null")
+    distances = ("mean distance: fp32 arithmetic", "null", "ratio")
+    yield "recipe", "precision", "seed", *ends, *distances, "skipped steps"
     for row in rows:
-        ends = [f"{row['last_20'][arm]:.5f}" for arm in ("native", "fp32", "null")]
-        distances = [f"{row['mean_distance'][arm]:.2g}" for arm in ("fp32", "null")]
-        distances.append(f"{row['mean_distance']['fp32'] / row['mean_distance']['null']:.2f}")
-        skipped = ", ".join(str(row["skipped"][arm]) for arm in ("native", "fp32", "null"))
-        lines.append(
-            f"| {' | '.join((row['recipe'], row['precision'], str(row['seed']), *ends, *distances, skipped))} |"
-        )
-    return lines
+        arms, fp32, null = ("native", "fp32", "null"), row["mean_distance"]["fp32"], row["mean_distance"]["null"]
+        losses = [f"{row['last_20'][arm]:.5f}" for arm in arms]
+        skipped = ", ".join(str(row["skipped"][arm]) for arm in arms)
+        apart = (f"{fp32:.2g}", f"{null:.2g}", f"{fp32 / null:.2f}")
+        yield row["recipe"], row["precision"], row["seed"], *losses, *apart, skipped
 
 
-def _memory_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| recipe | precision | peak of the process, MiB | over fp32, MiB |", "|---|---|---|---|"]
+def _memory_table(rows: list[dict[str, Any]]) -> Table:
+    yield "recipe", "precision", "peak of the process, MiB", "over fp32, MiB"
     base = {row["recipe"]: row["peak_mib"] for row in rows if row["precision"] == "fp32"}
     for row in rows:
         more = f"{row['peak_mib'] - base[row['recipe']]:+.1f}" if row["precision"] != "fp32" else ""
-        lines.append(f"| {row['recipe']} | {row['precision']} | {row['peak_mib']} | {more} |")
-    return lines
+        yield row["recipe"], row["precision"], row["peak_mib"], more
 
 
-def _places_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
-    return lines + [f"| {' | '.join(map(str, row.values()))} |" for row in rows]
+def _places_table(rows: list[dict[str, Any]]) -> Table:
+    yield list(rows[0])
+    yield from (list(row.values()) for row in rows)
 
 
 _TABLES = {

@@ -7,9 +7,7 @@ are not compared side by side, because one that waits for its turn fills its que
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import chain, repeat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.rows import Bench, Row
-from benchmarks.turns import ratios
-from evidence.turns import stopwatch
+from benchmarks.jobs import endless
+from benchmarks.rows import Bench, Row, ratios
 from trainer.config.compose import compose
 from trainer.data.loader import Batching, DataOrder
 from trainer.hardware import Hardware, threads
@@ -41,28 +38,20 @@ def loader(bench: Bench, images: int = 128, batches: int = 4) -> Iterator[Row]:
         batches: of ``BATCH`` images that a loop loads in a repeat.
     """
     folder = bench.folder
-    bench.report("writing JPEGs")
     write_jpegs(folder / "train", images)
     write_jpegs(folder / "val", 4)
     for policy in POLICIES:
-        loops: dict[str, Loop] = {"Mantissa": ours(folder, policy)}
-        loops["torchvision"] = _loop(torchvision_loader(folder / "train", policy))
-        if policy == "imagenet":
-            loops["torchvision, to uint8 only"] = _loop(torchvision_loader(folder / "train", policy, normalise=False))
-            if importlib.util.find_spec("timm") is not None:
-                loops["timm"] = _loop(timm_loader(folder / "train"))
-        cpu = torch.device("cpu")
+        torchvision = _loop(endless(torchvision_loader(folder / "train", policy)))
+        loops = {"Mantissa": ours(folder, policy), "torchvision": torchvision}
+        if policy == "imagenet" and importlib.util.find_spec("timm") is not None:
+            loops["timm"] = _loop(endless(timm_loader(folder / "train")))
         with threads(1):
-            timed: dict[str, Callable[[], float]] = {
-                name: partial(stopwatch(loop, cpu), batches) for name, loop in loops.items()
-            }
-            times = bench.interleave(f"augment={policy}", timed)
-        measured = f"augment={policy}, JPEGs of {WIDTH} × {HEIGHT} to {SIZE} × {SIZE}, batches of {BATCH}, one process"
-        for name in loops:
-            rates = [batches * BATCH / seconds for seconds in times[name]]
-            yield Row(f"loading alone, {policy}, {name}", "images/s", rates, measured + ", one thread")
+            times = bench.times(loops, batches)
+        how = f"augment={policy}, JPEGs of {WIDTH} × {HEIGHT} to {SIZE} × {SIZE}, batches of {BATCH}, one thread"
+        rates = [batches * BATCH / seconds for seconds in times["Mantissa"]]
+        yield Row(f"loading alone, {policy}, Mantissa", "images/s", rates, how)
         for name in list(loops)[1:]:
-            yield Row(f"loading, {policy}, Mantissa / {name}", "x", ratios(times, name, "Mantissa"), measured)
+            yield Row(f"loading, {policy}, Mantissa / {name}", "x", ratios(times, name, "Mantissa"), how)
 
 
 def write_jpegs(folder: Path, count: int) -> None:
@@ -94,7 +83,7 @@ def ours(folder: Path, policy: str) -> Loop:
     return _loop(config.loader.steps(data, order, batching, 0, 10**9, hardware))
 
 
-def torchvision_loader(folder: Path, policy: str, normalise: bool = True) -> DataLoader[Any]:
+def torchvision_loader(folder: Path, policy: str) -> DataLoader[Any]:
     """Return torchvision's ImageFolder and torch's DataLoader, with the transforms of torchvision's references."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import InterpolationMode, v2
@@ -103,9 +92,8 @@ def torchvision_loader(folder: Path, policy: str, normalise: bool = True) -> Dat
     steps: list[Any] = [v2.RandomResizedCrop(SIZE, interpolation=bilinear, antialias=True), v2.RandomHorizontalFlip()]
     if policy == "randaugment":
         steps.append(v2.RandAugment(interpolation=bilinear))
-    steps.append(v2.PILToTensor())
-    if normalise:
-        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    steps += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+    steps.append(v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     return DataLoader(ImageFolder(str(folder), v2.Compose(steps)), BATCH, shuffle=True, drop_last=True)
 
 
@@ -126,9 +114,7 @@ def timm_loader(folder: Path) -> Any:
     )
 
 
-def _loop(loaded: Iterable[Any]) -> Loop:
-    batches: Iterator[Any] = chain.from_iterable(repeat(loaded)) if isinstance(loaded, DataLoader) else iter(loaded)
-
+def _loop(batches: Iterator[Any]) -> Loop:
     def load(count: int) -> None:
         for _ in range(count):
             next(batches)

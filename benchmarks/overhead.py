@@ -6,22 +6,22 @@ import gc
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
-from typing import Protocol
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.jobs import BIGNET, LOG_EVERY, TINY_MLP, BareLoop, Job, Workload, gpt2_job
-from benchmarks.rows import Bench, Row
-from benchmarks.turns import Times, ratios
+from benchmarks.rows import Bench, Row, Times, ratios
 from evidence.turns import Block, Clock, stopwatch, synchronise
 from mantissa.display import size
+from trainer.config.schema import Config
 from trainer.errors import RunError
-from trainer.hardware import threads
+from trainer.hardware import Hardware, threads
 from trainer.profiling.ledger import MemoryLedger
 from trainer.run.run import Run
 from trainer.run.signals import Signals
@@ -34,59 +34,35 @@ PEAK_STEP = 3
 """The optimizer step whose peak memory is measured: by then the optimizer has its state."""
 
 
-class Turns:
-    """Lets other loops take turns with a trainer's run, which cannot be called block by block.
-
-    In each round of a repeat the run takes ``steps`` optimizer steps and then each of ``others`` as many. One further
-    repeat comes first, as a warm-up, and is not kept.
-    """
-
-    def __init__(
-        self, job: Job, repeats: int, others: dict[str, Block], clock: Clock, report: Callable[[str, int], object]
-    ) -> None:
-        self.steps, self.steps_per_repeat = job.steps, job.steps * job.rounds
-        self.last_step = self.steps_per_repeat * (repeats + 1)
-        self.others, self.clock, self.report = others, clock, report
-        self._times: Times = {name: [0.0] * (repeats + 1) for name in ("trainer", *others)}
-
-    @property
-    def times(self) -> Times:
-        """Seconds per repeat by name; the run is called ``trainer``."""
-        return {name: seconds[1:] for name, seconds in self._times.items()}
-
-    def start(self, step: int = 0) -> None:
-        """Start the clock of the run's next block, after ``step`` optimizer steps."""
-        self.report("Mantissa", step // self.steps_per_repeat)
-        self._began = self.clock()
-
-    def take(self, step: int) -> None:
-        """If the run's optimizer step ``step`` (from 1) ends a block, run the others' blocks."""
-        if step % self.steps or step > self.last_step:
-            return
-        repeat = (step - 1) // self.steps_per_repeat
-        self._times["trainer"][repeat] += self.clock() - self._began
-        for name, block in self.others.items():
-            self.report(name, repeat)
-            self._times[name][repeat] += block(self.steps)
-        self.start(step)
-
-
 class MeasuredRun(Run):
-    """A run with all features on, which pauses between its steps while other loops run."""
+    """A run with all features on, which pauses after each of its blocks while other loops take as many steps."""
 
-    turns: Turns
+    block_steps: int
+    others: dict[str, Block]
+    clock: Clock
+    seconds: Times
+    """Of each block by name; those of the run itself are called ``trainer``."""
+
+    def measure(self, block_steps: int, others: dict[str, Block], clock: Clock) -> Times:
+        """Train to the end in turns with other loops, and return the seconds of each block."""
+        self.block_steps, self.others, self.clock = block_steps, others, clock
+        self.seconds = {name: [] for name in ("trainer", *others)}
+        self._began = clock()
+        self.train()
+        return self.seconds
 
     def after_step(self) -> None:
         """Do what is due after a step; at the end of a block, let the other loops run."""
         super().after_step()
-        step = self.trainer.step
-        if step % self.turns.steps == 0:
-            synchronise(self.trainer.device)
-            with self.monitor.paused():
-                self.turns.take(step)
-                if step == self.turns.steps_per_repeat:
-                    self._wait_for_mlflow()
-                    self.turns.start(step)
+        if self.trainer.step % self.block_steps:
+            return
+        synchronise(self.trainer.device)
+        with self.monitor.paused():
+            self.seconds["trainer"].append(self.clock() - self._began)
+            for name, block in self.others.items():
+                self.seconds[name].append(block(self.block_steps))
+            self._wait_for_mlflow()
+            self._began = self.clock()
 
     def _wait_for_mlflow(self) -> None:
         # Its import and first connection belong to the start, not to a step.
@@ -107,7 +83,7 @@ def alternate(
 ) -> Times:
     """Return the seconds per repeat of a whole run with all features on, and of loops that alternate with it.
 
-    The run is called ``trainer``, the loop written by hand ``bare``.
+    The run is called ``trainer``, the loop written by hand ``bare``. One further repeat comes first, as a warm-up.
 
     Args:
         bench: its folder takes the run.
@@ -116,26 +92,27 @@ def alternate(
         others: returns the blocks of other loops by name.
         clock: of the run and the bare loop, in seconds.
     """
-    hardware, repeats, folder = bench.hardware, bench.repeats, bench.folder
-    last = (repeats + 1) * job.rounds * job.steps + 1  # so that evaluation and the end come after the last block
+    hardware, folder = bench.hardware, bench.folder
+    last = (bench.repeats + 1) * job.rounds * job.steps + 1  # so that evaluation and the end come after the last block
     local = [] if find_spec("mlflow") else ["tracking=local"]  # a machine for measurements may lack it
     place = (f"device={hardware.device}", f"output_dir={folder}", f"run_name={job.name.replace(' ', '-')}")
     tracked = (f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench")
     length = (f"steps={last}", f"eval_every={last}", "eval_samples=1")
     config = job.config(*options, *local, *place, *tracked, *length)
-    bench.report(f"{job.name}: building")
     trainer = Trainer.from_config(config, hardware)
     workload = Workload(trainer)
     blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | others(workload)
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
-    run.turns = turns = Turns(
-        job, repeats, blocks, clock, lambda name, repeat: bench.repeat(f"{job.name}: {name}", repeat)
-    )
     with threads(job.threads):
-        turns.start()
-        run.train()
-    return turns.times
+        seconds = run.measure(job.steps, blocks, clock)
+    return by_repeat(seconds, bench.repeats, job.rounds)
+
+
+def by_repeat(seconds: Times, repeats: int, rounds: int) -> Times:
+    """Return the seconds of each repeat of ``rounds`` blocks, without the first repeat, the warm-up."""
+    firsts = range(rounds, (repeats + 1) * rounds, rounds)
+    return {name: [sum(blocks[first : first + rounds]) for first in firsts] for name, blocks in seconds.items()}
 
 
 def trainer_cost(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
@@ -167,80 +144,105 @@ def overheads(times: Times, unit: str, steps: int) -> list[float]:
     return [1e3 * (a - b) / steps for a, b in zip(times["trainer"], times["bare"], strict=True)]
 
 
-class Watch(Protocol):
-    """Is called around the optimizer steps of a loop."""
-
-    def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that ``step`` (from 1) begins."""
-
-    def after(self, step: int, last: int) -> None:
-        """Take note that ``step`` of ``last`` has ended."""
+After = Callable[[int], None]
+"""Is called after each optimizer step of a loop, with its number from 1."""
+Fit = Callable[[int, After], None]
+"""Takes a number of optimizer steps."""
 
 
-class PeakWatch:
-    """Measures the peak memory of step ``PEAK_STEP``: by CUDA's allocator, elsewhere by the ledger."""
+@dataclass
+class Loop:
+    """A loop over a workload, ready to be measured."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Begin before the loop is built: what is allocated by then does not count."""
-        self.device, self.cuda = device, device.type == "cuda"
-        self.how = "CUDA's allocator" if self.cuda else "the ledger of trainer/profiling/ledger.py"
-        self.bytes = 0
-        gc.collect()
-        self._before = torch.cuda.memory_allocated(device) if self.cuda else 0
-
-    def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Start measuring."""
-        if step != PEAK_STEP:
-            return
-        if self.cuda:
-            synchronise(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            self._ledger = MemoryLedger(model, optimizer)
-            self._ledger.__enter__()
-
-    def after(self, step: int, last: int) -> None:
-        """Read the peak."""
-        if step != PEAK_STEP:
-            return
-        if self.cuda:
-            synchronise(self.device)
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
-        else:
-            self._ledger.__exit__(None, None, None)
-            self.bytes = self._ledger.report().peak_bytes
+    model: nn.Module
+    """The recipe's own model."""
+    optimizer: torch.optim.Optimizer
+    fit: Fit
+    block: Block
 
 
-def watched(run: Callable[[int], object], model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
-    """Take ``PEAK_STEP`` steps of a loop that is called step by step."""
-    for step in range(1, PEAK_STEP + 1):
-        watch.before(step, model, optimizer)
-        run(1)
-        watch.after(step, PEAK_STEP)
+def stepwise(run: Callable[[int], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    """Return a loop of which each call continues the one before."""
+
+    def fit(steps: int, after: After) -> None:
+        for step in range(1, steps + 1):
+            run(1)
+            after(step)
+
+    return Loop(model, optimizer, fit, stopwatch(run, next(model.parameters()).device))
+
+
+def bare(workload: Workload) -> Loop:
+    """Return the loop written by hand."""
+    loop = BareLoop(workload)
+    return stepwise(loop.run, loop.model, loop.optimizer)
+
+
+def mantissa(config: Config, hardware: Hardware) -> Loop:
+    """Return the trainer's own steps."""
+    trainer = Trainer.from_config(config, hardware)
+    trainer.model.train()
+    # All loaded before: the ledger counts the whole storage of data that a step touches.
+    batches = iter(list(islice(trainer.batches(), PEAK_STEP)))
+    return stepwise(lambda _: trainer.train_step(next(batches)), trainer.model, trainer.optimizer)
+
+
+@dataclass
+class FirstSteps:
+    """What a loop's first ``PEAK_STEP`` steps leave."""
+
+    peak_bytes: int = 0
+    """Of the last one, by CUDA's allocator, elsewhere by the ledger. What existed before the loop does not count."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After it, on the CPU."""
+
+
+def first_steps(make: Callable[[], Loop], device: torch.device) -> FirstSteps:
+    """Make a loop, take its first steps, and return their peak memory and the weights after them."""
+    gc.collect()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    loop, found = make(), FirstSteps()
+    peak = _peak(loop, device)
+
+    def after(step: int) -> None:
+        if step == PEAK_STEP - 1:
+            next(peak)
+        elif step == PEAK_STEP:
+            found.peak_bytes = next(peak) - before
+            found.weights = {name: each.detach().cpu().clone() for name, each in loop.model.named_parameters()}
+
+    loop.fit(PEAK_STEP, after)
+    return found
+
+
+def _peak(loop: Loop, device: torch.device) -> Iterator[int]:
+    """Begin to measure, yield 0; then yield the peak in bytes since then."""
+    if device.type == "cuda":
+        synchronise(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield 0
+        synchronise(device)
+        yield torch.cuda.max_memory_allocated(device)
+    else:
+        with MemoryLedger(loop.model, loop.optimizer) as ledger:
+            yield 0
+        yield ledger.report().peak_bytes
+
+
+def memory_is_by(device: torch.device) -> str:
+    """Return what measures the peak."""
+    return "CUDA's allocator" if device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
 
 
 def peak_memory(bench: Bench, jobs: Sequence[tuple[Job, str]] = ()) -> Iterator[Row]:
     """Measure the peak memory of one step, trainer over hand-written loop; it is exact and needs no repeats."""
-    hardware = bench.hardware
+    hardware, device = bench.hardware, bench.hardware.device
     for job, mode in jobs or ((gpt2_job(hardware), bench.mode), (BIGNET, "fp32")):
-        bench.report(f"{job.name} {mode}")
         options = (f"precision={mode}", "clip=norm")
-        ours = PeakWatch(hardware.device)
-        workload = trainer_peak(bench, job, options, ours)
-        theirs = PeakWatch(hardware.device)
-        bare = BareLoop(workload)
-        watched(bare.run, bare.model, bare.optimizer, theirs)
+        config = job.config(*options, f"device={device}")
+        workload = Workload(Trainer.from_config(config, hardware)).first_batches(PEAK_STEP)
+        makers = (partial(mantissa, config, hardware), partial(bare, workload))
+        ours, theirs = (first_steps(make, device).peak_bytes for make in makers)
+        sizes = f"third step, {size(ours)} and {size(theirs)} by {memory_is_by(device)}"
         title = f"{job.name} {mode}, peak memory over a bare loop's"
-        sizes = f"third step, {size(ours.bytes)} and {size(theirs.bytes)} by {theirs.how}"
-        yield Row(title, "x", [ours.bytes / theirs.bytes], f"{job.line(*options)}; {sizes}", 1.02)
-
-
-def trainer_peak(bench: Bench, job: Job, options: Sequence[str], watch: PeakWatch) -> Workload:
-    """Take the trainer's first steps, watched, and return its workload with the weights from before them."""
-    trainer = Trainer.from_config(job.config(*options, f"device={bench.hardware.device}"), bench.hardware)
-    workload = Workload(trainer).first_batches(PEAK_STEP)
-    trainer.model.train()
-    # All loaded before: the ledger counts the whole storage of data that a step touches.
-    batches = iter(list(islice(trainer.batches(), PEAK_STEP)))
-    watched(lambda _: trainer.train_step(next(batches)), trainer.model, trainer.optimizer, watch)
-    return workload
+        yield Row(title, "x", [ours / theirs], f"{job.line(*options)}; {sizes}", 1.02)

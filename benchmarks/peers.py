@@ -21,16 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.jobs import LOG_EVERY, MAX_NORM, TINY_MLP, BareLoop, Job, Workload, endless, gpt2_job, resnet_job
-from benchmarks.overhead import PEAK_STEP, PeakWatch, Watch, alternate, trainer_peak, watched
+from benchmarks.jobs import LOG_EVERY, MAX_NORM, TINY_MLP, Job, Workload, endless, gpt2_job, resnet_job
+from benchmarks.overhead import (
+    PEAK_STEP,
+    After,
+    Fit,
+    Loop,
+    alternate,
+    bare,
+    first_steps,
+    mantissa,
+    memory_is_by,
+    stepwise,
+)
 from benchmarks.rows import Bench
-from evidence.turns import Block, stopwatch, synchronise
+from evidence.turns import Block, synchronise
 from mantissa.display import size
-from mantissa.formats import BASIC
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
-from trainer.hardware import NATIVE, Hardware
+from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts
+from trainer.trainer import Trainer
 
 FIT_WARM_UP = 3
 """Optimizer steps of a framework's fit that are not timed; every repeat is a new fit."""
@@ -38,71 +49,31 @@ ALIKE = 0.01
 """Loops train alike where their weights differ by less than this share of the distance that they went."""
 BARE, MANTISSA = "bare loop", "Mantissa, everything on"
 HEADING = ("loop", "version", "step, ms", "over bare, ms", "{unit}/s", "of bare's", "peak memory", "of bare's")
-Fit = Callable[[int, Watch], None]
-"""Takes a number of optimizer steps in one call of the framework's own fit, and calls the watch around each."""
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A framework's loop over a workload, ready to be measured."""
-
-    model: nn.Module
-    """The recipe's own model."""
-    block: Block
-    first_steps: Callable[[Watch], None]
-    """Takes ``PEAK_STEP`` steps, watched."""
-
-
-def stepwise(run: Callable[[int], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
-    """Return a loop that can be called step by step."""
-    device = next(model.parameters()).device
-    return Loop(model, stopwatch(run, device), partial(watched, run, model, optimizer))
-
-
-def fitted(fit: Fit, model: nn.Module) -> Loop:
-    """Return a loop of which every block is one whole fit."""
+def fitted(fit: Fit, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    """Return a loop that cannot be called step by step: a block is one whole fit, timed after its first steps."""
     device = next(model.parameters()).device
 
     def block(steps: int) -> float:
-        clock = _FitClock(device)
-        fit(FIT_WARM_UP + steps, clock)
-        return clock.seconds
+        ended: dict[int, float] = {}
 
-    return Loop(model, block, partial(fit, PEAK_STEP))
+        def after(step: int) -> None:
+            if step in (FIT_WARM_UP, FIT_WARM_UP + steps):
+                synchronise(device)
+                ended[step] = time.perf_counter()
 
+        fit(FIT_WARM_UP + steps, after)
+        return ended[FIT_WARM_UP + steps] - ended[FIT_WARM_UP]
 
-class _FitClock:
-    """Times the steps of a fit after its first ``FIT_WARM_UP``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds = 0.0
-
-    def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        pass
-
-    def after(self, step: int, last: int) -> None:
-        if step in (FIT_WARM_UP, last):
-            synchronise(self.device)
-            now = time.perf_counter()
-            if step == FIT_WARM_UP:
-                self._began = now
-            else:
-                self.seconds = now - self._began
-
-
-def bare(workload: Workload, folder: Path) -> Loop:
-    """Return the loop written by hand."""
-    loop = BareLoop(workload)
-    return stepwise(loop.run, loop.model, loop.optimizer)
+    return Loop(model, optimizer, fit, block)
 
 
 def accelerate(workload: Workload, folder: Path) -> Loop:
     """Return the loop of accelerate's quick tour."""
     from accelerate import Accelerator
 
-    mode = workload.precision.mode
-    precision = mode if mode in ("bf16", "fp16") else "no"
+    precision = "bf16" if workload.in_bf16 else "no"
     accelerator = Accelerator(mixed_precision=precision, cpu=workload.device.type == "cpu")
     plain = workload.model()
     plain_optimizer = workload.optimizer(plain)
@@ -146,19 +117,15 @@ def transformers_trainer(workload: Workload, folder: Path) -> Loop:
 
     model = workload.model()
     optimizer = workload.optimizer(model)
-    mode = workload.precision.mode
 
     class WithLoader(TransformersTrainer):
         def get_train_dataloader(self) -> Any:
             return self.accelerator.prepare(workload.loader(lambda batch: {"batch": batch}))
 
-    def fit(steps: int, watch: Watch) -> None:
+    def fit(steps: int, after: After) -> None:
         class Watched(TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                watch.before(state.global_step + 1, model, optimizer)
-
             def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                watch.after(state.global_step, state.max_steps)
+                after(state.global_step)
 
         arguments = TrainingArguments(
             output_dir=str(folder / "transformers"),
@@ -173,8 +140,7 @@ def transformers_trainer(workload: Workload, folder: Path) -> Loop:
             disable_tqdm=True,
             remove_unused_columns=False,
             use_cpu=workload.device.type == "cpu",
-            bf16=mode == "bf16",
-            fp16=mode == "fp16",
+            bf16=workload.in_bf16,
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # it would split the batch among all GPUs
         # A new wrapper for each fit: accelerate wraps the forward of what it is given, and would do so again and again.
@@ -185,7 +151,7 @@ def transformers_trainer(workload: Workload, folder: Path) -> Loop:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
-    return fitted(fit, model)
+    return fitted(fit, model, optimizer)
 
 
 def lightning_trainer(workload: Workload, folder: Path) -> Loop:
@@ -194,11 +160,10 @@ def lightning_trainer(workload: Workload, folder: Path) -> Loop:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     model = workload.model()
-    precision: Any = {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(workload.precision.mode, "32-true")
-    optimizer = workload.optimizer(model, fused=precision == "32-true")
+    optimizer = workload.optimizer(model, fused=not workload.in_bf16)
 
     class Module(lightning.LightningModule):
-        watch: Watch
+        after: After
 
         def __init__(self) -> None:
             super().__init__()
@@ -212,22 +177,19 @@ def lightning_trainer(workload: Workload, folder: Path) -> Loop:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-        def on_train_batch_start(self, batch: Any, index: int) -> None:
-            self.watch.before(self.trainer.global_step + 1, model, optimizer)
-
         def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-            self.watch.after(self.trainer.global_step, self.trainer.max_steps)
+            self.after(self.trainer.global_step)
 
     module = Module()
 
-    def fit(steps: int, watch: Watch) -> None:
-        module.watch = watch
+    def fit(steps: int, after: After) -> None:
+        module.after = after
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it advises to use loader workers; no loop here has any
             trainer = lightning.Trainer(
                 accelerator=workload.device.type,
                 devices=1,
-                precision=precision,
+                precision="bf16-mixed" if workload.in_bf16 else "32-true",
                 max_steps=steps,
                 gradient_clip_val=MAX_NORM,
                 log_every_n_steps=LOG_EVERY,
@@ -244,18 +206,18 @@ def lightning_trainer(workload: Workload, folder: Path) -> Loop:
                 signal.signal(signal.SIGINT, interrupted)
                 raise KeyboardInterrupt from None
 
-    return fitted(fit, model)
+    return fitted(fit, model, optimizer)
 
 
 def timm_parts(workload: Workload, folder: Path) -> Loop:
-    """Return a loop of timm's optimizer, schedule, clipping, scaler and meters.
+    """Return a loop of timm's optimizer, schedule, clipping and meters.
 
     timm's train script is no part of its package. As in it, gradients are cleared before the backward pass, and the
     loss is read in every step.
     """
     from timm.optim import create_optimizer_v2
     from timm.scheduler import StepLRScheduler
-    from timm.utils import AverageMeter, NativeScaler, dispatch_clip_grad
+    from timm.utils import AverageMeter, dispatch_clip_grad
 
     device = workload.device
     model = workload.model()
@@ -263,7 +225,6 @@ def timm_parts(workload: Workload, folder: Path) -> Loop:
         model, "adamw", lr=workload.lr, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True
     )
     schedule = StepLRScheduler(optimizer, decay_t=10**9, t_in_epochs=False)  # constant
-    scaler = NativeScaler(device.type) if workload.precision.mode == "fp16" else None
     losses = AverageMeter()
     batches = endless(workload.loader())
     taken = 0
@@ -276,12 +237,9 @@ def timm_parts(workload: Workload, folder: Path) -> Loop:
                 loss = workload.mean_loss(model, batch)
             losses.update(loss.item(), workload.batch_size)
             optimizer.zero_grad()
-            if scaler is not None:
-                scaler(loss, optimizer, MAX_NORM, parameters=model.parameters())
-            else:
-                loss.backward()
-                dispatch_clip_grad(model.parameters(), MAX_NORM)
-                optimizer.step()
+            loss.backward()
+            dispatch_clip_grad(model.parameters(), MAX_NORM)
+            optimizer.step()
             taken += 1
             schedule.step_update(taken, losses.avg)
 
@@ -294,12 +252,12 @@ class Framework:
 
     name: str
     make: Callable[[Workload, Path], Loop]
+    """Takes the workload and a folder for what the framework writes."""
     needs: tuple[str, ...]
     """Packages; the first is the one whose version is shown."""
     vision_only: bool = False
     note: str = ""
     """In what it differs from the loop written by hand."""
-    note_under_autocast: str = ""
 
     def installed(self) -> tuple[str, str]:
         """Return its version and, without importing it, why it cannot be measured (empty: it can)."""
@@ -319,8 +277,7 @@ FRAMEWORKS = (
         "Lightning",
         lightning_trainer,
         ("lightning",),
-        note_under_autocast="AdamW is not fused, because under autocast Lightning does not clip gradients for a "
-        "fused one",
+        note="under autocast its AdamW is not fused, because Lightning then does not clip gradients for a fused one",
     ),
     Framework(
         "timm's parts",
@@ -343,79 +300,54 @@ class Peer:
     peak_bytes: int = 0
     drift: float | None = None
     """How far its weights are from the bare loop's after three steps, as a share of the distance that those went."""
-    seconds: list[float] = field(default_factory=list)
-    """Of a repeat."""
+    step_ms: list[float] = field(default_factory=list)
+    """Of each repeat."""
 
 
-@dataclass
-class SideBySide:
-    """The table of one job; the first peer is the loop written by hand."""
+def table(peers: Sequence[Peer], unit: str, units: int) -> str:
+    """Return the rows in Markdown.
 
-    job: str
-    how: str
-    """What was measured."""
-    unit: str
-    units: int
-    """Of one optimizer step: tokens, images or samples."""
-    steps: int
-    """In a repeat."""
-    peers: list[Peer]
+    Args:
+        peers: the first one is the loop written by hand.
+        unit: of what a step takes: tokens, images or samples.
+        units: how many of them a step takes.
+    """
+    heading = tuple(cell.format(unit=unit) for cell in HEADING)
+    rows = [heading, ("---",) * len(heading), *(_cells(peer, peers[0], units) for peer in peers)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the heading and one row of text for each peer."""
-        return [tuple(cell.format(unit=self.unit) for cell in HEADING), *map(self._row, self.peers)]
 
-    def _row(self, peer: Peer) -> tuple[str, ...]:
-        bare = self.peers[0]
-        peak = (size(peer.peak_bytes), f"{peer.peak_bytes / bare.peak_bytes:.3f}x") if peer.peak_bytes else ("–", "–")
-        if not peer.seconds:
-            return (peer.name, peer.version or "–", "–", "–", "–", "–", *peak)
-        step_s = statistics.median(peer.seconds) / self.steps
-        rate = self.units / step_s
-        digits = 3 if step_s < 0.01 else 1
-        time, speed = f"{1e3 * step_s:.{digits}f}", f"{rate:,.{0 if rate >= 100 else 1}f}"
-        if peer is bare:
-            return (peer.name, peer.version, time, "", speed, "", *peak)
-        extra, share = _range(self.overhead_ms(peer), f"+.{digits}f"), _range(self.throughput(peer), ".3f")
-        return (peer.name, peer.version, time, extra, speed, share, *peak)
-
-    def overhead_ms(self, peer: Peer) -> list[float]:
-        """Return what a step takes longer than the bare loop's, for each repeat."""
-        pairs = zip(peer.seconds, self.peers[0].seconds, strict=True)
-        return [1e3 * (own - bare) / self.steps for own, bare in pairs]
-
-    def throughput(self, peer: Peer) -> list[float]:
-        """Return the throughput as a multiple of the bare loop's, for each repeat."""
-        return [bare / own for own, bare in zip(peer.seconds, self.peers[0].seconds, strict=True)]
-
-    def notes(self) -> list[str]:
-        """Return what the rows do not say."""
-        drifts = {peer.name: peer.drift for peer in self.peers[1:] if peer.drift is not None}
-        alike = {name: drift for name, drift in drifts.items() if drift < ALIKE}
-        notes = []
-        if alike:
-            names, most = ", ".join(alike), max(alike.values())
-            same = f"after {PEAK_STEP} steps they differ by at most {most:.2%} of the distance that the weights moved"
-            notes.append(f"the same weights as the bare loop's ({same}): {names}")
-        for name, drift in drifts.items():
-            if name not in alike:
-                apart = f"its weights differ from the bare loop's by {drift:.0%} of the distance that those moved"
-                notes.append(f"{name}: NOT the same training; after {PEAK_STEP} steps {apart}")
-        return notes + [f"{peer.name}: {peer.note}" for peer in self.peers if peer.note]
-
-    def markdown(self) -> str:
-        """Return the table for a page."""
-        heading, *rows = self.rows()
-        lines = ["| " + " | ".join(row) + " |" for row in (heading, ["---"] * len(heading), *rows)]
-        return (
-            "\n".join([f"### {self.job}", "", *lines, "", *(f"- {note}" for note in (self.how, *self.notes()))]) + "\n"
-        )
-
-    text = markdown
+def _cells(peer: Peer, bare: Peer, units: int) -> tuple[str, ...]:
+    peak = (size(peer.peak_bytes), f"{peer.peak_bytes / bare.peak_bytes:.3f}x") if peer.peak_bytes else ("–", "–")
+    if not peer.step_ms:
+        return (peer.name, peer.version or "–", "–", "–", "–", "–", *peak)
+    step_ms = statistics.median(peer.step_ms)
+    rate, digits = 1e3 * units / step_ms, 3 if step_ms < 10 else 1
+    extra = share = ""
+    if peer is not bare:
+        pairs = list(zip(peer.step_ms, bare.step_ms, strict=True))
+        extra = _range([own - other for own, other in pairs], f"+.{digits}f")
+        share = _range([other / own for own, other in pairs], ".3f")
+    speed = f"{rate:,.{0 if rate >= 100 else 1}f}"
+    return (peer.name, peer.version, f"{step_ms:.{digits}f}", extra, speed, share, *peak)
 
 
 def _range(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def notes(peers: Sequence[Peer]) -> list[str]:
+    """Return what the rows do not say."""
+    alike = {peer.name: peer.drift for peer in peers[1:] if peer.drift is not None and peer.drift < ALIKE}
+    found = []
+    if alike:
+        same = f"after {PEAK_STEP} steps they differ by at most {max(alike.values()):.2%} of the distance that the"
+        found.append(f"the same weights as the bare loop's ({same} weights moved): {', '.join(alike)}")
+    for peer in peers[1:]:
+        if peer.drift is not None and peer.name not in alike:
+            apart = f"its weights differ from the bare loop's by {peer.drift:.0%} of the distance that those moved"
+            found.append(f"{peer.name}: NOT the same training; after {PEAK_STEP} steps {apart}")
+    return found + [f"{peer.name}: {peer.note}" for peer in peers if peer.note]
 
 
 def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
@@ -428,78 +360,56 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
     return Job("gpt2 mini", language, 5), Job("resnet18", (*vision, "batch_size=32"), 10), tiny
 
 
-def peers_mode(bench: Bench) -> str:
-    """Return the precision of the comparison: bf16 where the device has instructions for it, else fp32."""
-    asked = [mode for mode in BASIC if mode in bench.modes]
-    return asked[-1] if asked else "bf16" if bench.hardware.support("bf16") == NATIVE else "fp32"
-
-
-def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[SideBySide]:
+def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[str]:
     """Measure a step's overhead, throughput and peak memory in each framework, beside a loop written by hand."""
     for job in jobs or peers_jobs(bench.hardware):
         vision = "recipe=resnet" in job.overrides
-        yield _side_by_side(bench, job, [each for each in frameworks if vision or not each.vision_only])
+        yield side_by_side(bench, job, [each for each in frameworks if vision or not each.vision_only])
 
 
-class FirstSteps(PeakWatch):
-    """Measures the peak memory of the third step, and keeps the weights after it."""
-
-    weights: dict[str, Tensor]
-
-    def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Note whose step begins."""
-        super().before(step, model, optimizer)
-        self._model = model
-
-    def after(self, step: int, last: int) -> None:
-        """Read the peak, copy the weights to the CPU."""
-        super().after(step, last)
-        if step == PEAK_STEP:
-            self.weights = {name: each.detach().cpu().clone() for name, each in self._model.named_parameters()}
-
-    def distance(self, weights: dict[str, Tensor]) -> float:
-        """Return the Euclidean distance of its weights from others."""
-        return math.sqrt(
-            sum(float((own - weights[name]).double().square().sum()) for name, own in self.weights.items())
-        )
-
-
-def _side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> SideBySide:
-    mode, device = peers_mode(bench), bench.hardware.device
+def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> str:
+    """Return the table of one job as Markdown, with its notes."""
+    mode, device = bench.mode, bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
     options += [f"log_every={LOG_EVERY}", "checkpoint=none"]
-    bench.report(f"{job.name}: first steps")
-    ours, baseline = FirstSteps(device), FirstSteps(device)
-    workload = trainer_peak(bench, job, options, ours)
-    bare(workload, bench.folder).first_steps(baseline)
-    way = baseline.distance(workload.weights)
+    config = job.config(*options, f"device={device}")
+    workload = Workload(Trainer.from_config(config, bench.hardware)).first_batches(PEAK_STEP)
+    baseline = first_steps(partial(bare, workload), device)
+    way = _distance(baseline.weights, workload.weights)
+
+    def measured(peer: Peer, make: Callable[[], Loop]) -> Peer:
+        first = first_steps(make, device)
+        return replace(peer, peak_bytes=first.peak_bytes, drift=_distance(first.weights, baseline.weights) / way)
+
     commit = f"commit {facts['commit'][:7]}" if (facts := git_facts()) else ""
     rows = [
-        Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.bytes),
-        Peer(MANTISSA, commit, peak_bytes=ours.bytes, drift=ours.distance(baseline.weights) / way),
+        Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.peak_bytes),
+        measured(Peer(MANTISSA, commit), partial(mantissa, config, bench.hardware)),
     ]
-    measured: list[Framework] = []
+    timed: list[Framework] = []
     for framework in frameworks:
         known, why = framework.installed()
-        note = framework.note or framework.note_under_autocast * (mode in ("bf16", "fp16"))
-        peer = Peer(framework.name, known, why or note)
-        rows.append(peer)
+        peer = Peer(framework.name, known, why or framework.note)
         if not why:
-            watch = FirstSteps(device)
             try:
-                framework.make(workload, bench.folder).first_steps(watch)
+                peer = measured(peer, partial(framework.make, workload, bench.folder))
+                timed.append(framework)
             except Exception as error:  # the others are measured without it
                 peer.note = f"failed: {type(error).__name__}: {error}"
-                continue
-            peer.peak_bytes, peer.drift = watch.bytes, watch.distance(baseline.weights) / way
-            measured.append(framework)
+        rows.append(peer)
 
     def blocks(workload: Workload) -> dict[str, Block]:
-        return {framework.name: framework.make(workload, bench.folder).block for framework in measured}
+        return {framework.name: framework.make(workload, bench.folder).block for framework in timed}
 
-    times = alternate(bench, job, options, blocks)
+    times, steps = alternate(bench, job, options, blocks), job.steps * job.rounds
     for peer in rows:
-        peer.seconds = times.get({BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name), [])
-    (unit, units), steps = workload.units(), job.steps * job.rounds
-    how = f"{job.line(*options)}; {steps} steps a repeat; peak memory of the third step by {baseline.how}"
-    return SideBySide(f"{job.name} {mode}", how, unit, units, steps, rows)
+        seconds = times.get({BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name), [])
+        peer.step_ms = [1e3 * each / steps for each in seconds]
+    how = f"{job.line(*options)}; {steps} steps a repeat; peak memory of the third step by {memory_is_by(device)}"
+    listed = "\n".join(f"- {note}" for note in (how, *notes(rows)))
+    return f"### {job.name} {mode}\n\n{table(rows, *workload.units())}\n\n{listed}\n"
+
+
+def _distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Return the Euclidean distance between the weights of two loops."""
+    return math.sqrt(sum(float((own - others[name]).double().square().sum()) for name, own in weights.items()))

@@ -129,12 +129,11 @@ class ClipOrder(Probe):
             loss = config.recipe.loss(trainer.model, batch).loss_sum / config.recipe.count_targets(batch)
         scaler.scale(loss).backward()
         parameters = list(trainer.model.parameters())
+        if self.order == "after":
+            scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
         if self.order == "before":
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
             scaler.unscale_(optimizer)
-        else:
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
         gradients: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return {"grad_norm": norm.item(), "update_norm": torch.nn.utils.get_total_norm(gradients).item()}
 

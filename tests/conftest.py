@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import shortcuts
 from tests.composing import compose_quickly
@@ -30,6 +32,25 @@ def shortcuts_taken(tmp_path_factory: pytest.TempPathFactory) -> None:
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     os.environ[shortcuts.STORE] = str(shared / "empty-mlflow.db")
     shortcuts.take()
+
+
+@pytest.fixture(scope="session")
+def empty_store(shortcuts_taken: None) -> Path:
+    """An MLflow store that has been through its migrations, which take seconds, to be copied."""
+    return shortcuts.migrated()
+
+
+@pytest.fixture
+def commands_in_this_process() -> Iterator[None]:
+    """Commands have one thread, and what they change in this process is undone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    logger = logging.getLogger("mantissa")  # the terminal took it over
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 @pytest.fixture

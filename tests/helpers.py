@@ -59,13 +59,6 @@ def gradients(*overrides: str) -> list[Tensor | None]:
     return [parameter.grad for parameter in trainer.model.parameters()]
 
 
-def reopened(trainer: Trainer, folder: Path, kind: Any) -> Any:
-    """The exported model in transformers' class ``kind``, fp32. Puts the trainer's model in evaluation mode."""
-    trainer.model.eval()
-    trainer.recipe.export(trainer.model, trainer.datasets, folder)
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def same_bits(one: Any, other: Any) -> bool:
     """Whether two nested structures are equal, tensors by type, shape and every bit (NaN equals itself)."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):

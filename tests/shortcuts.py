@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -41,10 +40,15 @@ def made_up_times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str,
     return {name: dict.fromkeys(operator.examples(), took) for name, operator in kernels.OPERATORS.items()}
 
 
-def copied(database: Path) -> Any:
+def copied(database: Path) -> None:
     """As ``store.set_up``."""
+    shutil.copy(migrated(), database)
+
+
+def migrated() -> Path:
+    """An MLflow store that has been through its migrations, to be copied."""
     whole = Path(os.environ[STORE])
     with FileLock(f"{whole}.lock"):
         if not whole.exists():
             set_up(whole)
-    shutil.copy(whole, database)
+    return whole

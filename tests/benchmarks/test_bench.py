@@ -8,26 +8,15 @@ import pytest
 from benchmarks import bench, ratios, rows
 from benchmarks.bench import MEASUREMENTS, main
 from benchmarks.jobs import Job
-from benchmarks.rows import Bench, Row
+from benchmarks.rows import Bench, Row, interleave
 from trainer.config.options import run
 from trainer.hardware import detect
 
 WHY = "fp16 products take 95 times as long as fp32's here"
 
 
-@pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Run the command with these measurements in the place of its own."""
-
-    def command(*arguments: str, **measurements: Callable[[Bench], Iterator[Row]]) -> int:
-        monkeypatch.setattr("benchmarks.bench.MEASUREMENTS", measurements)
-        return run(main, None, ["device=cpu", *arguments])
-
-    return command
-
-
 def test_rows_are_printed_as_they_come_also_beside_a_measurement_that_fails(
-    measure: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
 
@@ -39,48 +28,12 @@ def test_rows_are_printed_as_they_come_also_beside_a_measurement_that_fails(
     def whole(given: Bench) -> Iterator[Row]:
         yield Row("of the others", "ms", [1.0], "a command")
 
-    assert measure(broken=broken, whole=whole) == 1
+    monkeypatch.setattr(bench, "MEASUREMENTS", {"broken": broken, "whole": whole})
+    assert run(main, None, ["device=cpu"]) == 1
     assert "known before" in seen[0]
     output = capsys.readouterr().out
     assert "of the others" in output
     assert output.endswith("failed: broken: ValueError: no such operator\n")
-
-
-def test_rows_become_a_page(measure: Callable[..., int], tmp_path: Path) -> None:
-    def found(given: Bench) -> Iterator[Row]:
-        yield Row("speed", "x", [2.0, 3.0, 4.0], "a command", 2.5, at_most=False)
-        yield Row("nothing", "x", [], "left out: it takes hours")
-
-    page = tmp_path / "page.md"
-    assert measure(f"table={page}", "repeats=3", rows=found) == 0
-    text = page.read_text()
-    assert f"    python benchmarks/bench.py device=cpu table={page} repeats=3\n" in text
-    assert "## rows\n\n| quantity | measured | target | how |" in text
-    assert "| speed | 3.000x (2.000 to 4.000) | ≥ 2.5x | a command |" in text
-    assert "| nothing | – |  | left out: it takes hours |" in text
-
-
-def test_a_format_in_fp32_arithmetic_is_left_out_unless_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[str] = []
-
-    def block(bench: Bench, job: Job, overrides: tuple[str, ...]) -> Callable[[], float]:
-        trained.extend(overrides)
-        return lambda: 1.0
-
-    monkeypatch.setattr(rows, "not_timed_here", lambda mode, _: WHY if mode in ("fp16", "bf16") else None)
-    monkeypatch.setattr(ratios, "_training_block", block)
-    jobs = (Job("a job", ()), Job("a job", ()))
-    none, asked = (Bench(detect("cpu"), 1, tmp_path, modes=frozenset(modes)) for modes in ((), ("fp16",)))
-    assert {row.measured.partition(";")[0] for row in ratios.precision(none, jobs)} == {f"left out: {WHY}"}
-    assert trained == []  # fp32 alone says nothing
-    found = list(ratios.precision(asked, jobs))
-    assert trained == ["precision=fp32", "precision=fp16"]
-    assert [row.name for row in found if row.values] == ["a job, throughput, fp16 / fp32"]
-    assert found[0].measured == f"left out: {WHY}; measured with modes=bf16"
-    assert none.mode == "fp32"
-    assert Bench(none.hardware, 1, tmp_path, modes=frozenset({"bf16"})).mode == "bf16"
 
 
 def test_those_that_are_named_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,3 +46,52 @@ def test_those_that_are_named_are_measured(monkeypatch: pytest.MonkeyPatch, caps
     assert done == ["memory", "precision"]
     assert run(main, None, ["device=cpu"]) == 0
     assert done[2:] == list(MEASUREMENTS)
+
+
+def test_a_format_in_fp32_arithmetic_is_left_out_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+
+    def block(bench: Bench, job: Job, precision: str) -> Callable[[], float]:
+        trained.append(precision)
+        return lambda: 1.0
+
+    monkeypatch.setattr(rows, "not_timed_here", lambda mode, _: WHY if mode in ("fp16", "bf16") else None)
+    monkeypatch.setattr(ratios, "_training_block", block)
+    jobs = (Job("a job", ()), Job("a job", ()))
+    none, asked = (Bench(detect("cpu"), 1, tmp_path, modes=frozenset(modes)) for modes in ((), ("fp16",)))
+    assert {row.measured.partition(";")[0] for row in ratios.precision(none, jobs)} == {f"left out: {WHY}"}
+    assert trained == []  # fp32 alone says nothing
+    found = list(ratios.precision(asked, jobs))
+    assert sorted(trained) == ["fp16", "fp32"]
+    assert [row.name for row in found if row.values] == ["a job, throughput, fp16 / fp32"]
+    assert found[0].measured == f"left out: {WHY}; measured with modes=bf16"
+    assert none.mode == "fp32"
+    assert Bench(none.hardware, 1, tmp_path, modes=frozenset({"bf16"})).mode == "bf16"
+
+
+def test_blocks_take_turns_and_the_first_repeat_is_not_kept() -> None:
+    calls: list[str] = []
+    seconds = {"a": iter([9.0, 1.0, 2.0]), "b": iter([7.0, 3.0, 5.0])}
+
+    def block(name: str) -> Callable[[], float]:
+        def run() -> float:
+            calls.append(name)
+            return next(seconds[name])
+
+        return run
+
+    times = interleave({"a": block("a"), "b": block("b")}, repeats=2)
+    assert times == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert rows.ratios(times, "b", "a") == [3.0, 2.5]
+
+
+def test_a_row_quotes_the_median_and_judges_it() -> None:
+    speed = Row("bf16 / fp32", "x", [1.7, 1.9, 2.4], "a command", target=1.8, at_most=False)
+    assert "1.900x  (1.700 to 2.400)" in str(speed)
+    assert "target ≥ 1.8x: met" in str(speed)
+    cost = Row("cost", "ms", [0.1, 0.3, 0.2], "a command", target=0.15)
+    assert "target ≤ 0.15 ms: MISSED" in str(cost)
+    assert "–" in str(Row("cost", "ms", [], "left out: it takes hours", target=0.15))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Machine:
         self.takes: dict[str, float] = {}
         self.codes: dict[str, int] = {}
 
-    def launch(self, line: list[str], log: Path, limit_s: float, keep: Callable[[], None]) -> int | None:
+    def run(self, line: list[str], log: Path, limit_s: float, stop_s: float) -> int:
         name = log.stem
         self.started.append(name)
         self.lines[name] = line
@@ -38,7 +38,7 @@ class Machine:
         takes = self.takes.get(name, 60.0)
         self.now += min(takes, limit_s)
         if takes > limit_s:
-            return None
+            raise subprocess.TimeoutExpired(line, limit_s)
         if line[1].endswith("train.py"):
             place = self.folder / "runs" / name / "run"
             (place / "profile").mkdir(parents=True)
@@ -51,6 +51,7 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: made.now)
+    monkeypatch.setattr(gpu, "in_a_process", made.run)
     monkeypatch.delenv("OUT", raising=False)
     return made
 
@@ -62,8 +63,8 @@ def call(tmp_path: Path, machine: Machine) -> Callable[..., dict[str, str]]:
     def one(budget: str, only: tuple[str, ...] = (), commit: str = "a") -> dict[str, str]:
         machine.started.clear()
         options = gpu.GpuOptions(budget, list(only), output_dir=tmp_path / "runs")
-        outcomes = gpu.Outcomes(options, "h200", tmp_path / "results", {"commit": commit})
-        gpu.run_stages(outcomes, ["data.path=text"], machine.launch)
+        outcomes = gpu.Outcomes("h200", tmp_path / "results" / "h200", options.output_dir, {"commit": commit})
+        gpu.run_stages(options, outcomes, ["data.path=text"])
         return {name: record["status"] for name, record in outcomes.records().items()}
 
     return one
@@ -125,7 +126,7 @@ def test_what_is_worth_keeping_is_copied_after_each_stage(
 def test_every_command_has_options_that_exist(reduced: bool, tmp_path: Path) -> None:
     options = gpu.GpuOptions(reduced=reduced, device="cpu", output_dir=tmp_path)
     for stage in gpu.STAGES:
-        _, script, *words = gpu.command(stage, options, [], 100.0)
+        _, script, *words = options.command(stage, [], 100.0)
         assert script == "-m" or Path(script).is_file()
         if script.endswith("train.py"):
             resolved = compose(words).resolve(detect("cpu"))
@@ -134,11 +135,3 @@ def test_every_command_has_options_that_exist(reduced: bool, tmp_path: Path) -> 
             parse(words, ReproduceOptions)
         if script.endswith("bench.py"):
             parse(words, BenchOptions)
-
-
-def test_a_process_ends_with_its_code_or_at_its_limit(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    line = [sys.executable, "-c", "print('said'); raise SystemExit(3)"]
-    assert gpu.launch(line, log, 60.0, lambda: None) == 3
-    assert log.read_text() == "said\n"
-    assert gpu.launch([sys.executable, "-c", "import time; time.sleep(600)"], log, 0.0, lambda: None) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import logging
 import os
 import shutil
 import struct
@@ -18,12 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests import forks
 from tests.helpers import PROJECT
 from trainer.config import options
-from trainer.tracking.mlflow.store import connect
 
 
 @dataclass
@@ -81,16 +78,6 @@ def user_data(folder: Path) -> None:
     write_idx(folder / "idx", 256)
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow store that has been through its migrations, which take seconds, to be copied."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    with warnings.catch_warnings():
-        _bear_with_mlflow()
-        connect(f"sqlite:///{path}")
-    return path
-
-
 @pytest.fixture
 def store(folder: Path, empty_store: Path) -> str:
     """The address of ``mlflow.db`` in the current folder, which is where runs go without any option."""
@@ -98,27 +85,15 @@ def store(folder: Path, empty_store: Path) -> str:
 
 
 @pytest.fixture
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
+def train(folder: Path, commands_in_this_process: None) -> Train:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield _command
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    logger = logging.getLogger("mantissa")  # the terminal took it over
-    logger.handlers.clear()
-    logger.propagate = True
+    return _command
 
 
 def only_run(folder: Path) -> Path:
     """The one run of the current folder."""
     (run,) = (folder / "outputs").iterdir()
     return run
-
-
-def _bear_with_mlflow() -> None:
-    # SQLAlchemy 2.1 deprecates an option of MLflow's models.
-    warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
 
 
 def _command(*overrides: str) -> Result:
@@ -129,7 +104,6 @@ def _command(*overrides: str) -> Result:
     gc.freeze()  # the command calls gc.collect(), which does not search what is frozen
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
-            _bear_with_mlflow()
             code = main()
     finally:
         gc.unfreeze()

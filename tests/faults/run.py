@@ -1,4 +1,4 @@
-"""Plant each fault of tests/faults/faults.py in a copy of the source, and report whether its tests fail.
+"""Plant each fault of tests/faults/faults.yaml in a copy of the source, and report whether its tests fail.
 
     python tests/faults/run.py                     # all of them
     python tests/faults/run.py scale masters       # those whose names hold one of these words
@@ -41,7 +41,7 @@ def copy_source(target: Path) -> Path:
     return target
 
 
-def pytest(project: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+def pytest(project: Path, *tests: str) -> tuple[int, str]:
     """Run tests until one fails; return pytest's exit code and the end of what it printed."""
     environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -63,7 +63,7 @@ def attempt(fault: Fault, project: Path) -> tuple[str, str]:
     whole = path.read_bytes()
     try:
         path.write_text(fault.planted(project), encoding="utf-8")
-        code, output = pytest(project, fault.tests)
+        code, output = pytest(project, fault.test)
     except DoesNotApply as reason:
         return "does not apply", str(reason)
     finally:
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
         for worker in range(workers):
             copies.put(copy_source(Path(scratch, str(worker))))
         whole = copies.get()
-        code, output = pytest(whole, tuple(dict.fromkeys(test for fault in chosen for test in fault.tests)))
+        code, output = pytest(whole, *dict.fromkeys(fault.test for fault in chosen))
         copies.put(whole)
         if code:
             print(f"the tests fail without any fault:\n{output}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,10 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.command_line.conftest import Result, _command, empty_store
+from tests.command_line.conftest import Result, _command
 from trainer.config.options import run as run_script
-
-__all__ = ["empty_store"]
 
 TEXT = "The quick brown fox jumps over the lazy dog; “naïve” ones wait.\n"
 SIZES = ("batch_size=8", "eval_every=2", "eval_samples=24", "tracking=local", "log_every=2")
@@ -67,18 +64,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(trained: Path, commands_in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the trained models as the current one; what commands write goes to ``tmp_path / "out"``."""
     monkeypatch.chdir(trained)
     monkeypatch.setenv("MANTISSA_CACHE", str(trained / "cache"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield trained
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    logger = logging.getLogger("mantissa")
-    logger.handlers.clear()
-    logger.propagate = True
+    return trained
 
 
 def script(main: str) -> Callable[..., Result]:

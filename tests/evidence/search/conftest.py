@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command_line.conftest import empty_store  # noqa: F401  # a fixture
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
