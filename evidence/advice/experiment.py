@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from evidence.advice.candidates import Candidate
 from evidence.advice.schema import SPEED, Advice
 from evidence.runs import merged
-from trainer.config.compose import CONF, checked_arguments, compose, quoted
+from trainer.config.compose import CONF, checked_arguments, compose, key_of, quoted
 from trainer.config.registration import flatten
 from trainer.files import make_folder, write_text
 
@@ -39,6 +39,14 @@ def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
     """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
     kept = [text for text in given if re.split(r"[.=]", text.lstrip("+~"))[0] not in NOT_ADVISED]
     return merged(kept, candidate.overrides)
+
+
+def comparison(advice: Advice) -> str:
+    """Return the command that tests whether the winner trains as well as the baseline."""
+    common = [text for text in overrides_of(advice.overrides, Candidate("")) if key_of(text) != "seed"]
+    roles = {"baseline": advice.baseline, "advised": advice.winner}
+    arms = [f"arm.{role}={' '.join(advice.entry(label).candidate.overrides)}" for role, label in roles.items()]
+    return shlex.join(["python", "scripts/compare.py", *common, *arms])
 
 
 def write(advice: Advice, sentence: str, conf: Path) -> Experiment:

@@ -86,14 +86,6 @@ def print_advice(advice: Advice, console: Console) -> None:
     for note in advice.notes:
         say(f"Note: {note}.")
     say(f"Measured for {duration(advice.spent_s)} min on {advice.hardware['name']}: {ENDED[advice.stopped]}.")
-    if found := advice.quality:
-        tested = ""
-        if test := found.get("difference"):
-            tested = (
-                f" at a margin of {found['margin']:.1%}: the final validation loss differs by {test['mean']:+.2%} "
-                f"[{test['low']:+.2%}, {test['high']:+.2%}] in {found['pairs']} pairs of {found['steps']} steps"
-            )
-        say(f"Quality: {found['verdict']}{tested}{f' ({why})' if (why := found['why']) else ''}.")
     say("")
 
 

@@ -100,8 +100,6 @@ class Advice:
     hardware: dict[str, Any]
     versions: dict[str, str | None]
     git: dict[str, str]
-    depends_on: dict[str, str] = field(default_factory=dict)
-    """Hashes of the options, the data and the code: where one differs, all is measured again."""
     budget_minutes: float = 0.0
     date: str = ""
     """Of the measurement, in ISO format and UTC."""
@@ -123,8 +121,6 @@ class Advice:
     """Labels that may not be advised, with the reasons, as sentences."""
     notes: list[str] = field(default_factory=list)
     """For the user, in sentences."""
-    quality: dict[str, Any] = field(default_factory=dict)
-    """Of an equivalence test of the winner against the baseline; empty without ``quality=true``."""
 
     @property
     def mixed(self) -> bool:

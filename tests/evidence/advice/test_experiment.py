@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from evidence.advice.experiment import PREFIX, overrides_of, write
+from evidence.advice.experiment import PREFIX, comparison, overrides_of, write
+from evidence.comparison.command import planned
 from tests.evidence.advice.made import TINY, advice, measured
 from trainer.config.compose import CONF, compose
 from trainer.config.registration import flatten
@@ -55,6 +56,17 @@ def test_what_the_command_line_decides_by_itself_is_written_down(tmp_path: Path)
     wanted = flatten(compose([*given, "precision=bf16", "compile=default"]))
     assert wanted["optimizer.lr"] != flatten(compose([*TINY]))["optimizer.lr"]  # lower, for weights that are given
     assert composed(written.command, tmp_path) == wanted
+
+
+def test_the_comparison_is_of_the_winner_and_the_baseline() -> None:
+    made = advice(overrides=[*TINY, "seed=3", "output_dir=elsewhere"])
+    script, *arguments = shlex.split(comparison(made))[1:]
+    assert script == "scripts/compare.py"
+    plan = planned(arguments)
+    assert plan.common == [*TINY]
+    arms = {arm.label: arm.overrides for arm in plan.arms}
+    assert (plan.baseline, arms["baseline"]) == ("baseline", ())
+    assert arms["advised"] == ("precision=bf16", "compile=default")
 
 
 def test_where_conf_cannot_be_written_there_is_a_command_line(tmp_path: Path) -> None:
