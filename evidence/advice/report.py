@@ -34,7 +34,7 @@ def sentence(advice: Advice) -> str:
         others = f"; {f'{number} other settings are' if number > 1 else f'{advice.equal[0]} is'} not clearly {worse}"
     included = f" in a run of {advice.steps} steps, compile time included"
     if winner is base:
-        setting = "no setting that can be advised" if advice.excluded else "no setting"
+        setting = "no setting" + " that can be advised" * any(entry.refused for entry in advice.entries)
         better = "needs less memory" if advice.goal == MEMORY else "is clearly faster"
         scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == BUDGET else ""
         run = f" in a run of {advice.steps} steps" if advice.mixed else ""

@@ -36,7 +36,8 @@ def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
     assert sentence(least) == (
         "bf16: 30% less memory, 2.9x [2.85, 2.95] as fast as fp32; bf16 + compile is not clearly larger"
     )
-    default = advice(winner="fp32", excluded={"bf16": "a fault"}, stopped="budget")
+    default = advice(winner="fp32", stopped="budget")
+    default.entry("bf16").health = {"faults": ["a fault"]}
     assert sentence(default) == (
         "fp32, train.py's default: no setting that can be advised is clearly faster here among those measured in "
         "3:00 min"
