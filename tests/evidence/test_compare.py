@@ -160,7 +160,7 @@ def test_another_comparison_in_the_folder_and_a_second_process_are_refused(tmp_p
     configs = check_arms(comparison)
     comparison.folder.mkdir(parents=True)
     with in_use(comparison.folder), pytest.raises(UserError, match="in use by another process"):
-        compare(comparison, configs, show=lambda line: None)  # it would remove the other's unfinished runs
+        compare(comparison, configs)  # it would remove the other's unfinished runs
     (comparison.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
     with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
         compare(comparison, configs)

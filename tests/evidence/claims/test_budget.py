@@ -106,10 +106,11 @@ def test_a_process_that_does_not_end_at_its_limit_is_killed(tmp_path: Path, monk
         return wait(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", reached)
+    monkeypatch.setattr("evidence.runs.LIMIT_STOP_S", 0.1)
     program = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
     )
     with pytest.raises(subprocess.TimeoutExpired):
-        in_a_process([sys.executable, "-c", program], log, 1000, stop_s=0.1)
+        in_a_process([sys.executable, "-c", program], log, 1000)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)

@@ -129,7 +129,7 @@ def test_a_run_of_another_commit_makes_the_outcome_dirty(
 
 def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
     files("mine", asks={"data.path": "a text"})
-    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], report=lambda _: None, launch=made_up)
+    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], launch=made_up)
     record = here.test("mine")
     assert "data.path=…" in record["arms"]["fp32"]["overrides"]
     made_up.exit_codes = {"bf16-s1": 1}
