@@ -20,7 +20,7 @@ from evidence.advice import experiment
 from evidence.advice.candidates import COMPILE, space_of
 from evidence.advice.checkup import check
 from evidence.advice.publish import publish
-from evidence.advice.report import picture, print_advice, sentence
+from evidence.advice.report import print_advice, sentence
 from evidence.advice.schema import BUDGET, GOALS, SPEED, Advice, Entry, read
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
@@ -38,7 +38,7 @@ from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
-ANSWER, PAGE, PICTURE = "advice.json", "advice.txt", "advice.png"
+ANSWER, PAGE = "advice.json", "advice.txt"
 PAGE_WIDTH = 120
 """Columns."""
 BLOCKS = 600
@@ -99,14 +99,16 @@ def main(arguments: list[str]) -> int:
         written = experiment.write(advice, said, CONF)
         with (folder / PAGE).open("w", encoding="utf-8") as page:
             print_advice(advice, Console(file=page, width=PAGE_WIDTH))
-        files = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE), written.path]
-        there = [path for path in files if path is not None]
         print_advice(advice, console)
-        notes = [f"Note: {written.note}."] * bool(written.note)
-        sent = filter(None, [publish(advice, config, said, there)])
-        compared = [f"Does it train as well? {experiment.comparison(advice)}"] * (advice.winner != advice.baseline)
-        for line in (*notes, f"  {written.command}", "", *compared, *map(str, there), *sent):
-            console.print(line, markup=False, soft_wrap=True)
+        if written.note:
+            print(f"Note: {written.note}.")
+        print(f"  {written.command}\n")
+        if advice.winner != advice.baseline:
+            print(f"Does it train as well? {experiment.comparison(advice)}")
+        files = [folder / ANSWER, folder / PAGE, *([written.path] if written.path else [])]
+        print("\n".join(map(str, files)))
+        if sent := publish(advice, config, said, files):
+            print(sent)
     return 0
 
 

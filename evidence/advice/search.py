@@ -215,9 +215,15 @@ class Search:
         """Measure those that are new and forecast to fit; none compiles where that took too long."""
         compiled = [entry for entry in self.entries.values() if entry.candidate.compiles]
         endless = any(each.status == LEFT_OUT for each in compiled) and not any(each.timed for each in compiled)
-        new = [each for each in dict.fromkeys(candidates) if each.label not in self.entries]
-        wanted = [each for each in new if not (endless and each.compiles) and not self.space.refused(each)]
-        self._measure(kind, [Entry(each) for each in wanted])
+        wanted = []
+        for each in dict.fromkeys(candidates):
+            if each.label in self.entries or (endless and each.compiles):
+                continue
+            if why := self.space.refused(each):
+                self.show(f"left out: {each.label} ({why})")
+            else:
+                wanted.append(Entry(each))
+        self._measure(kind, wanted)
 
     def _measure(self, kind: str, entries: Sequence[Entry], turns: int = TURNS) -> None:
         """Give candidates so many turns, those for which there is time."""
