@@ -96,16 +96,14 @@ def main(arguments: list[str]) -> int:
                 advice.entries, advice.spent_s = known.entries, known.spent_s
             _search(advice, overrides, options, hardware, folder, console)
         said = sentence(advice)
-        written = experiment.write(advice, said, CONF)
+        trains, written = experiment.write(advice, said, CONF)
         with (folder / PAGE).open("w", encoding="utf-8") as page:
             print_advice(advice, Console(file=page, width=PAGE_WIDTH))
         print_advice(advice, console)
-        if written.note:
-            print(f"Note: {written.note}.")
-        print(f"  {written.command}\n")
+        print(f"  {trains}\n")
         if advice.winner != advice.baseline:
             print(f"Does it train as well? {experiment.comparison(advice)}")
-        files = [folder / ANSWER, folder / PAGE, *([written.path] if written.path else [])]
+        files = [folder / ANSWER, folder / PAGE, *([written] if written else [])]
         print("\n".join(map(str, files)))
         if sent := publish(advice, config, said, files):
             print(sent)
