@@ -130,20 +130,20 @@ class Search:
         return math.log((self.reference.memory_bytes or 1) / (entry.memory_bytes or 1)) if fast else -math.inf
 
     def ranked(self) -> list[Entry]:
-        """Return the entries that may be advised, the best first."""
-        allowed = (entry for entry in self.entries.values() if not entry.refused)
-        return sorted((entry for entry in allowed if self.merit(entry) > -math.inf), key=self.merit, reverse=True)
-
-    def contenders(self) -> list[Entry]:
-        """Return the best setting, and those that are not clearly slower (or, for memory, larger) than it.
+        """Return the entries that may be advised, the best first.
 
         Raises:
-            RunError: none can be advised.
+            RunError: there is none.
         """
-        ranked = self.ranked()
-        if not ranked:
+        allowed = (entry for entry in self.entries.values() if not entry.refused)
+        found = sorted((entry for entry in allowed if self.merit(entry) > -math.inf), key=self.merit, reverse=True)
+        if not found:
             raise self._nothing()
-        best, *others = ranked
+        return found
+
+    def contenders(self) -> list[Entry]:
+        """Return the best setting, and those that are not clearly slower (or, for memory, larger) than it."""
+        best, *others = self.ranked()
 
         def difference(other: Entry) -> float:
             if self.advice.goal == MEMORY:
@@ -186,12 +186,13 @@ class Search:
             self._visit(Entry(default), TURNS)
         precisions = self.space.precisions()
         self._try("precision", precisions)
-        working = [entry.candidate for entry in self.ranked() if entry.candidate in precisions]
+        working = [entry for entry in self.entries.values() if entry.timed and entry.candidate in precisions]
         if not working:
             raise self._nothing()
-        singles = list(self.space.one_change(working[0], REACH))
+        first = max(working, key=self.merit).candidate
+        singles = list(self.space.one_change(first, REACH))
         self._try("single change", singles)
-        for change in self._helpful(working[0], singles):
+        for change in self._helpful(first, singles):
             best = self.contenders()[0].candidate
             self._try("combination", [self.space.candidate([*best.overrides, change])])
         for number, most in enumerate(HALVING, 1):
@@ -202,7 +203,7 @@ class Search:
 
     def _helpful(self, best: Candidate, singles: Sequence[Candidate]) -> list[str]:
         """Return the changes of one setting that are worth combining, the most helpful first."""
-        merits = {each.candidate: self.merit(each) for each in self.ranked()}
+        merits = {each.candidate: self.merit(each) for each in self.entries.values()}
         gains = {
             override: merits[single] - merits[best]
             for single in singles
