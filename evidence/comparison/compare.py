@@ -97,7 +97,7 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
     with in_use(folder):  # a second process would remove this one's unfinished runs
         unit = first.recipe.unit
         outcomes = Runner(folder, common).run_all(
-            arms, seeds, lambda *run: print(outcome_line(*run, _measured(run[2], unit)))
+            arms, seeds, lambda *run: print(outcome_line(*run, measured=_measured(run[2], unit)))
         )
     result = Result(comparison, judge(arms, comparison.baseline, outcomes, comparison.margin), outcomes, facts)
     write_json(folder / RESULT_FILE, result.to_dict())
