@@ -18,7 +18,7 @@ from evidence.claims.claims import Claim, load
 from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import reasons
 from evidence.measures import MEASURES, TIMED, measured
-from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
+from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner
 from trainer.config.compose import key_of
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
@@ -78,7 +78,7 @@ class Reproduction:
         seeds = list(range(claim.repeats))
         runner = Runner(self.folder / self._key(claim), launch=self.launch, until=self.until)
         print(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
-        outcomes = runner.run_all(arms, seeds, lambda *run: print(outcome_line(*run)))
+        outcomes = runner.run_all(arms, seeds)
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
         commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
         return self._record(

@@ -6,12 +6,13 @@ import json
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
-from evidence.runs import Arm, Outcome, Runner, merged, outcome_line
+from evidence.runs import Arm, Outcome, Runner, merged
 from mantissa.display import loss
 from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
@@ -95,10 +96,7 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
     _begin(comparison, common, facts)
     print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
     with in_use(folder):  # a second process would remove this one's unfinished runs
-        unit = first.recipe.unit
-        outcomes = Runner(folder, common).run_all(
-            arms, seeds, lambda *run: print(outcome_line(*run, measured=_measured(run[2], unit)))
-        )
+        outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
     result = Result(comparison, judge(arms, comparison.baseline, outcomes, comparison.margin), outcomes, facts)
     write_json(folder / RESULT_FILE, result.to_dict())
     return result
@@ -183,7 +181,5 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
 
 
 def _measured(outcome: Outcome, unit: str) -> str:
-    if not outcome.finished:
-        return ""
     rate = outcome.summary["units_per_s"]
     return f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")

@@ -47,7 +47,7 @@ def test_runs_begin_until_the_time_is_over_and_the_next_call_continues(tmp_path:
         """Return the runs that were begun within so many seconds."""
         made_up.started.clear()
         with suppress(OutOfTime):
-            Runner(tmp_path, launch=made_up, until=made_up.now + seconds).run_all(arms, [0, 1, 2], lambda *_: None)
+            Runner(tmp_path, launch=made_up, until=made_up.now + seconds).run_all(arms, [0, 1, 2])
         return list(made_up.started)
 
     made_up.takes = {"fp32": 30.0, "bf16": 10.0}
