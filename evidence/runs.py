@@ -23,7 +23,7 @@ from trainer.tracking.plots import Series, read_series
 OUTCOME_FILE = "outcome.json"
 STOP_TIMEOUT_S = 120.0
 """What an interrupted process may take to save and end."""
-_LIMIT_STOP_S = 15.0
+LIMIT_STOP_S = 15.0
 """The same of one with a limit, which saves nothing of use."""
 TRAIN = "scripts/train.py"
 NULL_SHIFT = 1000
@@ -103,6 +103,8 @@ class Runner:
     """Runs go to ``folder/runs/<arm>-s<seed>``."""
     common: Sequence[str] = ()
     """Overrides of all arms, which an arm's own may change."""
+    measured: Callable[[Outcome], str] = lambda outcome: ""
+    """Returns what is printed of a run that has finished."""
     launch: Launch | None = None
     """See ``in_a_process``, which is the default."""
     until: float | None = None
@@ -160,15 +162,8 @@ class Runner:
             write_json(folder / OUTCOME_FILE, record)
         return outcome
 
-    def run_all(
-        self, arms: list[Arm], seeds: list[int], report: Callable[[int, int, Outcome, bool], None]
-    ) -> list[Outcome]:
-        """Train what is left to train.
-
-        Args:
-            arms: of one comparison.
-            seeds: one pair of runs each.
-            report: called after every run with its number, their count, its outcome, and whether it was done before.
+    def run_all(self, arms: list[Arm], seeds: list[int]) -> list[Outcome]:
+        """Train what is left to train of these arms, with each of these seeds; print a line for every run.
 
         Raises:
             OutOfTime: there is no time left; the runs that are done are kept.
@@ -184,16 +179,14 @@ class Runner:
             outcomes.append(outcome)
             if outcome.exit_code in SETTLED:
                 settled.add(arm.label)
-            report(number, len(plan), outcome, known is not None)
+            print(f"{number:>3}/{len(plan)}  {outcome.arm} s{outcome.seed}  {self._line(outcome, known is not None)}")
         return outcomes
 
-
-def outcome_line(number: int, count: int, outcome: Outcome, known: bool, measured: str = "") -> str:
-    """Return what is printed after a run; the first four arguments are those of ``run_all``'s callback."""
-    head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
-    if not outcome.finished:
-        return f"{head}  failed{' earlier' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}"
-    return "  ".join(filter(None, (head, measured, "already done" if known else f"{outcome.wall_time_s:.0f} s")))
+    def _line(self, outcome: Outcome, known: bool) -> str:
+        if not outcome.finished:
+            return f"failed{' earlier' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}"
+        took = "already done" if known else f"{outcome.wall_time_s:.0f} s"
+        return "  ".join(filter(None, (self.measured(outcome), took)))
 
 
 def check_labels(arms: list[Arm]) -> None:
@@ -206,19 +199,18 @@ def check_labels(arms: list[Arm]) -> None:
             raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
 
 
-def in_a_process(command: list[str], log: Path, limit_s: float | None = None, stop_s: float | None = None) -> int:
+def in_a_process(command: list[str], log: Path, limit_s: float | None = None) -> int:
     """Run a command, its output going to a file, and return its exit code; end it if this process is to end.
 
     Args:
         command: to run.
         log: takes the output.
         limit_s: seconds after which it is ended.
-        stop_s: seconds that it may take to end, until it is killed; None: 120, with a limit 15.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than ``limit_s`` seconds and was ended.
     """
-    patience_s = stop_s or (STOP_TIMEOUT_S if limit_s is None else _LIMIT_STOP_S)
+    patience_s = STOP_TIMEOUT_S if limit_s is None else LIMIT_STOP_S
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:

@@ -19,10 +19,8 @@ Round = TypeVar("Round")
 
 def synchronise(device: torch.device) -> None:
     """Wait until the device has finished its queue."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:

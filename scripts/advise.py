@@ -2,7 +2,6 @@
 
   budget_minutes=5   time for all measurements, about
   goal=speed         or memory: the least memory, in at most 1.5 times the default's time
-  quality=false      true: also tries 16-bit weights, and tests that the advised setting trains as well as the default
   fresh=false        true: measures again what an earlier call has measured
 All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
 
@@ -12,7 +11,8 @@ Each candidate runs in a process of its own and takes turns with train.py's defa
 and measured longer; the chosen one is timed once more against the default, both in several new processes, and that
 ratio is what is reported.
 
-The doctor examines a step of the winner; one with a fault is not advised. Writes the answer and a picture to
+The doctor examines a step of the winner; one with a fault is not advised. Whether it trains as well as the default is
+for scripts/compare.py to test; the command is printed at the end. Writes the answer to
 <output_dir>/advice/<recipe>-<key>, the setting as conf/experiment/advised_<recipe>_<machine>.yaml, and a run in MLflow.
 After a stop, the same command continues; where options, data, code, hardware and versions are the same, it answers
 at once.

@@ -96,16 +96,13 @@ class Space:
                     yield other
 
 
-def space_of(
-    overrides: Sequence[str], hardware: Hardware, goal: str = "speed", quality: bool = False
-) -> tuple[Space, list[str]]:
+def space_of(overrides: Sequence[str], hardware: Hardware, goal: str = "speed") -> tuple[Space, list[str]]:
     """Return what is tried for a recipe here, and the overrides that all candidates share.
 
     Args:
         overrides: the user's own, which are not varied.
         hardware: where it runs.
         goal: ``speed`` or ``memory``.
-        quality: whether the winner's quality is tested, so that 16-bit weights can be tried too.
 
     Raises:
         UserError: train.py would refuse the overrides.
@@ -118,7 +115,7 @@ def space_of(
     space = Space(_in_words(config.precision.mode, config, hardware), config.compile.mode != "off", notes=notes)
     values: dict[str, Sequence[object]] = {}
     if not given(overrides, PRECISION):
-        values[PRECISION] = _precisions(space, config, hardware, goal, quality)
+        values[PRECISION] = _precisions(space, config, hardware, goal)
     values[COMPILE] = ["off" if space.compiles else "default"]
     if not given(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, datasets)
@@ -164,12 +161,10 @@ def _refusal(overrides: list[str], hardware: Hardware) -> str:
     return ""
 
 
-def _precisions(space: Space, config: Config, hardware: Hardware, goal: str, quality: bool) -> list[str]:
+def _precisions(space: Space, config: Config, hardware: Hardware, goal: str) -> list[str]:
     """Return the modes; for speed, what the hardware computes in instructions of its own, or not much slower."""
-    # With fp32 sums at least; purely 16-bit training loses small updates.
-    half = [name for name, row in FORMATS.items() if row.half_weights and row.accumulates_in_fp32]
     modes = []
-    for mode in [*BASIC, *half * quality]:
+    for mode in BASIC:
         if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
             continue
         space.words[f"{PRECISION}={mode}"] = _in_words(mode, config, hardware)

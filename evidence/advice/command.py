@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import logging
 import math
 import re
@@ -19,9 +18,9 @@ from rich.console import Console
 
 from evidence.advice import experiment
 from evidence.advice.candidates import COMPILE, space_of
-from evidence.advice.checkup import check, quality
+from evidence.advice.checkup import check
 from evidence.advice.publish import publish
-from evidence.advice.report import picture, print_advice, sentence
+from evidence.advice.report import print_advice, sentence
 from evidence.advice.schema import BUDGET, GOALS, SPEED, Advice, Entry, read
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
@@ -39,7 +38,7 @@ from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
-ANSWER, OUTCOMES, PAGE, PICTURE = "advice.json", "outcomes.jsonl", "advice.txt", "advice.png"
+ANSWER, PAGE = "advice.json", "advice.txt"
 PAGE_WIDTH = 120
 """Columns."""
 BLOCKS = 600
@@ -55,7 +54,6 @@ class AdviseOptions:
 
     budget_minutes: float = 5.0
     goal: str = SPEED
-    quality: bool = False
     fresh: bool = False
 
 
@@ -71,9 +69,8 @@ def main(arguments: list[str]) -> int:
     config = _checked(options, overrides)
     hardware = detect(config.device)
     resolved = config.resolve(hardware)  # mistakes before any work
-    given = sorted(each for each in overrides if re.split(r"[.=]", each)[0] not in _ELSEWHERE)
-    name = hashlib.sha256(json.dumps([given, options.goal, options.quality]).encode()).hexdigest()[:8]
-    folder = Path(config.output_dir).expanduser() / "advice" / f"{config.recipe.name}-{name}"
+    key = _key(config, overrides, options.goal, hardware)
+    folder = Path(config.output_dir).expanduser() / "advice" / f"{config.recipe.name}-{key}"
     make_folder(folder)
     console = Console(highlight=False)
     advice = Advice(
@@ -86,36 +83,30 @@ def main(arguments: list[str]) -> int:
         hardware=hardware.facts(),
         versions=versions(),
         git=git_facts(),
-        depends_on=_depends_on(config, hardware),
         budget_minutes=options.budget_minutes,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
     with in_use(folder):
         known = None if options.fresh else read(folder / ANSWER)
-        changed = [what for what, of in advice.depends_on.items() if known and known.depends_on.get(what) != of]
-        if changed:
-            console.print(f"measured again: {', '.join(changed)} changed since the earlier call")
-        elif known and known.winner and not (known.stopped == BUDGET and options.budget_minutes > known.budget_minutes):
+        if known and known.winner and not (known.stopped == BUDGET and options.budget_minutes > known.budget_minutes):
             console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
             advice = known
-        elif known:
-            advice.entries, advice.spent_s = known.entries, known.spent_s
-        if not advice.winner:
+        else:
+            if known:
+                advice.entries, advice.spent_s = known.entries, known.spent_s
             _search(advice, overrides, options, hardware, folder, console)
-        if options.quality and "pairs" not in advice.quality:
-            advice.quality = quality(advice, folder, 60 * options.budget_minutes - advice.spent_s, console.print)
-        _save(advice, folder)
         said = sentence(advice)
-        written = experiment.write(advice, said, CONF)
+        trains, written = experiment.write(advice, said, CONF)
         with (folder / PAGE).open("w", encoding="utf-8") as page:
             print_advice(advice, Console(file=page, width=PAGE_WIDTH))
-        files = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE), written.path]
-        there = [path for path in files if path is not None]
         print_advice(advice, console)
-        notes = [f"Note: {written.note}."] * bool(written.note)
-        sent = filter(None, [publish(advice, config, said, there)])
-        for line in (*notes, f"  {written.command}", "", *map(str, there), *sent):
-            console.print(line, markup=False, soft_wrap=True)
+        print(f"  {trains}\n")
+        if advice.winner != advice.baseline:
+            print(f"Does it train as well? {experiment.comparison(advice)}")
+        files = [folder / ANSWER, folder / PAGE, *([written] if written else [])]
+        print("\n".join(map(str, files)))
+        if sent := publish(advice, config, said, files):
+            print(sent)
     return 0
 
 
@@ -138,17 +129,16 @@ def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
     return config
 
 
-def _depends_on(config: Config, hardware: Hardware) -> dict[str, str]:
-    """Return hashes of what an answer depends on, by what it is called in a message."""
+def _key(config: Config, overrides: list[str], goal: str, hardware: Hardware) -> str:
+    """Return a hash of what an answer depends on: what is typed, options, data, hardware, versions and code."""
+    typed = sorted(each for each in overrides if re.split(r"[.=]", each)[0] not in _ELSEWHERE)
     options = {key: value for key, value in flatten(config).items() if key.partition(".")[0] not in _ELSEWHERE}
-    code = hashlib.sha256()
+    data = fingerprint(config.resolve(hardware).config.open_datasets())
+    digest = hashlib.sha256(repr([goal, typed, options, data, hardware.facts(), versions()]).encode())
     for path in sorted(path for top in _CODE for path in (PROJECT / top).rglob("*")):
         if path.suffix in (".py", ".yaml") and not path.name.startswith(experiment.PREFIX):
-            code.update(str(path.relative_to(PROJECT)).encode() + b"\0" + path.read_bytes())
-    facts = {"hardware": hardware.facts(), "versions": versions(), "the options of a file in conf/": options}
-    hashed = {what: hashlib.sha256(repr(of).encode()).hexdigest()[:16] for what, of in facts.items()}
-    data = fingerprint(config.resolve(hardware).config.open_datasets())
-    return hashed | {"the data": data, "the code": code.hexdigest()[:16]}
+            digest.update(str(path.relative_to(PROJECT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _search(
@@ -160,7 +150,7 @@ def _search(
     def say(line: str) -> None:
         console.print(f"[{duration(time.monotonic() - began)}] {line}", markup=False, soft_wrap=True)
 
-    space, common = space_of(overrides, hardware, options.goal, options.quality)
+    space, common = space_of(overrides, hardware, options.goal)
     advice.overrides = common
     say(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
     for label, why in space.left_out.items():
@@ -182,13 +172,8 @@ def _search(
     prepare()
     advice.spent_s = time.monotonic() - began
     try:
-        Search(space, advice, timer, budget_s, check_up, lambda: _save(advice, folder), say).run()
+        save = lambda: write_json(folder / ANSWER, asdict(advice))  # noqa: E731
+        Search(space, advice, timer, budget_s, check_up, save, say).run()
     finally:
         timer.close()
         shutil.rmtree(folder / COMPILED, ignore_errors=True)
-    with (folder / OUTCOMES).open("a", encoding="utf-8") as file:  # kept whatever is measured later
-        file.write(json.dumps(asdict(advice)) + "\n")
-
-
-def _save(advice: Advice, folder: Path) -> None:
-    write_json(folder / ANSWER, asdict(advice))

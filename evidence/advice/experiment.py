@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from evidence.advice.candidates import Candidate
 from evidence.advice.schema import SPEED, Advice
 from evidence.runs import merged
-from trainer.config.compose import CONF, checked_arguments, compose, quoted
+from trainer.config.compose import CONF, checked_arguments, compose, key_of, quoted
 from trainer.config.registration import flatten
 from trainer.files import make_folder, write_text
 
@@ -24,33 +23,32 @@ NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "pr
 """Keys and groups that say where and how a run is recorded: those of the advice are not those of later runs."""
 
 
-class Experiment(NamedTuple):
-    """The advice, ready to run."""
-
-    path: Path | None
-    """Of the YAML; None: there is none."""
-    command: str
-    """That trains with the advised setting."""
-    note: str = ""
-    """Why there is no file."""
-
-
 def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
     """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
     kept = [text for text in given if re.split(r"[.=]", text.lstrip("+~"))[0] not in NOT_ADVISED]
     return merged(kept, candidate.overrides)
 
 
-def write(advice: Advice, sentence: str, conf: Path) -> Experiment:
-    """Write ``experiment/advised_<recipe>_<machine>.yaml``, and return it with the command that runs it.
+def comparison(advice: Advice) -> str:
+    """Return the command that tests whether the winner trains as well as the baseline."""
+    common = [text for text in overrides_of(advice.overrides, Candidate("")) if key_of(text) != "seed"]
+    roles = {"baseline": advice.baseline, "advised": advice.winner}
+    arms = [f"arm.{role}={' '.join(advice.entry(label).candidate.overrides)}" for role, label in roles.items()]
+    return shlex.join(["python", "scripts/compare.py", *common, *arms])
 
-    The file is replaced by the next advice for the recipe on this machine. It is not kept where it composes to another
-    config than the winner's command line, such as one that deletes an option.
+
+def write(advice: Advice, sentence: str, conf: Path) -> tuple[str, Path | None]:
+    """Write ``experiment/advised_<recipe>_<machine>.yaml``, which the next advice for the recipe here replaces.
 
     Args:
         advice: with a winner that was measured.
         sentence: that says what was found.
         conf: the folder of the project's YAMLs.
+
+    Returns:
+        The command that trains with the advised setting, and the file. There is no file, and the command has all
+        overrides, where ``conf`` cannot be written, or the file would compose to another config than they do: a YAML
+        cannot delete an option.
     """
     overrides = overrides_of(advice.overrides, advice.entry(advice.winner).candidate)
     plain = shlex.join(["python", "scripts/train.py", *overrides])
@@ -59,13 +57,13 @@ def write(advice: Advice, sentence: str, conf: Path) -> Experiment:
     try:
         make_folder(path.parent)
         write_text(path, _head(advice, sentence, command) + _body(overrides, advice.recipe))
-    except OSError as error:
-        return Experiment(None, plain, f"{path} cannot be written ({error.strerror})")
+    except OSError:
+        return plain, None
     search = f"hydra.searchpath=[{quoted(f'file://{conf.absolute()}')}]"
     if flatten(compose([search, f"experiment={name}"])) == flatten(compose(overrides)):
-        return Experiment(path, command)
+        return command, path
     path.unlink()
-    return Experiment(None, plain, "an experiment's YAML cannot say all of it")
+    return plain, None
 
 
 def _body(overrides: Sequence[str], recipe: str) -> str:

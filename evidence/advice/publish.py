@@ -22,7 +22,7 @@ def publish(advice: Advice, config: Config, sentence: str, files: list[Path]) ->
     """Send what MLflow lacks of the advice; nothing is sent twice, and with ``tracking=local`` nothing at all.
 
     Args:
-        advice: to send; an equivalence test may be added to it later.
+        advice: to send.
         config: of the baseline: where it is tracked.
         sentence: that says what was found.
         files: of the advice.
@@ -46,7 +46,6 @@ def publish(advice: Advice, config: Config, sentence: str, files: list[Path]) ->
         "winner": advice.winner,
         "equal": ", ".join(advice.equal),
         "stopped": advice.stopped,
-        "quality": str(advice.quality.get("verdict", "")),
         "mlflow.note.content": sentence,
     }
     try:

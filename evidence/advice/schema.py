@@ -71,6 +71,12 @@ class Entry:
         """Seconds of one optimizer step in each block of the search."""
         return [own_s for own_s, _ in self.turns]
 
+    @property
+    def refused(self) -> str:
+        """Why it may not be advised, as a sentence; empty: it may."""
+        faults = "; ".join(self.health.get("faults", ()))
+        return faults and f"{self.label} is not advised, because the doctor found a fault in it: {faults}"
+
     def fastest_s(self) -> float:
         """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
         return min([*self.step_s, *(self.warm_up_s[1:] or self.warm_up_s)], default=0.0)
@@ -100,8 +106,6 @@ class Advice:
     hardware: dict[str, Any]
     versions: dict[str, str | None]
     git: dict[str, str]
-    depends_on: dict[str, str] = field(default_factory=dict)
-    """Hashes of the options, the data and the code: where one differs, all is measured again."""
     budget_minutes: float = 0.0
     date: str = ""
     """Of the measurement, in ISO format and UTC."""
@@ -119,12 +123,8 @@ class Advice:
     """Labels of other candidates that are not clearly slower (or larger) than the winner."""
     stopped: str = ""
     """Why it ended: ``one is ahead``, ``several are equal``, ``budget``."""
-    excluded: dict[str, str] = field(default_factory=dict)
-    """Labels that may not be advised, with the reasons, as sentences."""
     notes: list[str] = field(default_factory=list)
     """For the user, in sentences."""
-    quality: dict[str, Any] = field(default_factory=dict)
-    """Of an equivalence test of the winner against the baseline; empty without ``quality=true``."""
 
     @property
     def mixed(self) -> bool:

@@ -73,7 +73,7 @@ class Search:
         self.entries = {entry.label: entry for entry in self.advice.entries if entry.status != LEFT_OUT}
         for entry in self.entries.values():
             entry.final = []  # a new conclusion has a final round of its own
-        self.advice.excluded, self.advice.notes = {}, []
+        self.advice.notes = []
         self._mixed = COMPILE in self.space.choices and self.advice.goal == SPEED
         self._out_of_time = False
 
@@ -90,6 +90,10 @@ class Search:
         working = [entry for entry in self.entries.values() if entry.timed]
         default = self.space.candidate().label
         return next((entry for entry in working if entry.label == default), working[0])
+
+    def _beside(self, entry: Entry) -> Entry:
+        """Return what a candidate takes turns with: itself, where nothing works yet."""
+        return self.reference if any(each.timed for each in self.entries.values()) else entry
 
     @property
     def compile_s(self) -> float:
@@ -126,20 +130,20 @@ class Search:
         return math.log((self.reference.memory_bytes or 1) / (entry.memory_bytes or 1)) if fast else -math.inf
 
     def ranked(self) -> list[Entry]:
-        """Return the entries that may be advised, the best first."""
-        allowed = (entry for entry in self.entries.values() if entry.label not in self.advice.excluded)
-        return sorted((entry for entry in allowed if self.merit(entry) > -math.inf), key=self.merit, reverse=True)
-
-    def contenders(self) -> list[Entry]:
-        """Return the best setting, and those that are not clearly slower (or, for memory, larger) than it.
+        """Return the entries that may be advised, the best first.
 
         Raises:
-            RunError: none can be advised.
+            RunError: there is none.
         """
-        ranked = self.ranked()
-        if not ranked:
+        allowed = (entry for entry in self.entries.values() if not entry.refused)
+        found = sorted((entry for entry in allowed if self.merit(entry) > -math.inf), key=self.merit, reverse=True)
+        if not found:
             raise self._nothing()
-        best, *others = ranked
+        return found
+
+    def contenders(self) -> list[Entry]:
+        """Return the best setting, and those that are not clearly slower (or, for memory, larger) than it."""
+        best, *others = self.ranked()
 
         def difference(other: Entry) -> float:
             if self.advice.goal == MEMORY:
@@ -150,8 +154,10 @@ class Search:
 
     def _nothing(self) -> RunError:
         errors = [f"{entry.label}: {entry.reason}" for entry in self.entries.values() if entry.reason]
-        why = [*self.advice.excluded.values(), *errors][0]
-        return RunError(f"no candidate can be advised; the first error: {why}")
+        return RunError(f"no candidate can be advised; the first error: {[*self._refused(), *errors][0]}")
+
+    def _refused(self) -> list[str]:
+        return [entry.refused for entry in self.entries.values() if entry.refused]
 
     def _error(self, entry: Entry) -> float:
         """Return the standard error of its merit, that of the process included."""
@@ -180,12 +186,13 @@ class Search:
             self._visit(Entry(default), TURNS)
         precisions = self.space.precisions()
         self._try("precision", precisions)
-        working = [entry.candidate for entry in self.ranked() if entry.candidate in precisions]
+        working = [entry for entry in self.entries.values() if entry.timed and entry.candidate in precisions]
         if not working:
             raise self._nothing()
-        singles = list(self.space.one_change(working[0], REACH))
+        first = max(working, key=self.merit).candidate
+        singles = list(self.space.one_change(first, REACH))
         self._try("single change", singles)
-        for change in self._helpful(working[0], singles):
+        for change in self._helpful(first, singles):
             best = self.contenders()[0].candidate
             self._try("combination", [self.space.candidate([*best.overrides, change])])
         for number, most in enumerate(HALVING, 1):
@@ -196,7 +203,7 @@ class Search:
 
     def _helpful(self, best: Candidate, singles: Sequence[Candidate]) -> list[str]:
         """Return the changes of one setting that are worth combining, the most helpful first."""
-        merits = {each.candidate: self.merit(each) for each in self.ranked()}
+        merits = {each.candidate: self.merit(each) for each in self.entries.values()}
         gains = {
             override: merits[single] - merits[best]
             for single in singles
@@ -209,14 +216,20 @@ class Search:
         """Measure those that are new and forecast to fit; none compiles where that took too long."""
         compiled = [entry for entry in self.entries.values() if entry.candidate.compiles]
         endless = any(each.status == LEFT_OUT for each in compiled) and not any(each.timed for each in compiled)
-        new = [each for each in dict.fromkeys(candidates) if each.label not in self.entries]
-        wanted = [each for each in new if not (endless and each.compiles) and not self.space.refused(each)]
-        self._measure(kind, [Entry(each) for each in wanted])
+        wanted = []
+        for each in dict.fromkeys(candidates):
+            if each.label in self.entries or (endless and each.compiles):
+                continue
+            if why := self.space.refused(each):
+                self.show(f"left out: {each.label} ({why})")
+            else:
+                wanted.append(Entry(each))
+        self._measure(kind, wanted)
 
     def _measure(self, kind: str, entries: Sequence[Entry], turns: int = TURNS) -> None:
         """Give candidates so many turns, those for which there is time."""
         for entry in (each for each in entries if len(each.turns) < turns):
-            known = self.reference if any(each.timed for each in self.entries.values()) else entry
+            known = self._beside(entry)
             # The rest is for the final round.
             pair_s = FRESH_S + 2 * (known.start_s + FINAL_TURNS * self.timer.block_of(known))
             left_s = self.budget_s - min(LEAST_PAIRS * pair_s, 0.3 * self.budget_s) - self.spent_s
@@ -237,7 +250,7 @@ class Search:
         Raises:
             RunError: the reference failed.
         """
-        reference = self.reference if any(each.timed for each in self.entries.values()) else entry
+        reference = self._beside(entry)
         self.entries[entry.label] = entry
         try:
             found = self.timer.turns(entry, reference, turns, limit_s, fresh)
@@ -275,14 +288,14 @@ class Search:
 
         Otherwise the reference; after a fault the next best setting, with a final round of its own.
         """
-        excluded, default = self.advice.excluded, self.space.candidate().label
-        while len(excluded) < MOST_FAULTS:
+        default = self.space.candidate().label
+        while len(self._refused()) < MOST_FAULTS:
             chosen = self.choose()
             if chosen is not self.reference:
                 self._final(chosen)
                 if not chosen.timed:
                     continue
-                if (why := self._unconfirmed(chosen)) and self.reference.label not in excluded:
+                if (why := self._unconfirmed(chosen)) and not self.reference.refused:
                     self.advice.notes.append(
                         f"{chosen.label} was the best until the final round, which did not confirm it: {why}"
                     )
@@ -291,11 +304,8 @@ class Search:
                 return chosen
             chosen.health = chosen.health or self.check_up(chosen)
             self._save()
-            if not (faults := chosen.health["faults"]):
+            if not chosen.refused:
                 return chosen
-            excluded[chosen.label] = (
-                f"{chosen.label} is not advised, because the doctor found a fault in it: {'; '.join(faults)}"
-            )
         if self.reference.label != default:
             raise self._nothing()
         self.advice.notes.append(f"{MOST_FAULTS} settings have a fault, so no further one is examined or advised")
@@ -345,10 +355,11 @@ class Search:
 
         others = [Entry(Candidate(label), LEFT_OUT, why) for label, why in self.space.left_out.items()]
         advice.entries = [*sorted(self.entries.values(), key=place), *others]
-        missed = [f"check-up of {winner.label}: {'; '.join(notes)}" for notes in [winner.health.get("missed")] if notes]
-        advice.notes = list(dict.fromkeys([*self.space.notes, *advice.excluded.values(), *advice.notes, *missed]))
-        several = SEVERAL if len(contenders) > 1 else AHEAD
-        advice.stopped, advice.spent_s = BUDGET if self._out_of_time else several, self.spent_s
+        advice.notes = [*self.space.notes, *self._refused(), *advice.notes]
+        if missed := winner.health.get("missed"):
+            advice.notes.append(f"check-up of {winner.label}: {'; '.join(missed)}")
+        advice.stopped = BUDGET if self._out_of_time else SEVERAL if len(contenders) > 1 else AHEAD
+        advice.spent_s = self.spent_s
         self.save()
 
     def _describe(self, entry: Entry) -> None:

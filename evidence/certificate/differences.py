@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,21 @@ _CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Differences:
     """What was compared between an uninterrupted run and a killed one, and what differs."""
 
-    tensors: int = 0
-    elements: int = 0
-    steps: int = 0
-    repeated_steps: int = 0
+    tensors: int
+    elements: int
+    steps: int
+    repeated_steps: int
     """Steps that were trained more than once, because a kill came before they were saved."""
-    metric_lines: int = 0
-    ulp: float = 0
+    metric_lines: int
+    ulp: float
     """The largest distance of two numbers in units in the last place; infinite for integers, shapes and NaNs."""
-    first_step: int | None = None
+    first_step: int | None
     """The first step whose trace differs."""
-    differences: list[str] = field(default_factory=list)
+    differences: list[str]
     """What differs: the trace first, then tensors, the largest distance first."""
 
     def judge(self, max_ulp: float) -> tuple[str, int]:
@@ -51,22 +52,46 @@ class Differences:
 
 def differences_between(whole: Path, killed: Path, last_step: int) -> Differences:
     """Compare the folders of the uninterrupted and the killed run, with their checkpoints of ``last_step``."""
-    result = Differences()
-    _compare_traces(trace(whole), trace(killed), result)
+    expected = {line["step"]: line for line in trace(whole) if "step" in line}
+    trained = [line for line in trace(killed) if "step" in line]
+    wrong = _wrong_steps(expected, trained)
     one, other = load(whole / "checkpoints", last_step), load(killed / "checkpoints", last_step)
-    _compare_tensors(one.tensors(), other.tensors(), result)
-    for name in one.progress.keys() | other.progress.keys():
-        if one.progress.get(name) != other.progress.get(name):
-            result.differences.append(f"progress: {name}")
-            result.ulp = float("inf")
+    tensors, others = one.tensors(), other.tensors()
+    distances = {
+        name: ulps(tensors[name], others[name]) if name in tensors and name in others else math.inf
+        for name in tensors.keys() | others.keys()
+    }
+    farthest = sorted((name for name in distances if distances[name]), key=lambda name: (-distances[name], name))
+    names = one.progress.keys() | other.progress.keys()
+    unlike = [f"progress: {name}" for name in names if one.progress.get(name) != other.progress.get(name)]
     before, after = metrics(whole), metrics(killed)
-    result.metric_lines = len(before)
     if before != after:
         lines = (number for number, pair in enumerate(zip(before, after, strict=False), 1) if pair[0] != pair[1])
-        line = next(lines, min(len(before), len(after)) + 1)
-        result.differences.append(f"{METRICS_FILE}, line {line}")
-        result.ulp = float("inf")
-    return result
+        unlike.append(f"{METRICS_FILE}, line {next(lines, min(len(before), len(after)) + 1)}")
+    return Differences(
+        tensors=len(distances),
+        elements=sum(tensor.numel() for tensor in tensors.values()),
+        steps=len(expected),
+        repeated_steps=len(trained) - len({line["step"] for line in trained}),
+        metric_lines=len(before),
+        ulp=math.inf if unlike else max(distances.values(), default=0.0),
+        first_step=min(wrong, default=None),
+        differences=[
+            *(wrong[step] for step in sorted(wrong)),
+            *(f"tensor {name} ({distances[name]:g} ulp)" for name in farthest),
+            *unlike,
+        ],
+    )
+
+
+def _wrong_steps(expected: dict[int, dict[str, Any]], trained: list[dict[str, Any]]) -> dict[int, str]:
+    """Return what differs, by step. A step that was trained several times has to be the same every time."""
+    wrong = {step: f"step {step} was never trained" for step in expected.keys() - {line["step"] for line in trained}}
+    for line in trained:
+        step = line["step"]
+        if differing := [key for key in line if line[key] != expected.get(step, {}).get(key)]:
+            wrong.setdefault(step, f"step {step}: {', '.join(differing)}")
+    return wrong
 
 
 def trace(run: Path) -> list[dict[str, Any]]:
@@ -89,11 +114,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def ulps(one: Tensor, other: Tensor) -> float:
     """Return the largest distance between two tensors in units in the last place; 0: the same bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
-        return float("inf")
+        return math.inf
     if torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)):
         return 0.0
     if not one.is_floating_point() or not bool((torch.isfinite(one) & torch.isfinite(other)).all()):
-        return float("inf")
+        return math.inf
     distance = (_ordered(one) - _ordered(other)).abs().max()
     return max(1.0, float(distance))  # at least 1, since +0 and -0 differ in bits
 
@@ -103,36 +128,3 @@ def _ordered(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).to(torch.int64)
     lowest = -(2 ** (8 * tensor.element_size() - 1))
     return torch.where(bits < 0, lowest - bits, bits)
-
-
-def _compare_traces(whole: list[dict[str, Any]], killed: list[dict[str, Any]], result: Differences) -> None:
-    expected = {line["step"]: line for line in whole if "step" in line}
-    result.steps = len(expected)
-    seen: set[int] = set()
-    wrong: dict[int, str] = {}
-    for line in killed:
-        if "step" not in line:
-            continue
-        step = line["step"]
-        result.repeated_steps += step in seen  # and every time it has to be the same
-        seen.add(step)
-        differing = [key for key in line if line[key] != expected.get(step, {}).get(key)]
-        if differing:
-            wrong.setdefault(step, f"step {step}: {', '.join(differing)}")
-    for step in expected.keys() - seen:
-        wrong[step] = f"step {step} was never trained"
-    if wrong:
-        result.first_step = min(wrong)
-        result.differences += [wrong[step] for step in sorted(wrong)]
-
-
-def _compare_tensors(one: dict[str, Tensor], other: dict[str, Tensor], result: Differences) -> None:
-    distances = {}
-    for name in one.keys() | other.keys():
-        both = name in one and name in other
-        distances[name] = ulps(one[name], other[name]) if both else float("inf")
-    result.tensors = len(distances)
-    result.elements = sum(tensor.numel() for tensor in one.values())
-    result.ulp = max(distances.values(), default=0.0)
-    differing = sorted((name for name in distances if distances[name]), key=lambda name: (-distances[name], name))
-    result.differences += [f"tensor {name} ({distances[name]:g} ulp)" for name in differing]

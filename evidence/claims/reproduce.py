@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from evidence.claims.claims import Claim, load
 from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import reasons
 from evidence.measures import MEASURES, TIMED, measured
-from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
+from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner
 from trainer.config.compose import key_of
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
@@ -40,8 +40,6 @@ class Reproduction:
     _: KW_ONLY
     reduced: bool = False
     """Make every run small; there is no verdict then."""
-    report: Callable[[str], None] = print
-    """Called with each line of progress."""
     launch: Launch | None = None
     """See ``Runner``."""
     until: float | None = None
@@ -79,8 +77,8 @@ class Reproduction:
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
         seeds = list(range(claim.repeats))
         runner = Runner(self.folder / self._key(claim), launch=self.launch, until=self.until)
-        self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
-        outcomes = runner.run_all(arms, seeds, lambda *run: self.report(outcome_line(*run)))
+        print(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
+        outcomes = runner.run_all(arms, seeds)
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
         commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
         return self._record(

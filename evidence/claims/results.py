@@ -86,10 +86,9 @@ def verdict(record: dict[str, Any] | None, claim: Claim) -> str:
     return str(record["verdict"])
 
 
-def read_notes(folder: Path = RESULTS) -> Notes:
+def read_notes() -> Notes:
     """Return notes on claims that were added after their files were fixed."""
-    path = folder / "notes.yaml"
-    found: Notes = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found: Notes = yaml.safe_load((RESULTS / "notes.yaml").read_text(encoding="utf-8"))
     return found
 
 
@@ -159,21 +158,21 @@ def tables(records: Records, claims: dict[str, Claim]) -> dict[Path, str]:
     }
 
 
-def update(root: Path = PROJECT) -> list[Path]:
+def update() -> list[Path]:
     """Write docs/results.md, and the tables of other pages between two markers; return the files that changed.
 
     Raises:
         UserError: a page lacks a marker.
     """
     claims = {name: load(name) for name in names()}
-    records = read(root / "results")
-    wanted = {root / PAGE: page(records, claims, read_notes(root / "results"))}
+    records = read()
+    wanted = {PROJECT / PAGE: page(records, claims, read_notes())}
     for path, table in tables(records, claims).items():
-        head, found, rest = (root / path).read_text(encoding="utf-8").partition(BEGIN)
+        head, found, rest = (PROJECT / path).read_text(encoding="utf-8").partition(BEGIN)
         _, ended, tail = rest.partition(END)
         if not (found and ended):
             raise UserError(f"{path} lacks the line {BEGIN if not found else END}, which marks the table")
-        wanted[root / path] = f"{head}{BEGIN}\n{table}\n{END}{tail}"
+        wanted[PROJECT / path] = f"{head}{BEGIN}\n{table}\n{END}{tail}"
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in changed:
         write_text(path, wanted[path])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
-from evidence.runs import Arm, Outcome, Runner, merged, outcome_line
+from evidence.runs import Arm, Outcome, Runner, merged
 from mantissa.display import loss
 from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
@@ -69,13 +69,12 @@ class Result:
         return head | self.facts | {"common": self.comparison.common, "arms": [asdict(arm) for arm in self.arms]}
 
 
-def compare(comparison: Comparison, configs: dict[str, Config], show: Callable[[str], None] = print) -> Result:
-    """Train what is left to train, judge it, and write ``comparison.json``.
+def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
+    """Train what is left to train, judge it, and write ``comparison.json``; print each run.
 
     Args:
         comparison: what to compare; its ``name`` is set here if it is empty.
         configs: from ``check_arms``.
-        show: called with each line of progress.
 
     Raises:
         UserError: the folder holds another comparison, is in use by another process, or cannot be written.
@@ -95,9 +94,9 @@ def compare(comparison: Comparison, configs: dict[str, Config], show: Callable[[
         "git": git_facts(),
     }
     _begin(comparison, common, facts)
-    show(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
+    print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
     with in_use(folder):  # a second process would remove this one's unfinished runs
-        outcomes = Runner(folder, common).run_all(arms, seeds, _progress(show, first.recipe.unit))
+        outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
     result = Result(comparison, judge(arms, comparison.baseline, outcomes, comparison.margin), outcomes, facts)
     write_json(folder / RESULT_FILE, result.to_dict())
     return result
@@ -181,12 +180,6 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
         raise UserError(f"output_dir={comparison.output_dir} cannot be written ({error.strerror})") from None
 
 
-def _progress(show: Callable[[str], None], unit: str) -> Callable[[int, int, Outcome, bool], None]:
-    def after(number: int, count: int, outcome: Outcome, known: bool) -> None:
-        measured = ""
-        if outcome.finished:
-            rate = outcome.summary["units_per_s"]
-            measured = f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
-        show(outcome_line(number, count, outcome, known, measured))
-
-    return after
+def _measured(outcome: Outcome, unit: str) -> str:
+    rate = outcome.summary["units_per_s"]
+    return f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")

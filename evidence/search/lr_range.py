@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -60,7 +59,7 @@ def main(arguments: list[str]) -> int:
     curves = []
     for label, config in configs.items():
         print(f"{label or config.name}: {options.steps} steps, lr from {options.min:g} to {options.max:g}")
-        curve = range_test(config, hardware, options.min, options.max, label, print)
+        curve = range_test(config, hardware, options.min, options.max, label)
         skipped = f", {curve.skipped_steps} steps skipped by the loss scale" if curve.skipped_steps else ""
         print(f"  ended after {len(curve.lr)} steps: {curve.ended}{skipped}")
         curves.append(curve)
@@ -153,33 +152,27 @@ class Curve:
         return True
 
     @property
-    def lowest(self) -> int | None:
-        """The index of the lowest smoothed loss; None: it did not fall."""
-        if len(self.smoothed) <= FIRST:
-            return None
-        lowest = int(np.argmin(self.smoothed))
-        return lowest if lowest > FIRST else None
-
-    @property
-    def steepest(self) -> int | None:
-        """The index where the smoothed loss falls fastest over the logarithm of the learning rate; None: nowhere."""
-        if self.lowest is None:
+    def fall(self) -> tuple[int, int] | None:
+        """The index where the smoothed loss falls fastest over the logarithm of the learning rate, and that of its
+        lowest value; None: it did not fall.
+        """
+        lowest = int(np.argmin(self.smoothed)) if self.smoothed else 0
+        if lowest <= FIRST:
             return None
         slopes = np.gradient(np.array(self.smoothed), np.log(self.lr[: len(self.smoothed)]))
-        return FIRST + int(np.argmin(slopes[FIRST : self.lowest]))
+        return FIRST + int(np.argmin(slopes[FIRST:lowest])), lowest
 
     def suggestions(self) -> dict[str, float]:
         """Return learning rates by the reason for them, in two digits; none where the loss did not fall."""
-        if self.lowest is None or self.steepest is None:
+        if self.fall is None:
             return {}
-        found = {"the loss falls fastest": self.lr[self.steepest], "a tenth of the lowest": self.lr[self.lowest] / 10}
+        steepest, lowest = self.fall
+        found = {"the loss falls fastest": self.lr[steepest], "a tenth of the lowest": self.lr[lowest] / 10}
         return {reason: float(f"{lr:.1e}") for reason, lr in found.items()}
 
 
-def range_test(
-    config: Config, hardware: Hardware, lowest: float, highest: float, label: str, show: Callable[[str], None]
-) -> Curve:
-    """Train ``config.steps`` optimizer steps at most, and write nothing.
+def range_test(config: Config, hardware: Hardware, lowest: float, highest: float, label: str) -> Curve:
+    """Train ``config.steps`` optimizer steps at most, print some of them, and write nothing.
 
     Args:
         config: as composed; its learning rate and schedule are replaced.
@@ -187,30 +180,21 @@ def range_test(
         lowest: learning rate of the first step.
         highest: that of the last.
         label: see ``Curve.label``.
-        show: called with lines of progress.
     """
-    rises = replace(
-        config,
-        optimizer=replace(config.optimizer, lr=highest),
-        schedule=Exponential(first=lowest / highest),
-    )
-    trainer = Trainer.from_config(rises, hardware)
+    optimizer, schedule = replace(config.optimizer, lr=highest), Exponential(first=lowest / highest)
+    trainer = Trainer.from_config(replace(config, optimizer=optimizer, schedule=schedule), hardware)
     curve = Curve(label)
     try:
-        for record in _steps(trainer):
+        for microbatches in trainer.batches():
+            record = trainer.train_step(microbatches)
             goes_on = curve.add(record, trainer.loss_scale.recovers)
             if record.step % 20 == 0 or not goes_on or record.step == trainer.plan.steps:
-                show(f"  step {record.step}/{trainer.plan.steps}  lr {record.lr:.2e}  loss {curve.loss[-1]:.4f}")
+                print(f"  step {record.step}/{trainer.plan.steps}  lr {record.lr:.2e}  loss {curve.loss[-1]:.4f}")
             if not goes_on:
                 break
     finally:
         trainer.close()
     return curve
-
-
-def _steps(trainer: Trainer) -> Iterator[StepRecord]:
-    for microbatches in trainer.batches():
-        yield trainer.train_step(microbatches)
 
 
 def draw(curves: list[Curve], title: str) -> Any:
@@ -227,10 +211,11 @@ def draw(curves: list[Curve], title: str) -> Any:
         lr = np.array(curve.lr)
         axes.plot(lr, curve.loss, color=color, linewidth=0.8, alpha=0.3)
         axes.plot(lr[: len(smoothed)], smoothed, color=color, linewidth=1.8, label=curve.label or "smoothed")
-        if curve.steepest is not None and curve.lowest is not None:
-            at, tenth = lr[curve.steepest], lr[curve.lowest] / 10
+        if curve.fall is not None:
+            steepest, lowest = curve.fall
+            at, tenth = lr[steepest], lr[lowest] / 10
             label = f"falls fastest at {at:.1e}"
-            axes.plot(at, smoothed[curve.steepest], "o", color=color, markersize=7, linestyle="none", label=label)
+            axes.plot(at, smoothed[steepest], "o", color=color, markersize=7, linestyle="none", label=label)
             style = {"color": color, "linewidth": 1, "linestyle": (0, (4, 3))}
             axes.axvline(tenth, label=f"a tenth of the lowest: {tenth:.1e}", **style)
     if finite := [value for curve in curves for value in curve.loss if math.isfinite(value)]:

@@ -98,11 +98,9 @@ class Search:
     trials: int
     seed: int
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Keep other processes of this search from taking trials meanwhile."""
-        with locked(self.folder / ".lock"):
-            yield
+        return locked(self.folder / ".lock")
 
     @contextmanager
     def next(self) -> Iterator[optuna.Trial | None]:

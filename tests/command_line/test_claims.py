@@ -55,9 +55,7 @@ def of_new_kinds() -> list[str]:
 
 @pytest.mark.parametrize("name", of_new_kinds())
 def test_claims_of_every_kind_run_reduced(name: str, launch: Launch, text: str, folder: Path) -> None:
-    reproduction = Reproduction(
-        detect("cpu"), folder / "runs", [text], reduced=True, report=lambda _: None, launch=launch
-    )
+    reproduction = Reproduction(detect("cpu"), folder / "runs", [text], reduced=True, launch=launch)
     record = reproduction.test(name)
     assert record["verdict"] == "reduced: no verdict"
     assert record["failures"] == []

@@ -10,7 +10,7 @@ import pytest
 
 from evidence.comparison.command import planned
 from evidence.comparison.compare import check_arms, compare
-from evidence.runs import Arm, Outcome, Runner, merged
+from evidence.runs import Arm, Runner, merged
 from trainer.errors import UserError
 from trainer.files import in_use
 
@@ -127,7 +127,9 @@ def test_a_run_is_train_py_with_overrides_in_a_fresh_process(tmp_path: Path) -> 
         (4, "a0 b0 c0 c1 a1", "b0 b1"),
     ],
 )
-def test_one_failed_arm_does_not_lose_the_others(tmp_path: Path, code: int, first: str, again: str) -> None:
+def test_one_failed_arm_does_not_lose_the_others(
+    tmp_path: Path, code: int, first: str, again: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What another seed would not change is not tried with it; what diverged would diverge again."""
     arms, codes, ran = [Arm(label, ()) for label in "abc"], {"b-s0": code}, []
 
@@ -139,20 +141,16 @@ def test_one_failed_arm_does_not_lose_the_others(tmp_path: Path, code: int, firs
         log.touch()
         return codes.get(name, 0)
 
-    reported: list[tuple[str, bool]] = []
-
-    def report(number: int, count: int, outcome: Outcome, known: bool) -> None:
-        reported.append((f"{outcome.arm}{outcome.seed}", known))
-
-    outcomes = Runner(tmp_path, launch=launch).run_all(arms, [0, 1], report)
+    outcomes = Runner(tmp_path, launch=launch).run_all(arms, [0, 1])
     assert ran == first.split()
     assert [o.finished for o in outcomes] == [run != "b0" for run in ran]
+    assert capsys.readouterr().out.splitlines()[1] == f"  2/6  b s0  failed with exit code {code}: "
     ran.clear()
     codes.clear()
-    reported.clear()
-    Runner(tmp_path, launch=launch).run_all(arms, [0, 1], report)
+    Runner(tmp_path, launch=launch).run_all(arms, [0, 1])
     assert ran == again.split()
-    assert [run for run, known in reported if not known] == ran
+    new = [line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line.endswith("  0 s")]
+    assert [arm + seed[1:] for arm, seed in new] == ran
 
 
 def test_another_comparison_in_the_folder_and_a_second_process_are_refused(tmp_path: Path) -> None:
@@ -160,7 +158,7 @@ def test_another_comparison_in_the_folder_and_a_second_process_are_refused(tmp_p
     configs = check_arms(comparison)
     comparison.folder.mkdir(parents=True)
     with in_use(comparison.folder), pytest.raises(UserError, match="in use by another process"):
-        compare(comparison, configs, show=lambda line: None)  # it would remove the other's unfinished runs
+        compare(comparison, configs)  # it would remove the other's unfinished runs
     (comparison.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
     with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
         compare(comparison, configs)

@@ -1,21 +1,16 @@
-"""The advice in words and as a picture."""
+"""The advice in words."""
 
 from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
-from typing import Any
 
-import pytest
 from rich.console import Console
 
-from evidence.advice import report
-from evidence.advice.report import picture, print_advice, sentence
+from evidence.advice.report import print_advice, sentence
 from evidence.advice.schema import Advice
 from tests.evidence.advice.machine import Machine
 from tests.evidence.advice.made import advice
-from trainer.tracking.plots import bare_figure
 
 
 def printed(of: Advice, width: int = 200) -> str:
@@ -36,7 +31,8 @@ def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
     assert sentence(least) == (
         "bf16: 30% less memory, 2.9x [2.85, 2.95] as fast as fp32; bf16 + compile is not clearly larger"
     )
-    default = advice(winner="fp32", excluded={"bf16": "a fault"}, stopped="budget")
+    default = advice(winner="fp32", stopped="budget")
+    default.entry("bf16").health = {"faults": ["a fault"]}
     assert sentence(default) == (
         "fp32, train.py's default: no setting that can be advised is clearly faster here among those measured in "
         "3:00 min"
@@ -44,13 +40,12 @@ def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
 
 
 def test_the_page_has_what_was_measured_of_whole_runs_and_what_was_not() -> None:
-    said = printed(advice(notes=["the memory is scarce"], quality={"verdict": "WORSE", "why": "so"}))
+    said = printed(advice(notes=["the memory is scarce"]))
     for line in (
         "compiling took 14.0 s and pays after 140 steps: bf16 + compile",
         "failed: fp16 (the loss is not finite)",
         "Note: the memory is scarce.",
         "Measured for 3:00 min on A CPU: one setting is ahead.",
-        "Quality: WORSE (so).",
     ):
         assert f"{line}\n" in said
     assert re.search(r"^bf16 \+ compile \(advised\) +2.9x \[2.85, 2.95\]", said, re.MULTILINE)
@@ -60,15 +55,3 @@ def test_the_page_has_what_was_measured_of_whole_runs_and_what_was_not() -> None
     assert line.split()[3:6] == ["about", "3.33x", f"{2 / (10 + 0.6):.3g}x"]
     found.entries = [entry for entry in found.entries if not entry.candidate.compiles]
     assert "run of 100" not in printed(found)
-
-
-def test_the_picture_names_the_winner_and_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "advice.png"
-    assert picture(advice(entries=advice().entries[-4:]), path) is None  # the baseline alone
-    figures: list[Any] = []
-    monkeypatch.setattr(report, "bare_figure", lambda *size: figures.append(bare_figure(*size)) or figures[-1])
-    assert picture(advice(), path) == path
-    assert path.read_bytes().startswith(b"\x89PNG")
-    ((_, axes),) = figures
-    assert len(axes.lines) == 3
-    assert [text.get_text() for text in axes.texts] == ["bf16 + compile", "fp32"]

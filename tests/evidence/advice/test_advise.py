@@ -13,7 +13,7 @@ import pytest
 
 from evidence.advice import command
 from evidence.advice.candidates import Candidate, space_of
-from evidence.advice.schema import _entry, read
+from evidence.advice.schema import read
 from evidence.advice.worker import Failed, Worker
 from evidence.memory.fits import too_large
 from trainer.config.compose import compose
@@ -24,8 +24,8 @@ SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", 
 FIXED = ["compile=off", "precision=fp32", "optimizer.fused=auto"]
 
 
-def varied(*overrides: str, goal: str = "speed", quality: bool = False) -> dict[str, list[str]]:
-    space, _ = space_of(overrides, detect("cpu"), goal, quality)
+def varied(*overrides: str, goal: str = "speed") -> dict[str, list[str]]:
+    space, _ = space_of(overrides, detect("cpu"), goal)
     return {key: [space.in_words(each) for each in choices] for key, choices in space.choices.items()}
 
 
@@ -66,14 +66,9 @@ def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest
     assert space.candidate(["threads=1"]).label == "fp32, 1 thread"
 
 
-def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.5)
-    monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda *_: None)
-    found = varied(*SMALL, goal="memory", quality=True)
+def test_memory_adds_checkpointing() -> None:
     key = "activation_checkpointing"
-    assert found[key] == [f"{key}=blocks", f"{key}=selective"]
-    assert "bf16_master" in found["precision"]
-    assert "bf16_pure" not in found["precision"]
+    assert varied(*SMALL, goal="memory")[key] == [f"{key}=blocks", f"{key}=selective"]
 
 
 def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
@@ -122,19 +117,30 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert content["winner"] == labels[0]
     assert set(labels) >= {"fp32", "fp32, micro_batch_size=1"}
     assert json.dumps(asdict(read(path))) == json.dumps(content)
-    outcomes = path.parent / "outcomes.jsonl"
     assert command.main(given) == 0
     again = capsys.readouterr().out
     assert "Nothing changed since this was measured" in again
     assert "experiment=advised_bignet_" in again
     assert json.loads(path.read_text()) == content
-    assert len(outcomes.read_text().splitlines()) == 1
-    monkeypatch.setattr(command, "_depends_on", lambda *_: content["depends_on"] | {"the code": "other"})
-    ended = content | {"entries": [_entry(each) for each in content["entries"]]}
-    monkeypatch.setattr(command.Search, "run", lambda search: search.advice.__dict__.update(ended))
-    assert command.main(given) == 0
-    assert "measured again: the code changed since the earlier call" in capsys.readouterr().out
-    assert len(outcomes.read_text().splitlines()) == 2, "an earlier outcome is never replaced"
+
+
+def test_another_answer_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu = compose(SMALL), detect("cpu")
+    known = command._key(config, SMALL, "speed", cpu)
+    assert command._key(config, [*SMALL[::-1], "tracking=local"], "speed", cpu) == known, "which change no time"
+    (tmp_path / "trainer").mkdir()
+    changed = {
+        command._key(config, SMALL, "memory", cpu),
+        command._key(config, [*SMALL, "precision=fp32"], "speed", cpu),
+        command._key(compose([*SMALL, "data.samples=65"]), SMALL, "speed", cpu),
+        command._key(replace(config, seed=9), SMALL, "speed", cpu),
+        command._key(config, SMALL, "speed", replace(cpu, cpu_cores=99)),
+    }
+    monkeypatch.setattr(command, "PROJECT", tmp_path)
+    for text in ("1", "2"):
+        (tmp_path / "trainer" / "code.py").write_text(text)
+        changed.add(command._key(config, SMALL, "speed", cpu))
+    assert len(changed - {known}) == 7
 
 
 @pytest.mark.parametrize(

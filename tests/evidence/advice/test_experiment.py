@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from evidence.advice.experiment import PREFIX, overrides_of, write
+from evidence.advice.experiment import PREFIX, comparison, write
+from evidence.comparison.command import planned
 from tests.evidence.advice.made import TINY, advice, measured
 from trainer.config.compose import CONF, compose
 from trainer.config.registration import flatten
@@ -22,16 +23,15 @@ def composed(command: str, conf: Path) -> dict[str, object]:
 
 def test_the_file_is_the_winners_command_line_and_says_where_it_is_from(tmp_path: Path) -> None:
     made = advice(measured("x", 3.5, 400, "precision=bf16", "micro_batch_size=2", "threads=1"), winner="x")
-    written = write(made, SENTENCE, tmp_path)
-    assert written.path == tmp_path / "experiment" / "advised_gpt2_a_cpu_2_cores.yaml"
-    assert written.note == ""
+    command, path = write(made, SENTENCE, tmp_path)
+    assert path == tmp_path / "experiment" / "advised_gpt2_a_cpu_2_cores.yaml"
     assert f"conf/experiment/{PREFIX}*" in (CONF.parent / ".gitignore").read_text().splitlines()
-    text = written.path.read_text()
+    text = path.read_text()
     head = " ".join(text.partition("defaults:")[0].replace("\n# ", " ").split())
     assert text.startswith("# @package _global_\n")
-    for words in (written.command, SENTENCE, "2026-11-22", "torch 2.15.0", "A CPU", "0123456789"):
+    for words in (command, SENTENCE, "2026-11-22", "torch 2.15.0", "A CPU", "0123456789"):
         assert words in head
-    found = composed(written.command, tmp_path)
+    found = composed(command, tmp_path)
     assert found == flatten(compose([*TINY, "precision=bf16", "micro_batch_size=2", "threads=1"]))
 
 
@@ -40,10 +40,10 @@ def test_a_users_own_experiment_weights_and_odd_values_stay(tmp_path: Path) -> N
     text.write_text("a b c " * 100)
     given = ["experiment=shakespeare_cpu", f"data.path={text}", "precision.fp32_modules=[lm_head]", "compile=default"]
     made = advice(overrides=[*given, "tracking=local", "output_dir=elsewhere"])
-    written = write(made, SENTENCE, tmp_path)
-    assert written.path is not None
-    assert "elsewhere" not in written.path.read_text()
-    found = composed(written.command, tmp_path)
+    command, path = write(made, SENTENCE, tmp_path)
+    assert path is not None
+    assert "elsewhere" not in path.read_text()
+    found = composed(command, tmp_path)
     assert found == flatten(compose([*given, "precision=bf16"]))
     assert (found["recipe.context"], found["data.path"], found["compile.mode"]) == (64, str(text), "default")
 
@@ -51,25 +51,26 @@ def test_a_users_own_experiment_weights_and_odd_values_stay(tmp_path: Path) -> N
 def test_what_the_command_line_decides_by_itself_is_written_down(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     given = [*TINY, f"recipe.pretrained={tmp_path / 'best'}"]
-    written = write(advice(overrides=given), SENTENCE, tmp_path)
+    command, _ = write(advice(overrides=given), SENTENCE, tmp_path)
     wanted = flatten(compose([*given, "precision=bf16", "compile=default"]))
     assert wanted["optimizer.lr"] != flatten(compose([*TINY]))["optimizer.lr"]  # lower, for weights that are given
-    assert composed(written.command, tmp_path) == wanted
+    assert composed(command, tmp_path) == wanted
 
 
-def test_where_conf_cannot_be_written_there_is_a_command_line(tmp_path: Path) -> None:
+def test_the_comparison_is_of_the_winner_and_the_baseline() -> None:
+    made = advice(overrides=[*TINY, "seed=3", "output_dir=elsewhere"])
+    script, *arguments = shlex.split(comparison(made))[1:]
+    assert script == "scripts/compare.py"
+    plan = planned(arguments)
+    assert plan.common == [*TINY]
+    arms = {arm.label: arm.overrides for arm in plan.arms}
+    assert (plan.baseline, arms["baseline"]) == ("baseline", ())
+    assert arms["advised"] == ("precision=bf16", "compile=default")
+
+
+def test_where_no_file_can_be_written_or_none_can_say_it_there_is_a_command_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    made = advice()
-    written = write(made, SENTENCE, tmp_path / "file")
-    assert written.path is None
-    assert "cannot be written" in written.note
-    winner = made.entry(made.winner).candidate
-    assert written.command == shlex.join(["python", "scripts/train.py", *overrides_of(made.overrides, winner)])
-
-
-def test_what_an_experiment_cannot_say_is_a_command_line(tmp_path: Path) -> None:
-    given = [*TINY, "~optimizer.options.betas"]
-    written = write(advice(overrides=given), SENTENCE, tmp_path)
-    assert (written.path, list(tmp_path.rglob("*.yaml"))) == (None, [])
-    assert "cannot say all of it" in written.note
-    assert "precision=bf16" in written.command
+    for given, conf in ((TINY, tmp_path / "file"), ([*TINY, "~optimizer.options.betas"], tmp_path)):
+        command, path = write(advice(overrides=given), SENTENCE, conf)
+        assert (path, list(tmp_path.rglob("*.yaml"))) == (None, [])
+        assert command == shlex.join(["python", "scripts/train.py", *given, "precision=bf16", "compile=default"])

@@ -73,4 +73,4 @@ class Machine:
 
 
 def reproduction(tmp_path: Path, made_up: Machine, **options: Any) -> Reproduction:
-    return Reproduction(CPU, tmp_path / "runs", [], report=lambda _: None, launch=made_up, **options)
+    return Reproduction(CPU, tmp_path / "runs", [], launch=made_up, **options)

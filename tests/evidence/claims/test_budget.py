@@ -47,7 +47,7 @@ def test_runs_begin_until_the_time_is_over_and_the_next_call_continues(tmp_path:
         """Return the runs that were begun within so many seconds."""
         made_up.started.clear()
         with suppress(OutOfTime):
-            Runner(tmp_path, launch=made_up, until=made_up.now + seconds).run_all(arms, [0, 1, 2], lambda *_: None)
+            Runner(tmp_path, launch=made_up, until=made_up.now + seconds).run_all(arms, [0, 1, 2])
         return list(made_up.started)
 
     made_up.takes = {"fp32": 30.0, "bf16": 10.0}
@@ -106,10 +106,11 @@ def test_a_process_that_does_not_end_at_its_limit_is_killed(tmp_path: Path, monk
         return wait(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", reached)
+    monkeypatch.setattr("evidence.runs.LIMIT_STOP_S", 0.1)
     program = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
     )
     with pytest.raises(subprocess.TimeoutExpired):
-        in_a_process([sys.executable, "-c", program], log, 1000, stop_s=0.1)
+        in_a_process([sys.executable, "-c", program], log, 1000)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)

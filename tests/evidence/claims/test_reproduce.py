@@ -61,20 +61,6 @@ def test_what_was_run_is_not_run_again_unless_the_file_changed(
     assert len(made_up.started) == 2 * count
 
 
-def test_a_failed_arm_leaves_the_others_and_the_verdict_open(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine
-) -> None:
-    files("mine")
-    made_up.exit_codes = {"bf16-s1": 1}
-    record = reproduction(tmp_path, made_up).test("mine")
-    assert record["verdict"] == INCONCLUSIVE
-    assert record["failures"] == ["bf16, seed 1: it broke"]
-    assert len(record["arms"]["fp32"]["measures"]["speed"]) == 3
-    made_up.exit_codes = {}
-    assert reproduction(tmp_path, made_up).test("mine")["verdict"] == CONFIRMED  # only what failed was run anew
-    assert made_up.started.count("fp32-s1") == 1
-
-
 @pytest.mark.parametrize(
     ("two", "combined"),
     [
@@ -129,7 +115,7 @@ def test_a_run_of_another_commit_makes_the_outcome_dirty(
 
 def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
     files("mine", asks={"data.path": "a text"})
-    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], report=lambda _: None, launch=made_up)
+    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], launch=made_up)
     record = here.test("mine")
     assert "data.path=…" in record["arms"]["fp32"]["overrides"]
     made_up.exit_codes = {"bf16-s1": 1}

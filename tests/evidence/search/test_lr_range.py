@@ -73,11 +73,10 @@ def test_it_ends_at_a_loss_that_is_not_finite_but_not_at_a_step_that_the_loss_sc
     assert not Curve("").add(record(1, 1e-3, 1.0, skipped=True), recovers=False)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_takes_the_steps_of_training(precision: str) -> None:
+def test_it_takes_the_steps_of_training() -> None:
     """With one rate for all steps, the losses are those of a run with a constant schedule."""
-    config = compose(*BIGNET, f"precision={precision}", "steps=5", "schedule=constant", "schedule.warmup_steps=0")
-    near = range_test(config, CPU, 1e-3 * (1 - 1e-12), 1e-3, "", lambda _: None)
+    config = compose(*BIGNET, "precision=bf16", "steps=5", "schedule=constant", "schedule.warmup_steps=0")
+    near = range_test(config, CPU, 1e-3 * (1 - 1e-12), 1e-3, "")
     trainer = Trainer.from_config(config, CPU)
     assert trainer.config.optimizer.lr == 1e-3
     losses = [float(trainer.train_step(batch).loss) for batch in trainer.batches()]

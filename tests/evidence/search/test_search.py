@@ -157,11 +157,6 @@ def test_a_pruned_trial_closes_its_run_and_mlflow_has_the_search_above_its_runs(
     assert dict(parents) == {ids["it-t0"]: ids["search-it"], ids["it-t1"]: ids["search-it"]}
 
 
-def test_a_pruner_is_optunas() -> None:
-    kinds = [type(pruner_of(name, 2, 8)).__name__ for name in ("median", "hyperband", "none")]
-    assert kinds == ["MedianPruner", "HyperbandPruner", "NopPruner"]
-
-
 def test_a_trial_that_turns_non_finite_has_failed_and_the_search_goes_on(outputs: Path) -> None:
     diverges = ("optimizer=sgd", "schedule=constant", "schedule.warmup_steps=0", "steps=60", "eval_every=60")
     given = [text for text in BIGNET if not text.startswith(("steps", "eval_every"))]
