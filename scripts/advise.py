@@ -12,7 +12,7 @@ and measured longer; the chosen one is timed once more against the default, both
 ratio is what is reported.
 
 The doctor examines a step of the winner; one with a fault is not advised. Whether it trains as well as the default is
-for scripts/compare.py to test; the command is printed at the end. Writes the answer to
+for scripts/compare.py to test; the command is printed at the end. Writes the answer and a picture to
 <output_dir>/advice/<recipe>-<key>, the setting as conf/experiment/advised_<recipe>_<machine>.yaml, and a run in MLflow.
 After a stop, the same command continues; where options, data, code, hardware and versions are the same, it answers
 at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import logging
 import math
 import re
@@ -20,7 +21,7 @@ from evidence.advice import experiment
 from evidence.advice.candidates import COMPILE, space_of
 from evidence.advice.checkup import check
 from evidence.advice.publish import publish
-from evidence.advice.report import print_advice, sentence
+from evidence.advice.report import picture, print_advice, sentence
 from evidence.advice.schema import BUDGET, GOALS, SPEED, Advice, Entry, read
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
@@ -38,7 +39,7 @@ from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
-ANSWER, PAGE = "advice.json", "advice.txt"
+ANSWER, OUTCOMES, PAGE, PICTURE = "advice.json", "outcomes.jsonl", "advice.txt", "advice.png"
 PAGE_WIDTH = 120
 """Columns."""
 BLOCKS = 600
@@ -103,7 +104,8 @@ def main(arguments: list[str]) -> int:
         print(f"  {trains}\n")
         if advice.winner != advice.baseline:
             print(f"Does it train as well? {experiment.comparison(advice)}")
-        files = [folder / ANSWER, folder / PAGE, *([written] if written else [])]
+        made = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE), written]
+        files = [path for path in made if path is not None]
         print("\n".join(map(str, files)))
         if sent := publish(advice, config, said, files):
             print(sent)
@@ -171,9 +173,14 @@ def _search(
 
     prepare()
     advice.spent_s = time.monotonic() - began
+
+    def save() -> None:
+        write_json(folder / ANSWER, asdict(advice))
+
     try:
-        save = lambda: write_json(folder / ANSWER, asdict(advice))  # noqa: E731
         Search(space, advice, timer, budget_s, check_up, save, say).run()
     finally:
         timer.close()
         shutil.rmtree(folder / COMPILED, ignore_errors=True)
+    with (folder / OUTCOMES).open("a", encoding="utf-8") as file:  # kept whatever is measured later
+        file.write(json.dumps(asdict(advice)) + "\n")

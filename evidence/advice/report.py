@@ -1,8 +1,9 @@
-"""The advice for people: one sentence, a table, and what was not measured."""
+"""The advice for people: one sentence, a table, and a picture of speed against memory."""
 
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -11,7 +12,10 @@ from rich.table import Table
 
 from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, Advice, Entry
 from mantissa.display import duration, size
+from mantissa.page import COLORS, NOISE
 from mantissa.statistics import Interval
+from trainer.profiling.ledger import MIB
+from trainer.tracking.plots import INK, QUIET, bare_figure
 
 ENDED = {
     AHEAD: "one setting is ahead",
@@ -114,3 +118,28 @@ def table(advice: Advice) -> Table:
         shown.caption = f"{whole[0]}: speed in a run of {advice.steps} steps, compile time included"
         shown.caption_justify = "left"
     return shown
+
+
+def picture(advice: Advice, path: Path) -> Path | None:
+    """Draw peak memory to the right and throughput upwards into a PNG; None: too little was measured.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    shown = [entry for entry in advice.entries if entry.timed and entry.speed and entry.memory_bytes]
+    if len(shown) < 2:
+        return None
+    figure, axes = bare_figure(9, 5)
+    axes.set_title(f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}", loc="left", color=INK)
+    axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
+    axes.set_ylabel(f"throughput of steps, times that of {advice.baseline}", color=QUIET)
+    axes.grid(color="#e8eaed", linewidth=0.8)
+    named = {advice.baseline: COLORS[0], advice.winner: COLORS[2]}
+    for entry in shown:
+        point = (entry.memory_bytes or 0) / MIB, entry.speed or 0.0
+        axes.plot(*point, "o", color=named.get(entry.label, NOISE))
+        if entry.label in named:
+            axes.annotate(entry.label, point, xytext=(6, 6), textcoords="offset points", color=INK)
+    axes.margins(x=0.2, y=0.1)
+    figure.savefig(path)
+    return path
