@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         "the last weights are evaluated in place of their average",
         TRAINER,
-        "with self.averaged():",
+        "with self.average.in_place():",
         "with torch.no_grad():",
         f"{OPTIM}/test_ema.py::test_evaluation_uses_it_and_gives_the_weights_back",
     ),
