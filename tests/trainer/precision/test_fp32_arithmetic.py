@@ -101,6 +101,13 @@ def test_a_result_is_the_fp32_one_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(torch.addmm(bias, x, y.t(), beta=0.5, alpha=3), expected.to(dtype))
     # The bias is added before rounding, not after.
     assert torch.equal(F.linear(x, y, bias), F.linear(x.float(), y.float(), bias.float()).to(dtype))
+    # Gradients of attention do not see its rounded output.
+    narrow = [randn(1, 2, 48, 8, dtype=dtype, seed=seed).requires_grad_() for seed in range(3)]
+    wide = [each.detach().float().requires_grad_() for each in narrow]
+    upstream = randn(1, 2, 48, 8, dtype=dtype, seed=3)
+    found = torch.autograd.grad(F.scaled_dot_product_attention(*narrow), narrow, upstream)
+    exact = torch.autograd.grad(F.scaled_dot_product_attention(*wide), wide, upstream.float())
+    assert same_bits(found, tuple(each.to(dtype) for each in exact))
 
 
 @HALVES
