@@ -276,10 +276,6 @@ class Trainer(Generic[Config]):
         """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
         self.world.copy_from_first([*self.model.buffers(), *self.average.buffers()])
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Return the context in which the model has the averaged weights, where there are any."""
-        return self.average.in_place()
-
     def close(self) -> None:
         """End the loading processes that are kept for evaluation.
 
@@ -301,7 +297,7 @@ class Trainer(Generic[Config]):
 
         self.synchronise_buffers()
         self.model.eval()
-        with self.averaged():
+        with self.average.in_place():
             sums, targets = evaluation.sums(forward, self.recipe.count_targets)
         self.model.train()
         targets = max(1, targets)

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from tests.helpers import NoData, compose, fit, same_bits
 from tests.parallel import training
-from tests.parallel.shards import whole
+from tests.parallel.training import whole
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.helpers import compose, copied, fit
-from tests.parallel.shards import whole
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Snapshot
 from trainer.errors import UserError
 from trainer.files import flush
 from trainer.hardware import detect
+from trainer.parallel.shards import is_sharded
 from trainer.profiling.diagnostics import Diagnostics, Numerics
 from trainer.profiling.flops import ModelFlops
 from trainer.trainer import Trainer
@@ -47,6 +47,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }
 """Overrides by name."""
+
+
+def whole(tensor: Any) -> Tensor:
+    """A copy, put together from the ranks' parts where it is sharded."""
+    full: Tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()
+    return full
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:

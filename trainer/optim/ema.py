@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.parallel.shards import local_part
+from trainer.parallel.shards import local_part, shard_again
 
 _STATISTICS = ("running_mean", "running_var")
 """Buffers of batch norm, which are averaged like weights."""
@@ -132,22 +132,16 @@ class WeightAverage(Average):
         own = [each.clone() for each in live]
         with torch.no_grad():
             torch._foreach_copy_(live, [local_part(each) for each in self._averages.values()])
-        self._forget_gathered()
+        shard_again(self._model)  # ``parallel.reshard_after_forward=false`` keeps the weights gathered
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(live, own)
-            self._forget_gathered()
+            shard_again(self._model)
 
     def state_of_model(self) -> dict[str, Tensor]:
         held = self._averages
         averages = {id(each): held[name] for name, each in self._live.items()}
         state: dict[str, Any] = self._model.state_dict(keep_vars=True)
         return {name: averages.get(id(each), each.detach()) for name, each in state.items()}
-
-    def _forget_gathered(self) -> None:
-        """Let FSDP2 gather the weights anew (``parallel.reshard_after_forward=false`` keeps them gathered)."""
-        for module in self._model.modules():
-            if callable(reshard := getattr(module, "reshard", None)):
-                reshard()

@@ -9,8 +9,9 @@ for bf16 training: Zamirai et al., "Revisiting BFloat16 Training", 2020).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class MasterWeights:
                 master = nn.Parameter(self._first(weight))
                 self._copies.append((name, weight, master))
                 if not is_sharded(weight):
-                    weight.register_post_accumulate_grad_hook(_mover(master, self._backward))
+                    weight.register_post_accumulate_grad_hook(partial(_after_backward, master, self._backward))
             self._named.append((name, master))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -100,15 +101,11 @@ class MasterWeights:
         return weight.detach().float()
 
 
-def _mover(master: nn.Parameter, backward: _Backward) -> Callable[[Tensor], None]:
-    """Return a hook of a weight; it has no reference to that weight, which would keep both alive forever."""
-
-    @torch.no_grad()
-    def move(weight: Tensor) -> None:
-        if not backward.exchanged:
-            _move(weight, master)
-
-    return move
+@torch.no_grad()
+def _after_backward(master: nn.Parameter, backward: _Backward, weight: Tensor) -> None:
+    """Move a complete gradient. (A weight's hook that referred to that weight would keep both alive forever.)"""
+    if not backward.exchanged:
+        _move(weight, master)
 
 
 def _move(weight: Tensor, master: nn.Parameter) -> None:

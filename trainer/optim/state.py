@@ -103,9 +103,7 @@ def create_state(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
-        if (
-            name in stateless
-        ):  # what others have already stays: Adagrad of torch 2.11 creates it in its constructor only
+        if name in stateless:  # others keep theirs: Adagrad of torch 2.11 creates it in its constructor only
             optimizer.state.pop(parameter, None)
         parameter.grad = None if name in stateless else torch.zeros_like(parameter)
     rates = [group["lr"] for group in optimizer.param_groups]

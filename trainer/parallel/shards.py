@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -17,6 +17,13 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of the tensor, which shares its memory; the tensor itself if it is not sharded."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
+
+
+def shard_again(model: nn.Module) -> None:
+    """Let FSDP2 free the weights that it keeps gathered, and gather them anew when they are needed."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
 
 
 def local_rows(tensor: Any) -> tuple[int, int]:

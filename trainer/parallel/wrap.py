@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mantissa.formats import BF16, FORMATS, FP16, STOCHASTIC
 from trainer.errors import Interrupted, RunError, UserError
+from trainer.parallel.shards import shard_again
 from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank, launched_processes
 from trainer.precision.modes import Precision
@@ -240,7 +241,7 @@ class FSDP(SeveralProcesses):
                 # Sums: the loss is divided by the whole step's targets.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        model.register_forward_hook(_shard_again)
+        model.register_forward_hook(_free_gathered)
         return model
 
     def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
@@ -252,10 +253,7 @@ class FSDP(SeveralProcesses):
         return nullcontext()
 
 
-def _shard_again(model: nn.Module, inputs: Any, outputs: Any) -> None:
+def _free_gathered(model: nn.Module, inputs: Any, outputs: Any) -> None:
     """Free what a forward pass without a backward pass left gathered: what follows expects the model's parameters."""
-    if torch.is_grad_enabled():
-        return
-    for module in model.modules():
-        if callable(reshard := getattr(module, "reshard", None)):
-            reshard()
+    if not torch.is_grad_enabled():
+        shard_again(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 
@@ -21,11 +23,9 @@ class EnergyMeter:
         except ImportError:
             return
         self._nvml = pynvml
-        try:
+        with suppress(pynvml.NVMLError, AttributeError):  # no driver library here, or a part of a GPU (MIG)
             pynvml.nvmlInit()
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        except (pynvml.NVMLError, AttributeError):  # no driver library here, or a part of a GPU (MIG)
-            self._handle = None
 
     def start(self) -> None:
         """Count from here on."""

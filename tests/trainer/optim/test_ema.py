@@ -7,27 +7,20 @@ import torch
 
 from tests.helpers import compose, copied, fit, same_bits, trainer_of
 from trainer.errors import UserError
-from trainer.optim.ema import ExponentialMovingAverage
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=8", "micro_batch_size=4",
         "eval_samples=16", "steps=8", "optimizer.lr=0.1", "ema=default"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("step", "expected"), [(1, 2 / 11), (100, 101 / 110), (10**6, 0.999)])
-def test_the_decay_rises_to_its_value(step: int, expected: float) -> None:
-    assert ExponentialMovingAverage().decay_after(step) == pytest.approx(expected)
-    assert ExponentialMovingAverage(warmup=False).decay_after(step) == 0.999
-
-
 @pytest.mark.parametrize("mode", ["fp32", "bf16_pure", "bf16_master"])
 def test_it_is_the_average_of_the_weights_after_each_step_in_fp32(mode: str) -> None:
-    trainer = trainer_of(*TINY, f"precision={mode}", "ema.decay=0.6")
+    trainer = trainer_of(*TINY, f"precision={mode}", "ema.decay=0.3")
     kept = dict(trainer.masters.held()) if trainer.masters else dict(trainer.model.named_parameters())
     expected = {name: each.detach().double() for name, each in kept.items()}
     batches = trainer.batches()
     for step in range(1, 6):
         trainer.train_step(next(batches))
-        decay = min(0.6, (1 + step) / (10 + step))
+        decay = min(0.3, (1 + step) / (10 + step))  # the warm-up ends at step 3
         for name, each in kept.items():
             expected[name] = decay * expected[name] + (1 - decay) * each.detach().double()
     found = dict(trainer.average.held())

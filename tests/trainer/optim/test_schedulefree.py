@@ -38,7 +38,7 @@ def test_weights_and_averages_are_those_of_the_library() -> None:
         library.step()
     assert same_bits(trainer.model.state_dict(), bare.state_dict())
     library.eval()
-    with trainer.averaged():
+    with trainer.average.in_place():
         averaged = copied(trainer.model.state_dict())
     for name, weight in bare.state_dict().items():
         assert torch.allclose(averaged[name], weight, rtol=1e-5, atol=1e-7), name

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,88 +8,57 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.gpt2 import GPT2, SHAPES, Shape
-from recipes.language import LanguageModel
+from recipes.gpt2 import SHAPES, Shape
 from recipes.resnet import ResNet
 from recipes.vision.architectures import build
-from tests.helpers import same_bits
+from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.parallel.activation import ActivationCheckpointing, _policy
-from trainer.precision.modes import Precision
 from trainer.profiling.ledger import MemoryLedger
 from trainer.recipe import Recipe
 
-CPU = torch.device("cpu")
+GPT2 = (
+    *("recipe=gpt2", "recipe.size=tiny", "data=synthetic", "data.vocab_size=90", "batch_size=4", "micro_batch_size=2"),
+    *("steps=2", "schedule.warmup_steps=0"),
+)
+DROPOUT = "recipe.dropout=0.1"
 
 
-SMALL = Shape(3, 2, 32, 16)
-Case = tuple[nn.Module, list[nn.Module], Callable[[], tuple[Tensor, ...]]]
-"""A model, its blocks, and what makes its next inputs."""
+@pytest.fixture(autouse=True)
+def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", Shape(3, 2, 32, 16))
+    monkeypatch.setitem(SHAPES, "deep", Shape(6, 4, 64, 64))
 
 
-def gpt2(dropout: float = 0.1, shape: Shape = SMALL) -> nn.Module:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SHAPES, "small", shape)
-        return LanguageModel(GPT2(size="small", dropout=dropout).network(96, shape.context), "gpt2")
-
-
-def tokens(rows: int, context: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(96, (rows, context + 1))
-    return ids[:, :-1], ids[:, 1:]
-
-
-def gpt2_case() -> Case:
-    model = gpt2()
-    return model, GPT2().blocks(model), lambda: tokens(2, 16)
-
-
-def image_case(arch: str) -> Case:
+def images(arch: str) -> tuple[str, ...]:
     # 3 × 3 kernels with stride 2 on 1 × 1 have wrong bf16 gradients on some CPUs: docs/onednn-conv-gradients.md.
     size = 32 if arch == "resnet18" else 16
-    model = build(arch, size, 10).to(memory_format=torch.channels_last)
-    batch = lambda: (torch.randn(4, 3, size, size).contiguous(memory_format=torch.channels_last),)  # noqa: E731
-    return model, ResNet(arch=arch).blocks(model), batch
+    sizes = (f"recipe.image_size={size}", "batch_size=8", "micro_batch_size=4", "steps=2")
+    return ("recipe=resnet", f"recipe.arch={arch}", "data=synthetic", "data.classes=10", "optimizer.lr=0.01", *sizes)
 
 
-def train(case: Callable[[], Case], mode: str, precision: str = "fp32", fp32_modules: Sequence[str] = ()) -> Any:
+def train(mode: str, *options: str) -> Any:
     """Two optimizer steps of two microbatches; returns everything they leave behind."""
-    torch.manual_seed(3)
-    model, blocks, batch = case()
-    names = [name for name, _ in model.named_parameters()]
-    policy = Precision(precision, list(fp32_modules))
-    policy.keep_fp32(model, CPU)
-    ActivationCheckpointing(mode).apply(blocks)
-    assert [name for name, _ in model.named_parameters()] == names
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    gradients, losses = [], []
-    for _ in range(2):
-        for _ in range(2):
-            inputs = batch()
-            with policy.autocast(CPU):
-                loss = model.train()(*inputs).float().square().mean()
-            losses.append(loss.detach())
-            loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"state": model.state_dict(), "losses": losses, "gradients": gradients, "rng": torch.get_rng_state()}
+    trainer = trainer_of(*options, f"activation_checkpointing={mode}")
+    records = fit(trainer)
+    assert not any(record.skipped for record in records)
+    return [record.loss for record in records], trainer.state_dict()
 
 
-def check(case: Callable[[], Case], precision: str = "fp32", fp32_modules: Sequence[str] = ()) -> Any:
+def check(*options: str) -> Any:
     """Train without recomputing and with it, compare every bit, and return what was left behind."""
-    plain = train(case, "none", precision, fp32_modules)
+    plain = train("none", *options)
     for mode in ("blocks", "selective"):
-        assert same_bits(train(case, mode, precision, fp32_modules), plain), mode
+        assert same_bits(train(mode, *options), plain), mode
     return plain
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_gpt2_with_dropout_trains_as_without_recomputing_bit_for_bit(precision: str) -> None:
-    losses = check(gpt2_case, precision)["losses"]
+    losses, _ = check(*GPT2, DROPOUT, f"precision={precision}", "scaler.init=1")
     assert losses[0] != losses[1]
 
 
-# Convolutions in fp16 take ten times as long on a CPU, so that net is the smallest.
 @pytest.mark.parametrize(
     ("arch", "precision"),
     [
@@ -103,13 +70,14 @@ def test_gpt2_with_dropout_trains_as_without_recomputing_bit_for_bit(precision: 
     ],
 )
 def test_a_net_with_batch_norm_trains_as_without_recomputing_bit_for_bit(arch: str, precision: str) -> None:
-    state = check(lambda: image_case(arch), precision)["state"]
-    assert {int(count) for name, count in state.items() if "num_batches" in name} == {4}
+    _, state = check(*images(arch), f"precision={precision}", "scaler.init=1")
+    assert {int(count) for name, count in state["model"].items() if "num_batches" in name} == {4}
 
 
 @pytest.mark.parametrize("pattern", ["c_fc", "h.1"])
 def test_fp32_islands_in_a_block_or_around_it_stay_in_fp32(pattern: str) -> None:
-    assert not same_bits(check(gpt2_case, "bf16", [pattern]), train(gpt2_case, "none", "bf16"))
+    bf16 = (*GPT2, DROPOUT, "precision=bf16")
+    assert not same_bits(check(*bf16, f"precision.fp32_modules=[{pattern}]"), train("none", *bf16))
 
 
 class Calls(TorchDispatchMode):
@@ -124,21 +92,18 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(mode: str, model: nn.Module, blocks: list[nn.Module], inputs: tuple[Tensor, ...]) -> Counter[str]:
-    ActivationCheckpointing(mode).apply(blocks)
+def operators(mode: str, *options: str) -> Counter[str]:
+    """Those of one step's forward and backward passes."""
+    trainer = trainer_of(*options, f"activation_checkpointing={mode}")
+    microbatches = next(trainer.batches())
     with Calls() as calls:
-        loss = model(*inputs).square().mean()
-        if loss.requires_grad:
-            loss.backward()
+        trainer.gradients(microbatches)
     return calls.count
 
 
 def test_selective_repeats_what_is_cheap_and_blocks_repeat_everything() -> None:
-    def count(mode: str) -> Counter[str]:
-        model = gpt2(0.0)
-        return operators(mode, model.train(), GPT2().blocks(model), tokens(2, 16))
-
-    none, blocks, selective = (count(mode) for mode in ("none", "blocks", "selective"))
+    line = (*GPT2, "batch_size=2")
+    none, blocks, selective = (operators(mode, *line) for mode in ("none", "blocks", "selective"))
     expensive = ("addmm", "mm", "_scaled_dot_product_flash_attention_for_cpu")
     assert all(selective[name] == none[name] for name in expensive)
     assert selective["native_layer_norm"] == none["native_layer_norm"] + 6
@@ -147,26 +112,25 @@ def test_selective_repeats_what_is_cheap_and_blocks_repeat_everything() -> None:
     assert blocks["_scaled_dot_product_flash_attention_for_cpu"] == 6
 
 
-def test_evaluation_recomputes_nothing() -> None:
-    for disable in (torch.no_grad, nullcontext):  # neither without gradients, nor with them in eval mode
-        counts = []
-        for mode in ("none", "blocks", "selective"):
-            torch.manual_seed(0)
-            model, blocks, batch = image_case("shufflenet_v2_x0_5")
-            with disable():
-                counts.append(operators(mode, model.eval(), blocks, batch()))
-        assert counts[0] == counts[1] == counts[2]
+@pytest.mark.parametrize("gradients", [False, True])
+def test_evaluation_recomputes_nothing(gradients: bool) -> None:
+    counts = []
+    for mode in ("none", "blocks", "selective"):
+        trainer = trainer_of(*images("shufflenet_v2_x0_5"), f"activation_checkpointing={mode}")
+        (batch, _) = next(trainer.batches())
+        with Calls() as calls, torch.set_grad_enabled(gradients):
+            loss = trainer.recipe.loss(trainer.model.eval(), batch).loss_sum
+            if gradients:
+                loss.backward()
+        counts.append(calls.count)
+    assert counts[0] == counts[1] == counts[2]
 
 
-def working_memory(mode: str, case: Callable[[], Case]) -> int:
-    model, blocks, batch = case()
-    inputs = batch()
-    ActivationCheckpointing(mode).apply(blocks)
-    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
-    with MemoryLedger(model, optimizer) as ledger:
-        model(*inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def working_memory(mode: str, *options: str) -> int:
+    trainer = trainer_of(*options, f"activation_checkpointing={mode}")
+    microbatches = next(trainer.batches())
+    with MemoryLedger(trainer.model, trainer.optimizer) as ledger:
+        trainer.train_step(microbatches)
     report = ledger.report()
     return report.at_peak["activations"] + report.at_peak["temporary"]
 
@@ -174,11 +138,9 @@ def working_memory(mode: str, case: Callable[[], Case]) -> int:
 # With dropout, attention on a CPU is not fused: most of the memory is then T × T scores, which selective recomputes.
 @pytest.mark.parametrize(("dropout", "at_most"), [(0.0, 0.78), (0.1, 0.52)])
 def test_blocks_need_less_memory_than_selective_and_that_less_than_none(dropout: float, at_most: float) -> None:
-    def case() -> Case:
-        model = gpt2(dropout, Shape(6, 4, 64, 64))
-        return model, GPT2().blocks(model), lambda: tokens(16, 64)
-
-    none, blocks, selective = (working_memory(mode, case) for mode in ("none", "blocks", "selective"))
+    deep = (*GPT2, "recipe.size=deep", f"recipe.dropout={dropout}", "optimizer=sgd")
+    sizes = ("batch_size=16", "micro_batch_size=16")
+    none, blocks, selective = (working_memory(mode, *deep, *sizes) for mode in ("none", "blocks", "selective"))
     assert selective < at_most * none
     assert blocks < 0.6 * selective
 

@@ -48,7 +48,12 @@ def test_the_kernel_that_is_taken_is_recorded_with_what_it_depends_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [(*GPT2, "compile=default"), (*GPT2, "precision=bf16_master"), (*RESNET, "batch_size=4", "steps=2")]
+    "options",
+    [
+        (*GPT2, "recipe.dropout=0.1", "compile=default"),
+        (*GPT2, "recipe.dropout=0.1", "precision=bf16_master"),
+        (*RESNET, "batch_size=4", "steps=2"),
+    ],
 )
 def test_the_forward_pass_changes_nothing(options: tuple[str, ...]) -> None:
     trainer = trainer_of(*options)

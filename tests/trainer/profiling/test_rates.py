@@ -105,11 +105,3 @@ def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypat
 def test_a_slowdown_is_the_rate_of_fp32_over_that_of_the_format(measured: list[str]) -> None:
     assert rates.slowdown("fp16_master", PLAIN_CPU) == pytest.approx(100)
     assert rates.slowdown("fp32", PLAIN_CPU) == 1
-
-
-def test_the_rate_in_fp32_arithmetic_is_another_one(measured: list[str]) -> None:
-    rates.product_rates(PLAIN_CPU, ["bf16"])
-    kernels.use(torch.bfloat16, kernels.choose(torch.bfloat16, "fp32", PLAIN_CPU))
-    rates.product_rates(PLAIN_CPU, ["bf16"])
-    rates.product_rates(PLAIN_CPU, ["bf16"])
-    assert measured == ["bf16", "bf16"]
