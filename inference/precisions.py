@@ -9,6 +9,7 @@ import numpy as np
 
 from inference.measure import Evaluation
 from mantissa.display import columns, loss
+from mantissa.statistics import student_quantile
 
 BATCHES = 20
 """Pairs that an interval is made of, at least."""
@@ -39,14 +40,12 @@ def paired(first: np.ndarray, other: np.ndarray, targets: np.ndarray) -> Cost:
         other: the same in the other.
         targets: int64, the targets of each batch.
     """
-    from scipy.special import stdtrit
-
     count = len(targets)
     weights = targets / targets.sum()
     differences = (other - first) / np.maximum(targets, 1)
     mean = float((weights * differences).sum())
     variance = count / (count - 1) * float((weights**2 * (differences - mean) ** 2).sum())
-    return Cost(mean, float(stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(variance))
+    return Cost(mean, student_quantile((1 + LEVEL) / 2, count - 1) * math.sqrt(variance))
 
 
 def compared(results: dict[str, Evaluation]) -> dict[str, dict[str, Cost]]:

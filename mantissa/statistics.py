@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,11 +51,9 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     Raises:
         ValueError: fewer than two values, or one that is not finite.
     """
-    from scipy.special import stdtrit
-
     array = _checked(values)
     mean, count = float(array.mean()), len(array)
-    half = float(stdtrit(count - 1, (1 + level) / 2)) * _standard_error(array)
+    half = student_quantile((1 + level) / 2, count - 1) * _standard_error(array)
     return Interval(mean, mean - half, mean + half, level, count)
 
 
@@ -138,11 +137,9 @@ class _Tested:
 
     def _below(self, threshold: float) -> float:
         """The p of the hypothesis that the true mean is at least the threshold."""
-        from scipy.special import stdtr
-
         if self.error == 0:
             return float(self.mean >= threshold)
-        return float(stdtr(len(self.differences) - 1, (self.mean - threshold) / self.error))
+        return student_cdf((self.mean - threshold) / self.error, len(self.differences) - 1)
 
     def _above(self, threshold: float) -> float:
         return 1 - self._below(threshold) if self.error else float(self.mean <= threshold)
@@ -162,16 +159,58 @@ class _Tested:
 
     def _pairs_needed(self, level: float) -> int | None:
         """Return how many pairs of this mean and spread would put the mean's bound of ``level`` within the margin."""
-        from scipy.special import stdtrit
-
         spread, room = float(self.differences.std(ddof=1)), abs(self.margin - abs(self.mean))
 
         def enough(pairs: int) -> bool:
-            return bool(stdtrit(pairs - 1, level) * spread / math.sqrt(pairs) < room)
+            return student_quantile(level, pairs - 1) * spread / math.sqrt(pairs) < room
 
         possible = range(2, 1001)
         place = bisect.bisect_left(possible, True, key=enough)
         return possible[place] if place < len(possible) else None
+
+
+def student_cdf(t: float, freedom: float) -> float:
+    """Return the probability that Student's t with these degrees of freedom is at most ``t``."""
+    square = t * t
+    above = _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square)) / 2
+    return above if t < 0 else 1 - above
+
+
+@functools.lru_cache(maxsize=1024)
+def student_quantile(probability: float, freedom: float) -> float:
+    """Return the value that Student's t with these degrees of freedom is below with a probability in (0, 1)."""
+    if probability < 0.5:
+        return -student_quantile(1 - probability, freedom)
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < probability:
+        low, high = high, 2 * high
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if student_cdf(middle, freedom) < probability else (low, middle)
+    return high
+
+
+def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
+    """Return the regularised incomplete beta function at ``x``, by the continued fraction of DLMF 8.17.22.
+
+    ``rest`` is 1 - x, which the caller knows exactly where x is near 1.
+    """
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, rest, x)
+    if x == 0:
+        return 0.0
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)) / a
+    # Lentz's method: quotients of successive convergents, which themselves overflow.
+    fraction, c, d, term = 1.0, 1.0, 0.0, 0
+    while abs(c * d - 1) > 1e-15:
+        term += 1
+        m = term // 2
+        if term % 2:
+            numerator = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            numerator = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        c, d = 1 + numerator / c, 1 / (1 + numerator * d)
+        fraction *= c * d
+    return front / fraction
 
 
 def _standard_error(array: np.ndarray) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -72,6 +73,19 @@ def test_nothing_below_imports_the_evidence_or_the_inference(package: str, above
 def test_the_library_knows_only_itself() -> None:
     found = {other for name, others in IMPORTS.items() if name.startswith("mantissa") for other in others}
     assert {name for name in found if not name.startswith("mantissa")} == set()
+
+
+def test_the_library_needs_torch_and_numpy_only() -> None:
+    """But for its pages' plots: whoever has drawn a figure has matplotlib."""
+    found = {
+        (name.partition(".")[0], path.name)
+        for path in sources("mantissa").values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    others = {name for name, _ in found} - sys.stdlib_module_names - {"mantissa", "torch", "numpy"}
+    assert {each for each in found if each[0] in others} == {("matplotlib", "page.py")}
 
 
 def test_the_trainer_knows_no_recipe() -> None:

@@ -18,11 +18,22 @@ from mantissa.statistics import (
     holm,
     mean_interval,
     ratio_interval,
+    student_cdf,
+    student_quantile,
 )
 
 MARGIN = 0.003
 SPREAD = 0.002
 """Of a paired relative difference of validation losses; small models differ by about as much."""
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 30, 999])
+def test_students_distribution_is_scipys(freedom: int) -> None:
+    for t in (-1e3, -40, -2.1, -1.0, -1e-3, 0.0, 0.5, 1.7, 12, 400):
+        assert student_cdf(t, freedom) == pytest.approx(float(stats.t.cdf(t, freedom)), rel=1e-9, abs=1e-15)
+    for probability in (1e-4, 0.025, 0.5, 0.6, 0.95, 0.975, 0.9999):
+        expected = float(stats.t.ppf(probability, freedom))
+        assert student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_the_interval_is_scipys() -> None:
