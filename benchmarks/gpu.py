@@ -43,7 +43,7 @@ from trainer.profiling.rates import product_rates
 from trainer.run.provenance import git_facts, versions
 
 DONE, FAILED, TOO_LONG, CUT = "done", "failed", "took too long", "not finished"
-_LEAST_S, _STOP_S = 15.0, 40.0
+_LEAST_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def run_stage(stage: Stage, options: GpuOptions, outcomes: Outcomes, given: list
     shutil.rmtree(folder, ignore_errors=True)  # of another commit, or cut
     make_folder(outcomes.folder)
     try:
-        code = in_a_process(line, log, limit_s, _STOP_S)
+        code = in_a_process(line, log, limit_s)
         # Of claims another call may test more, and repeats none.
         status = FAILED if code else CUT if stage.name == "claims" else DONE
     except subprocess.TimeoutExpired:

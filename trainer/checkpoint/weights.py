@@ -8,14 +8,15 @@ from mantissa.display import dimensions
 from trainer.errors import UserError
 from trainer.optim.state import untie
 
-_REMEDY = "give the weights of this model"
 
-
-def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+def fill(
+    model: nn.Module, weights: dict[str, Tensor], where: str, remedy: str = "give the weights of this model"
+) -> None:
     """Overwrite a model's weights by name, in its own dtypes. Of weights that share memory one name is enough.
 
     Raises:
-        UserError: a name is missing or unknown, or a shape is another one; ``where`` begins the message.
+        UserError: a name is missing or unknown, or a shape is another one; ``where`` begins the message, ``remedy``
+            ends it.
     """
     state = model.state_dict()
     ties = untie(state)[1]
@@ -27,13 +28,12 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     if missing or unknown:
         parts = [f"they lack {missing[0]}"] if missing else []
         parts += [f"this model has no {unknown[0]}"] if unknown else []
-        raise UserError(f"{where}: the weights are of another model: {' and '.join(parts)}; {_REMEDY}")
+        raise UserError(f"{where}: the weights are of another model: {' and '.join(parts)}; {remedy}")
     found = {name: next(weights[each] for each in names if each in weights) for name, names in groups.items()}
     other = [name for name, tensor in found.items() if tensor.shape != state[name].shape]
     if other:
         there, here = (dimensions(tuple(each[other[0]].shape)) for each in (found, state))
         more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
-        sizes = f"{other[0]} is {there} there and {here} here{more}"
-        raise UserError(f"{where}: the weights do not fit: {sizes}; {_REMEDY}")
+        raise UserError(f"{where}: the weights do not fit: {other[0]} is {there} there and {here} here{more}; {remedy}")
     for name, tensor in found.items():
         state[name].copy_(tensor)
