@@ -66,6 +66,9 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
     assert points(store) == {path.name: Counter(step for step in range(1, 301) if step not in (7, 8))}
     assert points(store, "loss_nonfinite") == {path.name: Counter([7, 8])}
     assert run.data.metrics["loss"] == pytest.approx(1 / 300)
+    first = json.loads((path / "metrics.jsonl").read_text().partition("\n")[0])
+    history = client.get_metric_history(tracker.run_id, "loss")
+    assert min(point.timestamp for point in history) == int(first["time"] * 1000)
     assert {item.path for item in client.list_artifacts(tracker.run_id)} == {
         "config.yaml", "summary.json", "plots", "best", "precision.json", "precision_modules.json",
     }  # fmt: skip

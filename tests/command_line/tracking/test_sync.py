@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -171,7 +172,9 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
 
 
 @pytest.mark.usefixtures("plots")
-def test_sync_reports_what_it_did_with_each_run(folder: Path, store: str, start: Start, sync: Sync) -> None:
+def test_sync_reports_what_it_did_with_each_run(
+    folder: Path, store: str, empty_store: Path, start: Start, sync: Sync
+) -> None:
     outputs = folder / "outputs"
     undelivered(outputs / "missed")
     damaged = undelivered(outputs / "damaged")
@@ -202,6 +205,10 @@ def test_sync_reports_what_it_did_with_each_run(folder: Path, store: str, start:
     assert ("training", "FAILED") in runs(store)
     sent = MlflowClient(store).list_artifacts(record(outputs / "missed")["run_id"])
     assert {item.path for item in sent} == {"plots", "summary.json"}
+
+    other = f"sqlite:///{shutil.copy(empty_store, folder / 'other.db')}"
+    code, said = sync(f"uri={other}", "outputs/missed")  # what one store has, another one lacks
+    assert (code, points(other)) == (0, {"missed": once(5)}), said
 
 
 @pytest.mark.parametrize(
