@@ -32,7 +32,7 @@ import torch
 from evidence.claims.command import seconds_of
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
-from evidence.runs import in_a_process, merged
+from evidence.runs import LIMIT_STOP_S, in_a_process, merged
 from evidence.turns import stopwatch
 from mantissa.display import quantity
 from trainer.config.options import parse, run
@@ -44,6 +44,8 @@ from trainer.run.provenance import git_facts, versions
 
 DONE, FAILED, TOO_LONG, CUT = "done", "failed", "took too long", "not finished"
 _LEAST_S = 15.0
+_STOP_S = 3 * LIMIT_STOP_S
+"""For the end of a stage: one that is killed sooner leaves the process that it waits for on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def run_stage(stage: Stage, options: GpuOptions, outcomes: Outcomes, given: list
     shutil.rmtree(folder, ignore_errors=True)  # of another commit, or cut
     make_folder(outcomes.folder)
     try:
-        code = in_a_process(line, log, limit_s)
+        code = in_a_process(line, log, limit_s, _STOP_S)
         # Of claims another call may test more, and repeats none.
         status = FAILED if code else CUT if stage.name == "claims" else DONE
     except subprocess.TimeoutExpired:

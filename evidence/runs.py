@@ -199,18 +199,19 @@ def check_labels(arms: list[Arm]) -> None:
             raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
 
 
-def in_a_process(command: list[str], log: Path, limit_s: float | None = None) -> int:
+def in_a_process(command: list[str], log: Path, limit_s: float | None = None, stop_s: float | None = None) -> int:
     """Run a command, its output going to a file, and return its exit code; end it if this process is to end.
 
     Args:
         command: to run.
         log: takes the output.
         limit_s: seconds after which it is ended.
+        stop_s: seconds that it may take to end, until it is killed; None: 120, with a limit 15.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than ``limit_s`` seconds and was ended.
     """
-    patience_s = STOP_TIMEOUT_S if limit_s is None else LIMIT_STOP_S
+    patience_s = stop_s or (STOP_TIMEOUT_S if limit_s is None else LIMIT_STOP_S)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:

@@ -96,4 +96,6 @@ def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
     names = list(valid)
     lowered = {name.lower(): name for name in reversed(names)}
     near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.5)
+    if not near:
+        near = [name for name in lowered if sorted(name) == sorted(typed.lower())][:1]  # letters in another order
     return f"; did you mean {prefix + lowered[near[0]]!r}?" if near else ""

@@ -29,25 +29,29 @@ def base(
         recorded: options to compose on in the place of the defaults, by dotted key; those of a group all together.
 
     Returns:
-        The name of the config for Hydra; the options that are in it, none where it is conf/config.yaml; the arguments
-        without the choices that are the recorded ones, whose YAML would bring its defaults.
+        The name of the config for Hydra; the options that are in it, none where it is conf/config.yaml; the arguments,
+        with ``resume=FOLDER`` without the choices that are the recorded ones, whose YAML would bring its defaults.
 
     Raises:
         HydraException: an argument is no override.
         UserError: ``resume`` names no run to continue, or the options are not those of this version.
     """
     register()
-    folder = _resumed(arguments)
+    folder, kept = _resumed(arguments), list(arguments)
     if folder is not None:
         if {"-m", "--multirun"} & set(arguments):
             raise UserError(f"resume={folder.path} continues one run, but -m starts several; remove -m")
         recorded = options_of(folder) | {"resume": str(folder.path)}
-        if any(argument.startswith("epochs=") for argument in arguments):
+        keys = [argument.partition("=")[0] for argument in arguments]
+        if "epochs" in keys:
             del recorded["steps"]
+        if "experiment" not in keys:  # which may choose, too; of several choices the last counts
+            pairs = zip(keys, arguments, strict=True)
+            kept = [each for key, each in pairs if keys.count(key) > 1 or not _is_recorded(each, recorded)]
     if recorded is None:
-        return "config", {}, list(arguments)
+        return "config", {}, kept
     _register(recorded)
-    return _NAME, recorded, [argument for argument in arguments if not _is_recorded(argument, recorded)]
+    return _NAME, recorded, kept
 
 
 def options_of(folder: RunFolder) -> dict[str, Any]:

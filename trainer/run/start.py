@@ -100,12 +100,12 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
     check_same(folder, flatten(resolved.config))
     path = store.find_verified(folder.checkpoints)
-    saved, scores, steps = CheckpointReader(path), Scores(resolved.config), resolved.plan.steps
-    scores.load_state_dict(saved.progress)
-    finished = final_status(folder.path) == "FINISHED"
+    saved, steps, finished = CheckpointReader(path), resolved.plan.steps, final_status(folder.path) == "FINISHED"
     if saved.step > steps or (saved.step == steps and finished):
         fewer = f"steps={steps} is below that; " if saved.step > steps else ""
         return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
+    scores = Scores(resolved.config)
+    scores.load_state_dict(saved.progress)
     if finished and scores.exhausted:
         more = "set a larger early_stopping.patience, or null, to continue"
         return None, f" (stopped early at step {saved.step}); {more}"

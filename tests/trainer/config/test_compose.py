@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,21 +113,45 @@ def test_what_is_recorded_takes_the_place_of_the_defaults() -> None:
     assert compose([]).seed == 0
 
 
-def test_a_choice_that_is_the_recorded_one_keeps_what_is_recorded() -> None:
-    """Its YAML would bring its defaults, and a recipe's YAML other data, too."""
+@pytest.fixture
+def recorded(tmp_path: Path) -> dict[str, Any]:
+    """The options of a run in the folder ``tmp_path``."""
     run = ["recipe=gpt2", "recipe.size=nano", "data=text", f"data.path={__file__}", "precision=bf16", "optimizer.lr=2"]
-    recorded = flatten(compose([*run, "precision.fp32_modules=[lm_head]", "loader.workers=3", "tracking=local"]))
+    options = flatten(compose([*run, "precision.fp32_modules=[lm_head]", "loader.workers=3", "tracking=local"]))
+    options |= {"resume": str(tmp_path), "output_dir": str(tmp_path.parent)}
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    return options
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {key for key, value in one.items() if other.get(key) != value}
+
+
+def test_a_choice_that_is_the_recorded_one_keeps_what_is_recorded(tmp_path: Path, recorded: dict[str, Any]) -> None:
+    """Its YAML would bring its defaults, and a recipe's YAML other data, too."""
     retyped = ["recipe=gpt2", "data=text", "precision=bf16", "optimizer=adamw", "loader=pinned", "tracking=local"]
-    assert flatten(compose(retyped, recorded)) == recorded
-    other = flatten(compose([*retyped, "optimizer=sgd"], recorded))
-    assert {key.partition(".")[0] for key, value in other.items() if recorded[key] != value} == {"optimizer"}
+    resumed = [f"resume={tmp_path}", *retyped]
+    assert flatten(compose(resumed)) == recorded
+    other = flatten(compose([*resumed[:-3], "optimizer=sgd", *resumed[-2:]]))
+    assert {key.partition(".")[0] for key in differing(other, recorded)} == {"optimizer"}
+
+
+def test_of_several_choices_of_a_group_the_last_counts(tmp_path: Path, recorded: dict[str, Any]) -> None:
+    assert compose([f"resume={tmp_path}", "loader=plain", "loader=pinned"]).loader.kind == "pinned"
+    assert compose([f"resume={tmp_path}", "loader=pinned", "loader=plain"]).loader.kind == "plain"
+
+
+def test_where_no_run_is_resumed_a_choice_is_that_of_its_file(recorded: dict[str, Any]) -> None:
+    """An evaluation in several precisions would compare one that keeps the run's islands with others that do not."""
+    found = flatten(compose(["precision=bf16", "loader=pinned"], recorded))
+    assert differing(found, recorded) == {"precision.fp32_modules", "loader.workers"}
 
 
 def test_of_two_choices_of_one_optimizer_neither_is_taken_for_the_recorded_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recorded: dict[str, Any]
 ) -> None:
     shutil.copytree(CONF, tmp_path / "conf")
     shutil.copy(CONF / "optimizer" / "adamw.yaml", tmp_path / "conf" / "optimizer" / "mine.yaml")
     for conf, left in ((CONF, []), (tmp_path / "conf", ["optimizer=adamw"])):
         monkeypatch.setattr("trainer.config.recorded.CONF", conf)
-        assert base(["optimizer=adamw"], {"optimizer.name": "AdamW", "optimizer.lr": 2.0})[2] == left
+        assert base([f"resume={tmp_path}", "optimizer=adamw"])[2] == [f"resume={tmp_path}", *left]
