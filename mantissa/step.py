@@ -155,7 +155,11 @@ class Attempt:
 
     @cached_property
     def harmed(self) -> list[str]:
-        """The names of the sinks that are not finite, and were before the step."""
+        """The names of the sinks that are not finite, and were before the step.
+
+        Kept once read: read it before the next attempt, which changes the buffers. It is not computed with the attempt,
+        because a mode that records the step's operators would record these, too.
+        """
         return [
             name
             for name, tensor in self.sinks.items()

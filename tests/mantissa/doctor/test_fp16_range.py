@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents, fp16_range
-from tests.mantissa.doctor.planted import TINY, step_of_run
+from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of, step_of_run
 
 
 def test_what_a_scale_loses_is_what_fp16_rounds_to_0() -> None:
@@ -45,3 +46,15 @@ def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
         assert (one.module, one.tensor, one.half) == (other.module, other.tensor, other.half)
         calls = 1 if one.tensor == "output" else 2  # each microbatch has its own gradient of a weight
         assert calls * (one.counts.sum() + one.zeros) == other.counts.sum() + other.zeros
+
+
+def test_the_highest_scale_holds_the_largest_gradient_of_any_microbatch() -> None:
+    step = step_of(lambda: around(nn.Linear(WIDTH, WIDTH)), "fp16", ranks=2)
+    step.microbatches[0]["x"] *= 64
+    highest = fp16_range(step).highest
+    assert highest is not None
+    passes = step.own()
+    passes.scale = 2.0**highest
+    assert not passes.attempt().harmed
+    passes.scale = 2.0 ** (highest + 2)
+    assert passes.attempt().harmed

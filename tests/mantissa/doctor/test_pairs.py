@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mantissa.doctor.pairs import local_errors, rounded
 from mantissa.formats import FP16, TF32
-from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of, step_of_run
+from tests.mantissa.doctor.planted import TINY, WIDTH, around, mean_square, step_of, step_of_run
 
 
 class WrongGradient(torch.autograd.Function):
@@ -20,7 +20,7 @@ class WrongGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * (1.05 if gradients[0].dtype == torch.bfloat16 else 1)
+        return gradients[0] * (1.05 if gradients[0].dtype.itemsize == 2 else 1)
 
 
 class Residual(nn.Module):
@@ -41,6 +41,12 @@ def test_a_wrong_gradient_in_a_container_is_found_there_and_nowhere_else() -> No
     findings = local_errors(step_of(lambda: around(Residual()))).findings
     assert [(each.kind, each.direction, each.module) for each in findings] == [("error", "backward", "1")]
     assert findings[0].detail.startswith("gradient of layer's result 0: e 0.05, ")
+
+
+def test_a_wrong_gradient_is_found_also_where_fp16_needs_a_loss_scale_to_hold_it() -> None:
+    step = step_of(lambda: around(Residual()), "fp16", loss=lambda output, batch: 1e-6 * mean_square(output, batch))
+    findings = local_errors(step).findings
+    assert [(each.kind, each.direction, each.module) for each in findings] == [("error", "backward", "1")]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
