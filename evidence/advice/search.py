@@ -50,7 +50,7 @@ that is left and not on what they measure: otherwise the interval would be too n
 FRESH_S = 6.0
 """That two new processes of Python take to import torch and the trainer, about."""
 MOST_FAULTS = 3
-"""Settings with a fault, after which no other one is examined."""
+"""Settings in which one call finds a fault, after which it examines no other one."""
 
 
 @dataclass
@@ -288,8 +288,8 @@ class Search:
 
         Otherwise the reference; after a fault the next best setting, with a final round of its own.
         """
-        default = self.space.candidate().label
-        while len(self._refused()) < MOST_FAULTS:
+        default, known = self.space.candidate().label, len(self._refused())
+        while len(self._refused()) - known < MOST_FAULTS:
             chosen = self.choose()
             if chosen is not self.reference:
                 self._final(chosen)
@@ -308,7 +308,8 @@ class Search:
                 return chosen
         if self.reference.label != default:
             raise self._nothing()
-        self.advice.notes.append(f"{MOST_FAULTS} settings have a fault, so no further one is examined or advised")
+        faults = len(self._refused())
+        self.advice.notes.append(f"{faults} settings have a fault, so no further one is examined or advised")
         return self.reference
 
     def _final(self, chosen: Entry) -> None:
