@@ -193,7 +193,8 @@ class Search:
         singles = list(self.space.one_change(first, REACH))
         self._try("single change", singles)
         for change in self._helpful(first, singles):
-            best = self.contenders()[0].candidate
+            # One with a fault too: several calls try what one with all of the budget tries, before any check-up.
+            best = max(self.entries.values(), key=self.merit).candidate
             self._try("combination", [self.space.candidate([*best.overrides, change])])
         for number, most in enumerate(HALVING, 1):
             contenders = self.contenders()
