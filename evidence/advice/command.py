@@ -98,12 +98,14 @@ def main(arguments: list[str]) -> int:
             _search(advice, overrides, options, hardware, folder, console)
         said = sentence(advice)
         trains, written = experiment.write(advice, said, CONF)
+        commands = f"  {trains}\n"
+        if advice.winner != advice.baseline:
+            commands += f"\nDoes it train as well? {experiment.comparison(advice)}"
         with (folder / PAGE).open("w", encoding="utf-8") as page:
             print_advice(advice, Console(file=page, width=PAGE_WIDTH))
+            print(commands, file=page)
         print_advice(advice, console)
-        print(f"  {trains}\n")
-        if advice.winner != advice.baseline:
-            print(f"Does it train as well? {experiment.comparison(advice)}")
+        print(commands)
         made = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE), written]
         files = [path for path in made if path is not None]
         print("\n".join(map(str, files)))

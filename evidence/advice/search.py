@@ -50,7 +50,7 @@ that is left and not on what they measure: otherwise the interval would be too n
 FRESH_S = 6.0
 """That two new processes of Python take to import torch and the trainer, about."""
 MOST_FAULTS = 3
-"""Settings with a fault, after which no other one is examined."""
+"""Settings in which one call finds a fault, after which it examines no other one."""
 
 
 @dataclass
@@ -193,7 +193,8 @@ class Search:
         singles = list(self.space.one_change(first, REACH))
         self._try("single change", singles)
         for change in self._helpful(first, singles):
-            best = self.contenders()[0].candidate
+            # One with a fault too: several calls try what one with all of the budget tries, before any check-up.
+            best = max(self.entries.values(), key=self.merit).candidate
             self._try("combination", [self.space.candidate([*best.overrides, change])])
         for number, most in enumerate(HALVING, 1):
             contenders = self.contenders()
@@ -288,8 +289,8 @@ class Search:
 
         Otherwise the reference; after a fault the next best setting, with a final round of its own.
         """
-        default = self.space.candidate().label
-        while len(self._refused()) < MOST_FAULTS:
+        default, known = self.space.candidate().label, len(self._refused())
+        while len(self._refused()) - known < MOST_FAULTS:
             chosen = self.choose()
             if chosen is not self.reference:
                 self._final(chosen)
@@ -308,7 +309,8 @@ class Search:
                 return chosen
         if self.reference.label != default:
             raise self._nothing()
-        self.advice.notes.append(f"{MOST_FAULTS} settings have a fault, so no further one is examined or advised")
+        faults = len(self._refused())
+        self.advice.notes.append(f"{faults} settings have a fault, so no further one is examined or advised")
         return self.reference
 
     def _final(self, chosen: Entry) -> None:

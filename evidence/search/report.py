@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -19,6 +21,8 @@ from trainer.tracking.mlflow.store import connect, publish
 
 AT_STEP, WHY = "at_step", "why"
 """Attributes of Optuna's trials: of the best score; why a trial was pruned or has failed."""
+FEWEST = 8
+"""Complete trials from which the importance of options is estimated."""
 _NAMES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -38,7 +42,13 @@ def lines(search: Search, metric: str, overrides: list[str]) -> list[str]:
     said = [columns([headings, *([*_cells(trial, list(search.space)), search.run_of(trial)] for trial in trials)])]
     if running := sum(trial.state == TrialState.RUNNING for trial in trials):
         said.append(f"\n{running} of {len(trials)} trials are still running in another process")
-    if trials[0].state == TrialState.COMPLETE:
+    values = [trial.value for trial in trials if trial.state == TrialState.COMPLETE]
+    if len(values) >= FEWEST and len(set(values)) > 1 and len(search.space) > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # scikit-learn's, about its own versions
+            weights = optuna.importance.get_param_importances(search.study)
+        said.append("\nimportance: " + ", ".join(f"{key} {weight:.2f}" for key, weight in weights.items()))
+    if values:
         best = overrides_of(trials[0].params)
         said.append(f"\nbest: trial {trials[0].number}; paste:\n{shlex.join(best)}")
         said.append(f"\n{shlex.join(['python', 'scripts/train.py', *overrides, *best])}")

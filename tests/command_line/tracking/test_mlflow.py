@@ -221,6 +221,23 @@ def test_system_metrics_are_sampled_and_end_with_the_run(
     assert not [thread.name for thread in threading.enumerate() if "SystemMetrics" in thread.name]
 
 
+def test_a_machine_that_cannot_be_sampled_keeps_no_metrics_back(
+    folder: Path, store: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError("no counters here")
+
+    monkeypatch.setattr("mlflow.system_metrics.system_metrics_monitor.SystemMetricsMonitor", fails)
+    tracker = open_tracker(folder / "run", system_metrics=True)
+    tracker.log(1, {"loss": 1.0})
+    wait_until(lambda: points(store) or "does not accept" in caplog.text)
+    assert points(store) == {"run": once(1)}, "while it trains"
+    tracker.close("FINISHED", {})
+    assert [message for message in caplog.messages if "no counters here" in message] == [
+        "MLflow cannot sample this machine: no counters here. The run's own metrics are sent all the same."
+    ]
+
+
 def test_a_run_above_others_is_published_once(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     child = tracked(folder / "child").run_id
     (folder / "report.html").write_text("x")

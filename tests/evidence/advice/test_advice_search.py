@@ -219,6 +219,18 @@ def test_a_setting_with_a_fault_is_not_advised_and_the_next_best_has_a_final_rou
     assert BEST not in later.fresh, "nor is the setting timed again"
 
 
+@pytest.mark.parametrize("budget_s", [20.0, 30.0])
+def test_a_larger_budget_examines_what_it_finds_whatever_had_a_fault_before(budget_s: float) -> None:
+    faults = {candidate.label: ["a fault"] for candidate in every(SPACE) if candidate.label != BEST}
+    short = Machine(faults=faults)
+    found = short.advise(budget_s=budget_s)
+    assert (found.winner, found.stopped, len(short.examined)) == ("fp32", BUDGET, MOST_FAULTS)
+    later = Machine(faults=faults)
+    assert later.advise(budget_s=900.0, advice=again(found)).winner == BEST
+    assert later.examined == [BEST]
+    assert not {*short.examined} & {*later.started, *later.fresh}, "a known fault is not timed again"
+
+
 def test_after_three_faults_the_default_is_advised_and_not_examined() -> None:
     here = Machine(faults={candidate.label: ["a fault"] for candidate in every(SPACE)})
     found = here.advise()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -13,9 +14,10 @@ import pytest
 
 from evidence.advice import command
 from evidence.advice.candidates import Candidate, space_of
-from evidence.advice.schema import read
+from evidence.advice.schema import Advice, read
 from evidence.advice.worker import Failed, Worker
 from evidence.memory.fits import too_large
+from tests.evidence.advice.made import advice
 from trainer.config.compose import compose
 from trainer.errors import UserError
 from trainer.hardware import detect
@@ -122,6 +124,27 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert "Nothing changed since this was measured" in again
     assert "experiment=advised_bignet_" in again
     assert json.loads(path.read_text()) == content
+
+
+@pytest.mark.parametrize("winner", ["bf16 + compile", "fp32"])
+def test_the_text_has_the_commands_that_are_printed(
+    winner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = advice(winner=winner)
+
+    def found(of: Advice, *_: object) -> None:
+        of.entries, of.winner, of.baseline, of.stopped = made.entries, made.winner, made.baseline, made.stopped
+
+    monkeypatch.setattr(command, "_search", found)
+    monkeypatch.setattr(command, "machine_name", lambda hardware: "of-the-test")
+    assert command.main([*SMALL, f"output_dir={tmp_path}", "tracking=local"]) == 0
+    (path,) = tmp_path.glob("advice/bignet-*/advice.txt")
+    commands = [r"\n  (python scripts/train\.py .*)\n", r"\nDoes it train as well\? (python scripts/compare\.py .*)\n"]
+    printed, written = (
+        [re.findall(each, text) for each in commands] for text in (capsys.readouterr().out, path.read_text())
+    )
+    assert [len(each) for each in printed] == [1, winner != "fp32"]
+    assert written == printed
 
 
 def test_another_answer_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sqlite3
@@ -15,6 +16,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from evidence.search.report import lines
 from evidence.search.search import main as search
 from evidence.search.space import parse_space
 from evidence.search.study import Search, open_study, pruner_of
@@ -174,6 +176,26 @@ def test_a_metric_that_does_not_exist_is_refused_before_training(searched: Calla
         searched(LR, "metric=valid/top1")
     assert runs(outputs) == []
     assert optuna.get_all_study_names(f"sqlite:///{outputs / 'optuna.db'}") == []
+
+
+def test_after_eight_trials_the_importance_of_options_is_printed(outputs: Path) -> None:
+    made = opened(outputs, trials=8)
+    made.space, _ = parse_space(["space.x=uniform(0,1)", "space.y=uniform(0,1)"])
+
+    def said() -> list[str]:
+        return [line for line in lines(made, "valid/loss", []) if "importance" in line]
+
+    for number in range(8):
+        with made.next() as trial:
+            assert trial is not None
+            if number:
+                assert said() == []
+            made.study.tell(trial, trial.params["x"])
+    (line,) = said()
+    assert re.fullmatch(r"\nimportance: \w 0\.\d\d, \w 0\.\d\d", line)
+    weights = dict(re.findall(r"(\w) (0\.\d\d)", line))
+    assert weights.keys() == {"x", "y"}
+    assert sum(map(float, weights.values())) == pytest.approx(1, abs=0.011)
 
 
 def test_two_processes_share_the_trials(outputs: Path) -> None:

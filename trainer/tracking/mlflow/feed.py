@@ -138,13 +138,21 @@ class Feed(threading.Thread):
 
     @contextmanager
     def _sampling(self, run_id: str) -> Iterator[None]:
-        """Let MLflow sample the machine meanwhile."""
+        """Let MLflow sample the machine meanwhile; where that cannot start, say so once and go on without."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        monitor = SystemMetricsMonitor(
-            run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
-        )
-        monitor.start()
+        try:
+            monitor = SystemMetricsMonitor(
+                run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
+            )
+            monitor.start()
+        except Exception as error:  # of many kinds, by the libraries that MLflow asks
+            self._system_metrics = False
+            log.warning(
+                "MLflow cannot sample this machine: %s. The run's own metrics are sent all the same.", first_line(error)
+            )
+            yield
+            return
         try:
             yield
         finally:
