@@ -149,7 +149,7 @@ class Feed(threading.Thread):
         except Exception as error:  # of many kinds, by the libraries that MLflow asks
             self._system_metrics = False
             log.warning(
-                "MLflow cannot sample this machine: %s. The run's own metrics are sent all the same.", first_line(error)
+                "MLflow cannot sample this machine: %s. The run's own metrics are still sent.", first_line(error)
             )
             yield
             return
