@@ -234,7 +234,7 @@ def test_a_machine_that_cannot_be_sampled_keeps_no_metrics_back(
     assert points(store) == {"run": once(1)}, "while it trains"
     tracker.close("FINISHED", {})
     assert [message for message in caplog.messages if "no counters here" in message] == [
-        "MLflow cannot sample this machine: no counters here. The run's own metrics are sent all the same."
+        "MLflow cannot sample this machine: no counters here. The run's own metrics are still sent."
     ]
 
 
