@@ -72,12 +72,14 @@ def main(arguments: list[str]) -> int:
     folder = options.output_dir.absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, until=until)
     if not options.reduced:
-        known = _known(claims, here)
+        known = _known(claims, {name: outcomes[-1] for name, outcomes in here.items()})
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
-    return _run(wanted, claims, reproduction)
+    return _run(wanted, claims, reproduction, here)
 
 
-def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction) -> int:
+def _run(
+    wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction, earlier: dict[str, list[results.Record]]
+) -> int:
     """Test claims, print and write each outcome at once, say what is left; return the exit code."""
     done = reproduction.done
     known, new = set(done), []
@@ -94,7 +96,8 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
         new.append(name)
         _print(done[name], claims[name], reproduction.reduced)
         if not reproduction.reduced:
-            print(f"written to {save(done[name], results.RESULTS)}")
+            if not results.repeats(done[name], earlier.get(name, [])):
+                print(f"written to {save(done[name], results.RESULTS)}")
             if done[name]["verdict"] != NOT_HERE:  # of those there are many at once
                 results.update()
     if new and not reproduction.reduced:
@@ -170,10 +173,11 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
     for name in records:
         table.add_column(f"{name} ({'this machine' if name == here else 'another machine'})", overflow="fold")
     for name, claim in claims.items():
-        verdicts = [
-            results.verdict(outcomes.get(name), claim).replace("HERE", "HERE" if place == here else "THERE")
-            for place, outcomes in records.items()
-        ]
+        verdicts = []
+        for place, outcomes in records.items():
+            every = outcomes.get(name, [])
+            shown_here = [results.verdict(outcome, claim) for outcome in results.measured(every) or every[-1:]]
+            verdicts.append("\n".join(shown_here).replace("HERE", "HERE" if place == here else "THERE"))
         words = f"{escape(claim.statement)} [dim]({escape(claim.source)})[/]"
         needs = ", ".join([*claim.needs, *(f"{key}=…" for key in claim.asks)])
         table.add_row(name, words, needs or "any", *verdicts)
@@ -184,7 +188,7 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
 
 
 def _print(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
-    print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
+    print(f"\n{record['claim']}: {record['verdict']}" + (f" ({record['related']})" if record.get("related") else ""))
     if record.get("needs"):
         print(f"  needs {', '.join(record['needs'])}")
     for sentence in results.not_timed(record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from evidence.claims import claims, results
 from evidence.claims import command as reproduce_cli
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, RELATED
 from evidence.claims.reproduce import Reproduction, machine_name, save
 from mantissa.statistics import INCONCLUSIVE
 from tests.evidence.claims.made_up import CLAIM, Machine, reproduction
@@ -43,9 +44,8 @@ def test_a_claim_is_run_and_judged(tmp_path: Path, files: Callable[..., None], m
     assert record["arms"]["bf16"]["measures"]["speed"] == [250.0, 252.5, 255.0]
     assert made_up.started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
     path = save(record, tmp_path / "results")
-    assert path == tmp_path / "results" / machine_name(CPU) / "mine.json"
-    assert json.loads(path.read_text()) == record
-    assert results.read(tmp_path / "results") == {machine_name(CPU): {"mine": record}}
+    assert path == tmp_path / "results" / machine_name(CPU) / "claims.jsonl"
+    assert results.read(tmp_path / "results") == {machine_name(CPU): {"mine": [record]}}
 
 
 def test_what_was_run_is_not_run_again_unless_the_file_changed(
@@ -66,6 +66,7 @@ def test_what_was_run_is_not_run_again_unless_the_file_changed(
     [
         ({"criteria": [SPEED | {"at_least": 3.0}]}, REFUTED),
         ({"needs": ["cuda"]}, INCONCLUSIVE),
+        ({"speaks_of": ["A100"]}, RELATED),
     ],
 )
 def test_a_claim_may_combine_others(
@@ -81,9 +82,9 @@ def test_a_claim_may_combine_others(
     record = results.combined(both, parts)
     assert record is not None
     assert record["verdict"] == combined
-    judged = [name for name in ("one", "two") if parts[name]["verdict"] != NOT_HERE]
-    assert [finding["quantity"].split(":")[0] for finding in record["findings"]] == judged
-    assert record["needs"] == (["an NVIDIA GPU"] if "needs" in two else [])
+    assert record["why"] == [f"one: {CONFIRMED}, two: {parts['two']['verdict']}."]
+    analogue = replace(both, related="they are others")
+    assert results.combined(analogue, parts)["verdict"] == RELATED  # type: ignore[index]
 
 
 def test_a_loss_is_explained_by_divergence_and_the_noise_of_what_the_null_arm_repeats(
@@ -175,6 +176,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 def outcome(name: str) -> dict[str, Any]:
     here = machine_name(reproduce_cli.detect("cpu"))
     common = {"machine": here, "date": "2026-01-01", "verdict": CONFIRMED, "git": {}, "findings": [], "why": []}
+    common |= {"hardware": {}}
     return common | {"claim": name, "claim_sha256": claims.load(name).digest}
 
 
@@ -208,7 +210,9 @@ def test_a_claim_that_combines_others_follows_them(
     kept(second)
     monkeypatch.setattr(Reproduction, "_tested", lambda self, claim: outcome(claim.id) | {"verdict": REFUTED})
     assert reproduce_cli.main([f"claim={first}", "device=cpu"]) == 0
-    assert "paper_parity: REFUTED" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "paper_parity: related measurement (small models" in said
+    assert f"{first}: REFUTED, {second}: CONFIRMED." in said
 
 
 def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
@@ -222,7 +226,8 @@ def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
     assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, NOT_HERE]
     assert (record["verdict"], record["not_timed"]) == (CONFIRMED, {"fp16": WIDE})
     assert "fp16-s0" not in made_up.started
-    text = "\n".join(results._outcome("here", record, claims.load("mine", tmp_path / "claim")))
+    mine = claims.load("mine", tmp_path / "claim")
+    text = "\n".join(results._outcome("here", record, mine, datetime.date(2026, 11, 24)))
     assert f"The speed of fp16 is not testable: {WIDE}." in text
     files("both", arms=arms, criteria=[*speeds, {"measure": "loss", "arm": "fp16", "over": "fp32", "at_most": 9.0}])
     made_up.fp32_arithmetic = {"fp16_pure": WIDE}
