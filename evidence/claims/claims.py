@@ -79,7 +79,7 @@ class Claim:
     reduced: dict[str, str] = field(default_factory=dict)
     """Overrides by setup for a quick run on any CPU, which decides nothing."""
     combines: list[str] = field(default_factory=list)
-    """Claims that this one consists of; it has no arms of its own then."""
+    """Claims that measure what this one says; it has no arms and no outcome of its own then."""
 
     def __post_init__(self) -> None:
         """Check what the types do not: that the names in it exist, and that something decides."""

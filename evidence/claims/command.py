@@ -71,9 +71,8 @@ def main(arguments: list[str]) -> int:
             _check(load(name), hardware, given, options)
     folder = options.output_dir.absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, until=until)
-    if not options.reduced:
-        known = _known(claims, {name: outcomes[-1] for name, outcomes in here.items()})
-        reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
+    if options.all and not options.reduced:
+        reproduction.done |= _known(claims, {name: outcomes[-1] for name, outcomes in here.items()})
     return _run(wanted, claims, reproduction, here)
 
 
@@ -102,9 +101,6 @@ def _run(
                 results.update()
     if new and not reproduction.reduced:
         results.update()
-        for claim in claims.values():  # what follows from them
-            if set(claim.combines) & set(new) and (record := results.combined(claim, done)):
-                _print(record, claim, reproduction.reduced)
     if reproduction.until is not None:
         tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
         print(f"\nDone: {', '.join(tested) or 'no claim'}.")
@@ -176,10 +172,11 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
         verdicts = []
         for place, outcomes in records.items():
             every = outcomes.get(name, [])
-            shown_here = [results.verdict(outcome, claim) for outcome in results.measured(every) or every[-1:]]
-            verdicts.append("\n".join(shown_here).replace("HERE", "HERE" if place == here else "THERE"))
+            judged = [results.judged(outcome, claim) for outcome in results.measured(every) or every[-1:]]
+            each = [f"{verdict} ({remark})" if remark else verdict for verdict, _, remark in judged]
+            verdicts.append("\n".join(each).replace("HERE", "HERE" if place == here else "THERE"))
         words = f"{escape(claim.statement)} [dim]({escape(claim.source)})[/]"
-        needs = ", ".join([*claim.needs, *(f"{key}=…" for key in claim.asks)])
+        needs = ", ".join([*claim.combines, *claim.needs, *(f"{key}=…" for key in claim.asks)])
         table.add_row(name, words, needs or "any", *verdicts)
     console.print(table)
     if here not in records:

@@ -14,10 +14,9 @@ import torch
 import yaml
 
 from evidence.claims.claims import NULL_ARM, PROBE, QUIET, Claim, load, names
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, RELATED, combine, shown
+from evidence.claims.criteria import NOT_HERE, RELATED, shown
 from evidence.claims.reproduce import OUTCOMES, bf16_instructions, plain
 from evidence.runs import NULL_SHIFT, Outcome
-from mantissa.statistics import INCONCLUSIVE
 from trainer.config.compose import key_of
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_text
@@ -41,42 +40,18 @@ _NOT_THE_ARMS = {*map(key_of, QUIET), "profiler", "device"}
 
 
 def read(folder: Path = RESULTS) -> Records:
-    """Return all outcomes, with those that follow from others; the machine that could test most claims comes first."""
+    """Return all outcomes; the machine that could test most claims comes first."""
     found: Records = {}
     for path in sorted(folder.glob(f"*/{OUTCOMES}")):
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):  # a line that was cut short is no outcome
                 record = json.loads(line)
                 found.setdefault(path.parent.name, {}).setdefault(record["claim"], []).append(record)
-    for claim in [claim for claim in map(load, names()) if claim.combines]:
-        for outcomes in found.values():
-            if record := combined(claim, {name: records[-1] for name, records in outcomes.items()}):
-                outcomes[claim.id] = [record]
 
     def tested(machine: str) -> int:
         return sum(records[-1]["verdict"] != NOT_HERE for records in found[machine].values())
 
     return {machine: found[machine] for machine in sorted(found, key=tested, reverse=True)}
-
-
-def combined(claim: Claim, outcomes: dict[str, Record]) -> Record | None:
-    """Return the outcome of a claim that consists of others, of an outcome of each; None: one of them has none."""
-    if not claim.combines or not set(claim.combines) <= outcomes.keys():
-        return None
-    parts = {name: judged(outcomes[name], load(name)) for name in claim.combines}
-    verdicts = [part["verdict"] for part in parts.values()]
-    together = combine(verdicts)
-    if claim.related and together != NOT_HERE:
-        together = RELATED
-    newest = max(parts.values(), key=lambda part: str(part["date"]))
-    return {key: newest[key] for key in ("git", "date", "machine", "hardware")} | {
-        "claim": claim.id,
-        "claim_sha256": claim.digest,
-        "verdict": INCONCLUSIVE if together == CONFIRMED and NOT_HERE in verdicts else together,
-        "related": claim.related,
-        "findings": [],
-        "why": [", ".join(f"{name}: {part['verdict']}" for name, part in parts.items()) + "."],
-    }
 
 
 def runs_of(record: Record) -> list[Outcome]:
@@ -104,17 +79,18 @@ def machine_of(record: Record) -> Hardware:
     return Hardware(torch.device(facts["device"]), *known)
 
 
-def judged(record: Record, claim: Claim) -> Record:
-    """Return an outcome as the claim's present file judges what was measured; ``then``: the verdict of an earlier file.
+def judged(record: Record, claim: Claim) -> tuple[str, list[dict[str, Any]], str]:
+    """Return verdict and findings as the claim's present file judges what was measured, and what was recorded before.
 
-    As it is where it is of the present file, or of arms that are now others.
+    What was recorded counts, and the remark is empty, where it is of the present file.
     """
-    if record["claim_sha256"] == claim.digest:
-        return record
-    if any(not _is_arm(name, arm, record, claim) for name, arm in record.get("arms", {}).items()):
-        return record | {"then": ""}
-    verdict, findings = claim.judge(runs_of(record), machine_of(record))
-    return record | {"verdict": verdict, "findings": list(map(plain, findings)), "then": record["verdict"]}
+    then, findings = record["verdict"], record.get("findings", [])
+    if record["claim_sha256"] == claim.digest or then == NOT_HERE:
+        return then, findings, ""
+    if not all(_is_arm(name, arm, record, claim) for name, arm in record["arms"].items()):
+        return then, findings, "recorded by an earlier file with other arms"
+    now, found = claim.judge(runs_of(record), machine_of(record))
+    return now, list(map(plain, found)), f"recorded{f' as {then}' * (now != then)} by an earlier file"
 
 
 def _is_arm(name: str, arm: dict[str, Any], record: Record, claim: Claim) -> bool:
@@ -127,15 +103,6 @@ def _is_arm(name: str, arm: dict[str, Any], record: Record, claim: Claim) -> boo
         return {word.removeprefix(PROBE) for word in words if key_of(word) not in {*_NOT_THE_ARMS, *claim.asks}}
 
     return own(claim.words(name, record["hardware"]["device"] != "cpu")) == own(arm["overrides"])
-
-
-def verdict(record: Record, claim: Claim) -> str:
-    """Return the verdict for a list, with that of an earlier version of the claim's file."""
-    now = judged(record, claim)
-    if "then" not in now or record["verdict"] == NOT_HERE:
-        return str(now["verdict"])
-    recorded = f"recorded as {now['then']}" if now["then"] not in ("", now["verdict"]) else "recorded"
-    return f"{now['verdict']} ({recorded} by an earlier file{'' if now['then'] else ' with other arms'})"
 
 
 def measured(outcomes: list[Record]) -> list[Record]:
@@ -191,7 +158,7 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
         if claim.published:
             lines += [f"Published: {claim.published}."]
         if claim.combines:
-            lines += [f"Consists of {' and '.join(f'[{part}](#{part})' for part in claim.combines)}."]
+            lines += [f"Measured in {' and '.join(f'[{part}](#{part})' for part in claim.combines)}."]
         if claim.related:
             lines += [f"**Only a {RELATED}**: {claim.related}."]
         if claim.traps:
@@ -203,12 +170,12 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
             for record in reversed(outcomes.get(name, [])):
                 if record["verdict"] != NOT_HERE:
                     lines += ["", *_outcome(machine, record, claim, newest)]
-                elif claim.combines == []:
+                else:
                     untested.setdefault(_untested(record), []).append(f"`{machine}` ({_when(record, newest)})")
         if untested:
             lines += [""]
         lines += [f"- {NOT_HERE}, {why}: {', '.join(places)}." for why, places in untested.items()]
-        if not any(name in outcomes for outcomes in records.values()):
+        if not claim.combines and not any(name in outcomes for outcomes in records.values()):
             lines += ["", "Not run yet."]
     return "\n".join(lines) + "\n"
 
@@ -301,12 +268,11 @@ def _cell(outcomes: list[Record], claim: Claim, newest: datetime.date) -> str:
         return f"not testable: {_untested(outcomes[-1])}" if outcomes else "not tested yet"
     cells = []
     for record in tested:
-        findings = judged(record, claim)["findings"]
+        verdict, findings, remark = judged(record, claim)
         decided = [finding for finding in findings if finding["verdict"] not in ("", NOT_HERE)]
         found = "; ".join(map(_short, decided or [finding for finding in findings if finding["values"]][:_MOST]))
-        words, _, recorded = verdict(record, claim).partition(" (")
-        words = "" if claim.related else f"**{words}** "
-        cells.append(f"{words}{found or record['why'][0]} *({recorded.replace(')', '; ')}{_when(record, newest)})*")
+        verdict = "" if claim.related else f"**{verdict}** "
+        cells.append(f"{verdict}{found} *({'; '.join(filter(None, (remark, _when(record, newest))))})*")
     return "<br>".join(cells)
 
 
@@ -325,14 +291,13 @@ def _machine(outcomes: dict[str, list[Record]]) -> str:
 
 
 def _outcome(machine: str, record: Record, claim: Claim, newest: datetime.date) -> list[str]:
-    now = judged(record, claim)
-    words, _, recorded = verdict(record, claim).partition(" (")
-    lines = [f"**{words}**{' (' * bool(recorded)}{recorded} on `{machine}`, {_when(record, newest)}"]
+    verdict, findings, remark = judged(record, claim)
+    lines = [f"**{verdict}**{f' ({remark})' if remark else ''} on `{machine}`, {_when(record, newest)}"]
     lines[0] += f"{_threads(record['hardware'])}."
-    if words == RELATED and not claim.related:
+    if verdict == RELATED and not claim.related:
         lines[0] += f" T{claim.only_related(machine_of(record))[1:]}."
     rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]
-    for finding in now["findings"]:
+    for finding in findings:
         if not finding["values"] and finding["verdict"] in ("", NOT_HERE):
             continue  # the reason is below
         note = "; ".join(filter(None, (finding["verdict"], finding["note"], finding["why"])))

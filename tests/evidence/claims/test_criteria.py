@@ -42,6 +42,8 @@ FAST = runs("fast", 201, 219, 182)  # 2.01, 1.99, 2.02 times as fast
         ({"at_least": 1.9}, CONFIRMED),
         ({"at_least": 2.1}, REFUTED),
         ({"at_least": 2.0}, INCONCLUSIVE),
+        ({"at_least": 2.03}, INCONCLUSIVE),  # the median alone does not refute
+        ({"at_most": 1.98}, INCONCLUSIVE),
         ({"at_most": 2.1}, CONFIRMED),
         ({"at_most": 1.9}, REFUTED),
         ({"at_least": 1.9, "at_most": 2.1}, CONFIRMED),

@@ -17,7 +17,6 @@ from evidence.claims import claims, results
 from evidence.claims import command as reproduce_cli
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, RELATED
 from evidence.claims.reproduce import Reproduction, machine_name, save
-from mantissa.statistics import INCONCLUSIVE
 from tests.evidence.claims.made_up import CLAIM, Machine, reproduction
 from tests.helpers import CPU
 from trainer.config.options import run
@@ -61,30 +60,21 @@ def test_what_was_run_is_not_run_again_unless_the_file_changed(
     assert len(made_up.started) == 2 * count
 
 
-@pytest.mark.parametrize(
-    ("two", "combined"),
-    [
-        ({"criteria": [SPEED | {"at_least": 3.0}]}, REFUTED),
-        ({"needs": ["cuda"]}, INCONCLUSIVE),
-        ({"speaks_of": ["A100"]}, RELATED),
-    ],
-)
-def test_a_claim_may_combine_others(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine, two: dict[str, Any], combined: str
+def test_on_other_hardware_than_a_claim_speaks_of_it_is_measured_without_a_verdict(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files("one")
-    files("two", **two)
-    files("both", setups={}, arms={}, criteria=[], combines=["one", "two"])
-    here = reproduction(tmp_path, made_up)
-    parts = {name: here.test(name) for name in ("one", "two")}
-    both = claims.load("both", tmp_path / "claim")
-    assert results.combined(both, {"one": parts["one"]}) is None
-    record = results.combined(both, parts)
-    assert record is not None
-    assert record["verdict"] == combined
-    assert record["why"] == [f"one: {CONFIRMED}, two: {parts['two']['verdict']}."]
-    analogue = replace(both, related="they are others")
-    assert results.combined(analogue, parts)["verdict"] == RELATED  # type: ignore[index]
+    arms = CLAIM["arms"] | {"tf32": "net precision=tf32"}  # type: ignore[operator]
+    decides_there = SPEED | {"arm": "tf32"}
+    files("mine", speaks_of=["A100"], arms=arms, arms_need={"tf32": ["tf32"]}, criteria=[decides_there, SPEED])
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert (record["verdict"], record["related"]) == (RELATED, "the claim speaks of the GPU A100")
+    assert [finding["verdict"] for finding in record["findings"]] == [NOT_HERE, ""]
+    assert record["findings"][1]["median"] == 2.5
+    mine = claims.load("mine", tmp_path / "claim")
+    reproduce_cli._print(record, mine, False)
+    assert "mine: related measurement (the claim speaks of the GPU A100)" in capsys.readouterr().out
+    a100 = replace(CPU, name="NVIDIA A100-SXM4-80GB")
+    assert mine.judge(results.runs_of(record), a100)[0] == CONFIRMED
 
 
 def test_a_loss_is_explained_by_divergence_and_the_noise_of_what_the_null_arm_repeats(
@@ -176,7 +166,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 def outcome(name: str) -> dict[str, Any]:
     here = machine_name(reproduce_cli.detect("cpu"))
     common = {"machine": here, "date": "2026-01-01", "verdict": CONFIRMED, "git": {}, "findings": [], "why": []}
-    common |= {"hardware": {}}
     return common | {"claim": name, "claim_sha256": claims.load(name).digest}
 
 
@@ -196,23 +185,26 @@ def test_all_skips_claims_with_an_outcome_of_the_same_file(
 
     monkeypatch.setattr(Reproduction, "test", test)
     assert reproduce_cli.main(["all=true", "device=cpu"]) == 0
-    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed", "paper_parity"}  # the last combines others
+    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed", "paper_parity"}  # others measure the last
     assert "two_x: CONFIRMED, of 2026-01-01" in capsys.readouterr().out
     tested.clear()
     reproduce_cli.main(["claim=clip_order", "device=cpu"])
     assert tested == ["clip_order"]
 
 
-def test_a_claim_that_combines_others_follows_them(
+def test_a_claim_that_others_measure_runs_them_and_what_cannot_be_tested_is_recorded_once(
     kept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = claims.load("paper_parity").combines
-    kept(second)
-    monkeypatch.setattr(Reproduction, "_tested", lambda self, claim: outcome(claim.id) | {"verdict": REFUTED})
-    assert reproduce_cli.main([f"claim={first}", "device=cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "paper_parity: related measurement (small models" in said
-    assert f"{first}: REFUTED, {second}: CONFIRMED." in said
+    parts = claims.load("paper_parity").combines
+    monkeypatch.setattr(
+        Reproduction, "_tested", lambda self, claim: outcome(claim.id) | {"verdict": verdicts[claim.id]}
+    )
+    verdicts = dict(zip(parts, (REFUTED, NOT_HERE), strict=True))
+    for _ in range(2):
+        assert reproduce_cli.main(["claim=paper_parity", "device=cpu"]) == 0
+    (here,) = results.read().values()
+    assert [len(here[name]) for name in parts] == [2, 1]
+    assert f"{parts[0]}: REFUTED" in capsys.readouterr().out
 
 
 def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(

@@ -87,19 +87,20 @@ def test_outcomes_are_appended_also_after_one_that_was_cut_short(tmp_path: Path)
 def test_an_outcome_of_an_earlier_file_is_judged_by_the_present_one_beside_what_was_recorded() -> None:
     epyc, xeon = "amd-epyc-avx512-bf16-2-cores", "intel-xeon-processor-amx-2-cores"
     (many,) = outcomes_of(epyc, "two_x")
-    assert (many["verdict"], results.verdict(many, load("two_x"))) == (
-        REFUTED,
-        f"{RELATED} (recorded as REFUTED by an earlier file)",
-    )
-    quiet, busy = outcomes_of(xeon, "cpu_bf16")
+    verdict, _, remark = results.judged(many, load("two_x"))
+    assert (many["verdict"], verdict, remark) == (REFUTED, RELATED, "recorded as REFUTED by an earlier file")
     claim = load("cpu_bf16")
-    assert results.verdict(quiet, claim) == "CONFIRMED (recorded by an earlier file)"
-    assert results.verdict(busy, claim) == "INCONCLUSIVE (recorded by an earlier file)"
-    assert results.verdict(quiet | {"claim_sha256": claim.digest, "verdict": REFUTED}, claim) == REFUTED
+    quiet, busy = outcomes_of(xeon, "cpu_bf16")
+    for record, expected in ((quiet, CONFIRMED), (busy, INCONCLUSIVE)):
+        verdict, (finding,), remark = results.judged(record, claim)
+        assert (verdict, remark) == (expected, "recorded by an earlier file")
+        assert (record["findings"][0]["bounds"], finding["bounds"]) == ("≥ 1.3", "≥ 2")
     without_amx = quiet["hardware"] | {"cpu_flags": ["avx512_bf16"]}
-    assert results.judged(quiet | {"hardware": without_amx}, claim)["verdict"] == RELATED
+    assert results.judged(quiet | {"hardware": without_amx}, claim)[0] == RELATED
+    present = quiet | {"claim_sha256": claim.digest, "verdict": REFUTED}
+    assert results.judged(present, claim) == (REFUTED, quiet["findings"], "")
     claim.setups["resnet50"] += " steps=99"  # what was run then is no longer what the file runs
-    assert results.verdict(quiet, claim) == "CONFIRMED (recorded by an earlier file with other arms)"
+    assert results.judged(quiet, claim)[::2] == (CONFIRMED, "recorded by an earlier file with other arms")
 
 
 def test_pages_show_every_outcome_with_date_commit_and_age_the_newest_first() -> None:
@@ -116,11 +117,8 @@ def test_pages_show_every_outcome_with_date_commit_and_age_the_newest_first() ->
     assert "`amd-epyc-avx512-bf16-2-cores` (2026-11-23, commit 6f236207b)" in page
 
 
-def test_what_cannot_be_tested_is_recorded_once() -> None:
+def test_what_cannot_be_tested_for_the_same_reason_says_nothing_new() -> None:
     lacking = {"verdict": NOT_HERE, "claim_sha256": "a", "needs": ["a GPU"], "date": "2026-01-01"}
-    assert not results.repeats(lacking, [])
     assert results.repeats(lacking | {"date": "2026-01-02"}, [lacking])
     assert not results.repeats(lacking | {"needs": ["more"]}, [lacking])
     assert not results.repeats(lacking, [lacking, lacking | {"verdict": CONFIRMED}])
-    measured = lacking | {"verdict": REFUTED}
-    assert not results.repeats(measured, [measured])
