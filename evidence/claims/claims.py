@@ -142,7 +142,8 @@ class Claim:
             return combine([finding.verdict for finding in findings]), findings
         for finding in findings:
             finding.verdict = finding.verdict if finding.verdict == NOT_HERE else ""
-        return RELATED if any(finding.values for finding in findings) else NOT_HERE, findings
+        measured = any(finding.values for finding in findings) or not all(run.finished for run in outcomes)
+        return RELATED if measured else NOT_HERE, findings
 
     def arms_lack(self, hardware: Hardware) -> dict[str, str]:
         """Return what this machine lacks for arms that it cannot run, by arm."""

@@ -89,8 +89,12 @@ def judged(record: Record, claim: Claim) -> tuple[str, list[dict[str, Any]], str
         return then, findings, ""
     if not all(_is_arm(name, arm, record, claim) for name, arm in record["arms"].items()):
         return then, findings, "recorded by an earlier file with other arms"
+    bounds = dict.fromkeys(finding["bounds"] for finding in findings if finding["verdict"] not in ("", NOT_HERE))
+    remark = (
+        f"recorded as {then} by an earlier file, with {', '.join(bounds)}" if bounds else "recorded by an earlier file"
+    )
     now, found = claim.judge(runs_of(record), machine_of(record))
-    return now, list(map(plain, found)), f"recorded{f' as {then}' * (now != then)} by an earlier file"
+    return now, list(map(plain, found)), remark
 
 
 def _is_arm(name: str, arm: dict[str, Any], record: Record, claim: Claim) -> bool:
@@ -246,7 +250,8 @@ def _when(record: Record, newest: datetime.date) -> str:
     """Return date, commit, and age beside the newest outcome of all."""
     days = (newest - datetime.date.fromisoformat(record["date"])).days
     age = f", {days} day{'s' * (days != 1)} before the newest" if days else ""
-    return f"{record['date']}, commit {record['git'].get('commit', 'unknown')[:9]}{age}"
+    changed = ", with changed code" if record["git"].get("dirty") == "true" else ""
+    return f"{record['date']}, commit {record['git'].get('commit', 'unknown')[:9]}{changed}{age}"
 
 
 def _facts(outcomes: dict[str, list[Record]]) -> list[dict[str, Any]]:

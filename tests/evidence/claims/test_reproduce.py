@@ -75,6 +75,9 @@ def test_on_other_hardware_than_a_claim_speaks_of_it_is_measured_without_a_verdi
     assert "mine: related measurement (the claim speaks of the GPU A100)" in capsys.readouterr().out
     a100 = replace(CPU, name="NVIDIA A100-SXM4-80GB")
     assert mine.judge(results.runs_of(record), a100)[0] == CONFIRMED
+    made_up.exit_codes = {f"{arm}-s{seed}": 1 for arm in ("fp32", "bf16") for seed in range(3)}
+    files("broken", speaks_of=["A100"])
+    assert reproduction(tmp_path, made_up).test("broken")["verdict"] == RELATED  # it was run
 
 
 def test_a_loss_is_explained_by_divergence_and_the_noise_of_what_the_null_arm_repeats(
