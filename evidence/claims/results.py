@@ -80,19 +80,14 @@ def machine_of(record: Record) -> Hardware:
 
 
 def judged(record: Record, claim: Claim) -> tuple[str, list[dict[str, Any]], str]:
-    """Return verdict and findings as the claim's present file judges what was measured, and what was recorded before.
-
-    What was recorded counts, and the remark is empty, where it is of the present file.
-    """
+    """Return verdict and findings by the claim's present file, and a remark on what an earlier file gave."""
     then, findings = record["verdict"], record.get("findings", [])
     if record["claim_sha256"] == claim.digest or then == NOT_HERE:
         return then, findings, ""
     if not all(_is_arm(name, arm, record, claim) for name, arm in record["arms"].items()):
         return then, findings, "recorded by an earlier file with other arms"
     bounds = dict.fromkeys(finding["bounds"] for finding in findings if finding["verdict"] not in ("", NOT_HERE))
-    remark = (
-        f"recorded as {then} by an earlier file, with {', '.join(bounds)}" if bounds else "recorded by an earlier file"
-    )
+    remark = f"recorded as {then} by an earlier file" + (f", with {', '.join(bounds)}" if bounds else "")
     now, found = claim.judge(runs_of(record), machine_of(record))
     return now, list(map(plain, found)), remark
 
