@@ -24,9 +24,10 @@ RECORDED = [
 ]
 
 
-def outcomes_of(machine: str, claim: str) -> list[dict[str, Any]]:
-    """The recorded outcomes of a claim in which something was measured, the newest first."""
-    return results.measured(results.read()[machine][claim])
+def recorded(claim: str, commit: str) -> dict[str, Any]:
+    """The outcome of a claim that was recorded at a commit."""
+    every = (case.values[1] for case in RECORDED)
+    return next(each for each in every if each["claim"] == claim and each["git"]["commit"].startswith(commit))
 
 
 def test_the_pages_agree_with_the_outcomes() -> None:
@@ -47,12 +48,12 @@ def test_every_recorded_verdict_follows_from_its_values(machine: str, record: di
     assert datetime.date.fromisoformat(record["date"])
     assert record["command"].startswith(f"python scripts/reproduce.py claim={record['claim']}")
     runs, verdicts = results.runs_of(record), []
-    for recorded in record.get("findings", []):
-        found = evaluate(Criterion(**recorded["criterion"]), runs)
-        assert found.verdict == recorded["verdict"]
+    for stored in record.get("findings", []):
+        found = evaluate(Criterion(**stored["criterion"]), runs)
+        assert found.verdict == stored["verdict"]
         verdicts.append(found.verdict)
         for key in ("values", "median", "low", "high"):
-            now, then = getattr(found, key), recorded[key]
+            now, then = getattr(found, key), stored[key]
             pairs = zip(now, then, strict=True) if key == "values" else [(now, then)]
             for one, other in pairs:  # JSON has no infinity
                 assert (other is None and not math.isfinite(one or math.inf)) or one == pytest.approx(other, rel=1e-9)
@@ -85,17 +86,16 @@ def test_outcomes_are_appended_also_after_one_that_was_cut_short(tmp_path: Path)
 
 
 def test_an_outcome_of_an_earlier_file_is_judged_by_the_present_one_beside_what_was_recorded() -> None:
-    epyc, xeon = "amd-epyc-avx512-bf16-2-cores", "intel-xeon-processor-amx-2-cores"
-    (many,) = outcomes_of(epyc, "two_x")
+    many = recorded("two_x", "759c91ad3")
     verdict, _, remark = results.judged(many, load("two_x"))
     assert (many["verdict"], verdict, remark) == (REFUTED, RELATED, "recorded as REFUTED by an earlier file, with ≥ 2")
     claim = load("cpu_bf16")
-    quiet, busy = outcomes_of(xeon, "cpu_bf16")
+    quiet, busy = recorded("cpu_bf16", "a8605496d"), recorded("cpu_bf16", "fba84dab9")
     for record, expected in ((quiet, CONFIRMED), (busy, INCONCLUSIVE)):
         verdict, (finding,), remark = results.judged(record, claim)
         assert (verdict, finding["bounds"]) == (expected, "≥ 2")
         assert remark == f"recorded as {expected} by an earlier file, with ≥ 1.3"
-    on_a_cpu = outcomes_of(xeon, "amp_recipe")[0]  # which this claim does not speak of
+    on_a_cpu = recorded("amp_recipe", "a8605496d")  # which this claim does not speak of
     assert results.judged(on_a_cpu, load("amp_recipe"))[0] == RELATED
     present = quiet | {"claim_sha256": claim.digest, "verdict": REFUTED}
     assert results.judged(present, claim) == (REFUTED, quiet["findings"], "")
@@ -104,17 +104,17 @@ def test_an_outcome_of_an_earlier_file_is_judged_by_the_present_one_beside_what_
 
 
 def test_pages_show_every_outcome_with_date_commit_and_age_the_newest_first() -> None:
-    records, claim = results.read(), load("cpu_bf16")
-    quiet, busy = outcomes_of("intel-xeon-processor-amx-2-cores", "cpu_bf16")
-    page = results.page(records, {"cpu_bf16": claim}, {})
-    row = results.summary(records, {"cpu_bf16": claim})
-    newer, older = (f"2026-11-21, commit {record['git']['commit'][:9]}" for record in (quiet, busy))
-    for text in (page, row):
+    claim, lacking = load("cpu_bf16"), recorded("cpu_bf16", "6f236207b")
+    older, newer = recorded("cpu_bf16", "fba84dab9"), recorded("cpu_bf16", "a8605496d") | {"date": "2026-11-24"}
+    newer["git"] = newer["git"] | {"dirty": "true"}
+    records = {"xeon": {claim.id: [older, newer]}, "epyc": {claim.id: [lacking]}}
+    page = results.page(records, {claim.id: claim}, {})
+    for text in (page, results.summary(records, {claim.id: claim})):
         assert 0 < text.index("2.324x") < text.index("1.482x")
-        assert 0 < text.index(newer) < text.index(older)
-        assert text.count("2 days before the newest") >= 2
-    assert "2026-11-23, commit" in page
-    assert "`amd-epyc-avx512-bf16-2-cores` (2026-11-23, commit 6f236207b)" in page
+        assert "2026-11-24, commit a8605496d, with changed code" in text
+        assert "2026-11-21, commit fba84dab9, 3 days before the newest" in text
+        assert "needs a CPU with AMX" in text
+    assert "`epyc` (2026-11-23, commit 6f236207b, 1 day before the newest)" in page
 
 
 def test_what_cannot_be_tested_for_the_same_reason_says_nothing_new() -> None:
