@@ -6,12 +6,12 @@
 
   budget=25min       end after this time (also 90s, 1h), with the run that is under way; the next call continues
   reduced=true       run at a tiny size, to check that it works; no verdict and no record
-  pages=true         only write docs/results.md and the table in docs/claims.md
+  pages=true         only write docs/results.md and the tables of docs/claims.md and README.md
   device=cpu         as for train.py
   output_dir=…       folder of the runs (default: outputs)
   data.path=…        and other overrides that a claim needs
-After a stop, the same command continues, at the same commit. Outcomes are written to results/<machine>/<claim>.json,
-docs/results.md and docs/claims.md.
+After a stop, the same command continues, at the same commit. Outcomes are appended to results/<machine>/claims.jsonl,
+and shown in docs/results.md and docs/claims.md.
 Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a user error or a claim that needs another machine,
 130 when interrupted.
 """

@@ -14,9 +14,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evidence.claims.criteria import Criterion
+from evidence.claims.criteria import NOT_HERE, RELATED, Criterion, Finding, combine, evaluate
 from evidence.measures import MEASURES, PROBE_MEASURES, TIMED
-from evidence.runs import NULL_SHIFT, Arm
+from evidence.runs import NULL_SHIFT, Arm, Outcome
 from trainer.config.compose import key_of
 from trainer.errors import UserError, first_line, nearest
 from trainer.files import PROJECT
@@ -59,7 +59,11 @@ class Claim:
     published: str = ""
     """The published figure, in the terms measured here."""
     needs: list[str] = field(default_factory=list)
-    """What the machine must have: keys of ``NEEDS``, or an amount of memory such as ``40GiB``."""
+    """What the machine must have: keys of ``NEEDS``, memory such as ``40GiB``, or a GPU by name such as ``A100``."""
+    speaks_of: list[str] = field(default_factory=list)
+    """The same for the hardware that the statement is about; elsewhere the outcome is a related measurement."""
+    related: str = ""
+    """Why this tests something else than the statement, on any machine: a related measurement, without a verdict."""
     arms_need: dict[str, list[str]] = field(default_factory=dict)
     """The same for single arms; on a machine without it, these arms and their criteria are left out."""
     asks: dict[str, str] = field(default_factory=dict)
@@ -70,14 +74,12 @@ class Claim:
     """Runs of each arm, each with another seed."""
     null_arm: str = ""
     """The arm that is also run with other seeds, to show the noise; criteria call those runs ``null_arm``."""
-    label: str = ""
-    """How the test differs from what was published: scaled down, or an analogue."""
     traps: list[str] = field(default_factory=list)
     """Known ways to misread the published figure, and how the test avoids them."""
     reduced: dict[str, str] = field(default_factory=dict)
     """Overrides by setup for a quick run on any CPU, which decides nothing."""
     combines: list[str] = field(default_factory=list)
-    """Claims that this one consists of; it has no arms of its own then."""
+    """Claims that measure what this one says; it has no arms and no outcome of its own then."""
 
     def __post_init__(self) -> None:
         """Check what the types do not: that the names in it exist, and that something decides."""
@@ -85,8 +87,12 @@ class Claim:
             if self.setups or self.arms or self.criteria or self.id in self.combines:
                 raise UserError("combines takes other claims, and excludes setups, arms and criteria")
             return
-        if not any(criterion.decides for criterion in self.criteria):
-            raise UserError("no criterion decides; give one at_least, at_most or within")
+        if bool(self.related) == any(criterion.decides for criterion in self.criteria):
+            raise UserError(
+                "related leaves no verdict; drop the bounds of the criteria"
+                if self.related
+                else "no criterion decides; give one at_least, at_most or within, or say in related: why none can"
+            )
         if self.repeats < 2:
             raise UserError(f"repeats={self.repeats} gives no interval; set repeats: 3")
         for name, text in self.arms.items():
@@ -100,7 +106,7 @@ class Claim:
             _check_name("null_arm", self.null_arm, self.arms)
         for name in self.arms_need:
             _check_name("arms_need", name, self.arms)
-        for need in [*self.needs, *(need for needs in self.arms_need.values() for need in needs)]:
+        for need in [*self.needs, *self.speaks_of, *(need for needs in self.arms_need.values() for need in needs)]:
             _check_need(need)
         for criterion in self.criteria:
             for name in criterion.arms:
@@ -124,6 +130,21 @@ class Claim:
         asked = [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
         return lacking(self.needs, hardware) + asked
 
+    def only_related(self, hardware: Hardware) -> str:
+        """Return why an outcome on this machine is only a related measurement, in words; empty: it is a verdict."""
+        others = lacking(self.speaks_of, hardware)
+        return self.related or ("the claim speaks of " + ", ".join(others) if others else "")
+
+    def judge(self, outcomes: list[Outcome], hardware: Hardware) -> tuple[str, list[Finding]]:
+        """Return the verdict of runs on a machine, and what was found by each criterion."""
+        findings = [evaluate(criterion, outcomes) for criterion in self.criteria]
+        if not self.only_related(hardware):
+            return combine([finding.verdict for finding in findings]), findings
+        for finding in findings:
+            finding.verdict = finding.verdict if finding.verdict == NOT_HERE else ""
+        measured = any(finding.values for finding in findings) or not all(run.finished for run in outcomes)
+        return RELATED if measured else NOT_HERE, findings
+
     def arms_lack(self, hardware: Hardware) -> dict[str, str]:
         """Return what this machine lacks for arms that it cannot run, by arm."""
         found = {name: "; ".join(lacking(needs, hardware)) for name, needs in self.arms_need.items()}
@@ -143,7 +164,7 @@ class Claim:
     def to_run(self, hardware: Hardware) -> list[str]:
         """Return the names of the arms to run here: those that a criterion needs which can be tested with the rest.
 
-        Empty: nothing that decides can be tested.
+        Empty: nothing can be tested that gives an outcome.
         """
         lack, not_timed = self.arms_lack(hardware), self.not_timed(hardware)
         useful: set[str] = set()
@@ -153,7 +174,7 @@ class Claim:
             if used & {*lack, *(not_timed if criterion.measure in TIMED else ())}:
                 continue
             useful |= used
-            decided |= criterion.decides
+            decided |= criterion.decides or bool(self.only_related(hardware))
         return [name for name in self.arms if name in useful] if decided else []
 
     def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
@@ -199,6 +220,8 @@ def lacking(needs: list[str], hardware: Hardware) -> list[str]:
         if need in NEEDS:
             has, words = NEEDS[need]
             met = has(hardware)
+        elif not need.endswith("GiB"):  # a part of a GPU is not that GPU
+            met, words = bool(re.search(rf"\b{need}\b(?!.*\bMIG\b)", hardware.name)), f"the GPU {need}"
         else:  # a card sold as one of 80 GB reports 79 GiB
             met = hardware.memory_bytes >= _MEMORY_IS_SOLD_AS * int(need.removesuffix("GiB")) * 2**30
             words = f"{need} of {'GPU ' if hardware.is_gpu else ''}memory"
@@ -216,6 +239,7 @@ NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
     "native_fp16": (lambda here: here.support("fp16") not in (EMULATED, UNAVAILABLE), "fp16 in hardware"),
     "hopper": (lambda here: here.is_gpu and (here.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
     "torchao": (lambda _: find_spec("torchao") is not None, "torchao: pip install torchao"),
+    "avx512_bf16": (lambda here: "avx512_bf16" in here.cpu_flags, "a CPU with avx512_bf16"),
     "amx": (lambda here: "amx_bf16" in here.cpu_flags, "a CPU with AMX"),
 }
 """What a claim may need of a machine besides memory: the check, and the words for the user."""
@@ -254,5 +278,5 @@ def _check_name(key: str, name: str, known: Collection[str]) -> None:
 
 
 def _check_need(need: str) -> None:
-    if not re.fullmatch(r"\d+GiB", need):
-        _check_name("needs (or memory such as 40GiB)", need, NEEDS)
+    if not re.fullmatch(r"\d+GiB|[A-Z]+\d+", need):
+        _check_name("needs (or memory such as 40GiB, or a GPU such as A100)", need, NEEDS)

@@ -71,13 +71,14 @@ def main(arguments: list[str]) -> int:
             _check(load(name), hardware, given, options)
     folder = options.output_dir.absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, until=until)
-    if not options.reduced:
-        known = _known(claims, here)
-        reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
-    return _run(wanted, claims, reproduction)
+    if options.all and not options.reduced:
+        reproduction.done |= _known(claims, {name: outcomes[-1] for name, outcomes in here.items()})
+    return _run(wanted, claims, reproduction, here)
 
 
-def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction) -> int:
+def _run(
+    wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction, earlier: dict[str, list[results.Record]]
+) -> int:
     """Test claims, print and write each outcome at once, say what is left; return the exit code."""
     done = reproduction.done
     known, new = set(done), []
@@ -94,14 +95,12 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
         new.append(name)
         _print(done[name], claims[name], reproduction.reduced)
         if not reproduction.reduced:
-            print(f"written to {save(done[name], results.RESULTS)}")
+            if not results.repeats(done[name], earlier.get(name, [])):
+                print(f"written to {save(done[name], results.RESULTS)}")
             if done[name]["verdict"] != NOT_HERE:  # of those there are many at once
                 results.update()
     if new and not reproduction.reduced:
         results.update()
-        for claim in claims.values():  # what follows from them
-            if set(claim.combines) & set(new) and (record := results.combined(claim, done)):
-                _print(record, claim, reproduction.reduced)
     if reproduction.until is not None:
         tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
         print(f"\nDone: {', '.join(tested) or 'no claim'}.")
@@ -170,12 +169,14 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
     for name in records:
         table.add_column(f"{name} ({'this machine' if name == here else 'another machine'})", overflow="fold")
     for name, claim in claims.items():
-        verdicts = [
-            results.verdict(outcomes.get(name), claim).replace("HERE", "HERE" if place == here else "THERE")
-            for place, outcomes in records.items()
-        ]
+        verdicts = []
+        for place, outcomes in records.items():
+            every = outcomes.get(name, [])
+            judged = [results.judged(outcome, claim) for outcome in results.measured(every) or every[-1:]]
+            each = [f"{verdict} ({remark})" if remark else verdict for verdict, _, remark in judged]
+            verdicts.append("\n".join(each).replace("HERE", "HERE" if place == here else "THERE"))
         words = f"{escape(claim.statement)} [dim]({escape(claim.source)})[/]"
-        needs = ", ".join([*claim.needs, *(f"{key}=…" for key in claim.asks)])
+        needs = ", ".join([*claim.combines, *claim.needs, *(f"{key}=…" for key in claim.asks)])
         table.add_row(name, words, needs or "any", *verdicts)
     console.print(table)
     if here not in records:
@@ -184,7 +185,7 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
 
 
 def _print(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
-    print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
+    print(f"\n{record['claim']}: {record['verdict']}" + (f" ({record['related']})" if record.get("related") else ""))
     if record.get("needs"):
         print(f"  needs {', '.join(record['needs'])}")
     for sentence in results.not_timed(record):

@@ -13,6 +13,8 @@ from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, equivalence, mean_inte
 from trainer.errors import UserError
 
 CONFIRMED, REFUTED, NOT_HERE = "CONFIRMED", "REFUTED", "NOT TESTABLE HERE"
+RELATED = "related measurement"
+"""No verdict: what was measured is not the claim's own statement, or not on what it speaks of."""
 
 
 @dataclass
@@ -141,10 +143,11 @@ def _gap(criterion: Criterion, runs: dict[str, dict[int, Outcome]], pairs: int |
 def combine(verdicts: list[str]) -> str:
     """Return the verdict of a claim from those of its criteria, without those that cannot be tested here."""
     counted = [verdict for verdict in verdicts if verdict and verdict != NOT_HERE]
+    for first in (REFUTED, RELATED):
+        if first in counted:
+            return first
     if not counted:
         return NOT_HERE
-    if REFUTED in counted:
-        return REFUTED
     return CONFIRMED if set(counted) == {CONFIRMED} else INCONCLUSIVE
 
 
@@ -163,13 +166,19 @@ def shown(finding: dict[str, Any]) -> str:
     Args:
         finding: as recorded: ``median``, ``low``, ``high`` (None: not finite, or not known), ``values``, ``criterion``.
     """
-    median, low, high = (finding[key] for key in ("median", "low", "high"))
-    if median is None:
-        return "not finite" if finding["values"] else "not measured"
-    unit = "x" if finding["criterion"].get("over") else ""
-    if low is None or high is None or high - low < 1e-3 * abs(median):
-        return f"{number(median)}{unit}"
-    return f"{number(median)}{unit} [{number(low)}, {number(high)}]"
+    values = [math.inf if value is None else value for value in finding["values"]]
+    if finding["median"] is None:
+        return "not finite" if values else "not measured"
+    three = [math.inf if finding[key] is None else finding[key] for key in ("median", "low", "high")]
+    compared, measure = finding["criterion"].get("over"), finding["criterion"]["measure"]
+    if compared and measure in ("loss", "best_loss") and all(abs(ratio - 1) < 0.1 for ratio in [*values, *three]):
+        median, low, high = (f"{100 * (ratio - 1):+.2g} %" for ratio in three)
+    else:
+        median, low, high = map(number, three)
+        median += "x" if compared else ""
+    if len(values) > 1 and len(set(values)) == 1:  # no spread to make an interval of
+        return f"{median} ({len(values)} equal runs)"
+    return median if low == high else f"{median} [{low}, {high}]"
 
 
 def _values(criterion: Criterion, runs: dict[str, dict[int, Outcome]]) -> list[float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Collection, Container, Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, field
@@ -15,16 +17,18 @@ from typing import Any
 import yaml
 
 from evidence.claims.claims import Claim, load
-from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
+from evidence.claims.criteria import NOT_HERE, RELATED, Finding
 from evidence.claims.reasons import reasons
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner
 from trainer.config.compose import key_of
 from trainer.errors import UserError
-from trainer.files import PROJECT, write_json
+from trainer.files import PROJECT, make_folder
 from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions
 
+OUTCOMES = "claims.jsonl"
+"""Of a machine: every outcome of a claim, one a line, the newest last."""
 ORDER = PROJECT / "evidence" / "claims" / "order.yaml"
 
 
@@ -79,17 +83,18 @@ class Reproduction:
         runner = Runner(self.folder / self._key(claim), launch=self.launch, until=self.until)
         print(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
         outcomes = runner.run_all(arms, seeds)
-        findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
+        verdict, findings = claim.judge(outcomes, self.hardware)
         commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
         return self._record(
             claim,
-            combine([finding.verdict for finding in findings]),
+            verdict,
             # Also where a run was of another commit, pulled in the meantime.
             git=self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {}),
-            findings=[_plain(finding) | {"why": self._public(finding.why)} for finding in findings],
+            findings=[plain(finding) | {"why": self._public(finding.why)} for finding in findings],
             why=reasons(findings, arms, outcomes),
             arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
             **not_run,
+            **({"related": claim.only_related(self.hardware)} if verdict == RELATED else {}),
             failures=[
                 self._public(f"{run.arm}, seed {run.seed}: {run.reason}")
                 for run in outcomes
@@ -157,15 +162,21 @@ def bf16_instructions(cpu_flags: Container[str]) -> str:
 
 
 def save(record: dict[str, Any], results: Path) -> Path:
-    """Write the outcome to ``results/<machine>/<claim>.json``.
+    """Append the outcome to ``results/<machine>/claims.jsonl``, as one line.
 
     Raises:
         UserError: it cannot be written.
     """
-    path = results / record["machine"] / f"{record['claim']}.json"
+    path = results / record["machine"] / OUTCOMES
+    line = json.dumps(record, allow_nan=False).encode() + b"\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, record)
+        make_folder(path.parent)
+        with path.open("ab+", buffering=0) as file:  # one write, so that lines of several processes do not mix
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                line = b"\n" + line  # the last one was cut short: killed, or a full disk
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from None
     return path
@@ -176,7 +187,8 @@ def _finite(values: Iterable[float | None]) -> list[float | None]:
     return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
+def plain(finding: Finding) -> dict[str, Any]:
+    """Return a finding as it is recorded."""
     criterion = finding.criterion
     median, low, high = _finite((finding.median, finding.low, finding.high))
     return {
@@ -189,6 +201,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
         "high": high,
         "values": _finite(finding.values),
         "note": criterion.note,
+        "why": finding.why,
         "criterion": {key: value for key, value in asdict(criterion).items() if value not in (None, [], "")},
     }
 

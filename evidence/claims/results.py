@@ -2,88 +2,118 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from evidence.claims.claims import Claim, load, names
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, combine, shown
-from evidence.claims.reproduce import bf16_instructions
-from mantissa.statistics import INCONCLUSIVE
+from evidence.claims.claims import NULL_ARM, PROBE, QUIET, Claim, load, names
+from evidence.claims.criteria import NOT_HERE, RELATED, shown
+from evidence.claims.reproduce import OUTCOMES, bf16_instructions, plain
+from evidence.runs import NULL_SHIFT, Outcome
+from trainer.config.compose import key_of
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_text
+from trainer.hardware import Hardware
 
 RESULTS = PROJECT / "results"
 PAGE = Path("docs") / "results.md"
 SUMMARY = Path("docs") / "claims.md"
 FRONT = Path("README.md")
-SHOWN = ("quality_parity", "cpu_bf16", "bf16_scaler", "bignet_memory", "half_everywhere")
+SHOWN = ("cpu_bf16", "old_or_small", "bignet_memory", "half_everywhere", "clip_order")
 """The claims of the README."""
 BEGIN, END = "<!-- results: made by scripts/reproduce.py -->", "<!-- end of results -->"
 
-Records = dict[str, dict[str, dict[str, Any]]]
-"""By machine, then by claim."""
+Record = dict[str, Any]
+Records = dict[str, dict[str, list[Record]]]
+"""By machine, then by claim, the newest last."""
 Notes = dict[str, list[str]]
 """By claim."""
+_NOT_THE_ARMS = {*map(key_of, QUIET), "profiler", "device"}
+"""Options that the claim's file does not set."""
 
 
 def read(folder: Path = RESULTS) -> Records:
-    """Return all outcomes, with those that follow from others; the machine that could test most claims comes first."""
+    """Return all outcomes; the machine that could test most claims comes first."""
     found: Records = {}
-    for path in sorted(folder.glob("*/*.json")):
-        found.setdefault(path.parent.name, {})[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-    claims = map(load, names())
-    for claim in [claim for claim in claims if claim.combines]:
-        for outcomes in found.values():
-            if record := combined(claim, outcomes):
-                outcomes[claim.id] = record
+    for path in sorted(folder.glob(f"*/{OUTCOMES}")):
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):  # a line that was cut short is no outcome
+                record = json.loads(line)
+                found.setdefault(path.parent.name, {}).setdefault(record["claim"], []).append(record)
 
     def tested(machine: str) -> int:
-        return sum(record["verdict"] != NOT_HERE for record in found[machine].values())
+        return sum(records[-1]["verdict"] != NOT_HERE for records in found[machine].values())
 
     return {machine: found[machine] for machine in sorted(found, key=tested, reverse=True)}
 
 
-def combined(claim: Claim, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the outcome of a claim that consists of others; None: one of them has no outcome."""
-    if not claim.combines or not set(claim.combines) <= outcomes.keys():
-        return None
-    parts = [outcomes[name] for name in claim.combines]
-    verdicts = [part["verdict"] for part in parts]
-    together = combine(verdicts)
-    record = max(parts, key=lambda part: str(part["date"])) | {
-        "claim": claim.id,
-        "claim_sha256": claim.digest,
-        "verdict": INCONCLUSIVE if together == CONFIRMED and NOT_HERE in verdicts else together,
-        "findings": [
-            finding | {"quantity": f"{part['claim']}: {finding['quantity']}"}
-            for part in parts
-            for finding in part.get("findings", [])
-            if finding["bounds"]
-        ],
-        "why": [
-            *(sentence for part in parts for sentence in part.get("why", [])),
-            *(
-                f"{part['claim']} was not tested: {'; '.join(dict.fromkeys(part['not_timed'].values()))}."
-                for part in parts
-                if part["verdict"] == NOT_HERE and "not_timed" in part
-            ),
-        ],
-    }
-    record |= {key: [each for part in parts for each in part.get(key, [])] for key in ("needs", "failures")}
-    return {key: value for key, value in record.items() if key not in ("left_out", "not_timed", "too_slow")}
+def runs_of(record: Record) -> list[Outcome]:
+    """Return the runs of an outcome as far as criteria read them."""
+    failures = dict(failure.split(": ", 1) for failure in record.get("failures", []))
+    runs = []
+    for name, arm in record.get("arms", {}).items():
+        for place, shifted in enumerate(arm["seeds"]):
+            seed = shifted - NULL_SHIFT * (name == NULL_ARM)
+            measures = {measure: values[place] for measure, values in arm["measures"].items()}
+            # JSON has no infinity: a run that ended without a loss had one that was not finite.
+            measures |= {loss: math.inf for loss in ("loss", "best_loss") if measures.get(loss, 0) is None}
+            summary = {"status": "FINISHED", "measures": measures}
+            summary["fp32_arithmetic"] = record.get("not_timed", {}).get(name)
+            failure = failures.get(f"{name}, seed {seed}", "")
+            runs.append(Outcome(name, seed, Path(), int(bool(failure)), failure, summary=summary))
+    return runs
 
 
-def verdict(record: dict[str, Any] | None, claim: Claim) -> str:
-    """Return a verdict for a list, marked where it is of an earlier version of the claim's file."""
-    if record is None:
-        return ""
-    if record["claim_sha256"] != claim.digest:
-        return f"({record['verdict']}, of an earlier file)"
-    return str(record["verdict"])
+def machine_of(record: Record) -> Hardware:
+    """Return the machine of an outcome."""
+    facts = record["hardware"]
+    capability = facts["capability"] and tuple(facts["capability"])
+    known = (facts["name"], facts["memory_bytes"], facts["cpu_cores"], capability, frozenset(facts["cpu_flags"]))
+    return Hardware(torch.device(facts["device"]), *known)
+
+
+def judged(record: Record, claim: Claim) -> tuple[str, list[dict[str, Any]], str]:
+    """Return verdict and findings by the claim's present file, and a remark on what an earlier file gave."""
+    then, findings = record["verdict"], record.get("findings", [])
+    if record["claim_sha256"] == claim.digest or then == NOT_HERE:
+        return then, findings, ""
+    if not all(_is_arm(name, arm, record, claim) for name, arm in record["arms"].items()):
+        return then, findings, "recorded by an earlier file with other arms"
+    bounds = dict.fromkeys(finding["bounds"] for finding in findings if finding["verdict"] not in ("", NOT_HERE))
+    remark = f"recorded as {then} by an earlier file" + (f", with {', '.join(bounds)}" if bounds else "")
+    now, found = claim.judge(runs_of(record), machine_of(record))
+    return now, list(map(plain, found)), remark
+
+
+def _is_arm(name: str, arm: dict[str, Any], record: Record, claim: Claim) -> bool:
+    """Whether the runs of an arm were those of the claim's present file."""
+    name = claim.null_arm if name == NULL_ARM else name
+    if name not in claim.arms:
+        return False
+
+    def own(words: list[str]) -> set[str]:
+        return {word.removeprefix(PROBE) for word in words if key_of(word) not in {*_NOT_THE_ARMS, *claim.asks}}
+
+    return own(claim.words(name, record["hardware"]["device"] != "cpu")) == own(arm["overrides"])
+
+
+def measured(outcomes: list[Record]) -> list[Record]:
+    """Return those in which something was measured, the newest first."""
+    return [record for record in reversed(outcomes) if record["verdict"] != NOT_HERE]
+
+
+def repeats(record: Record, earlier: list[Record]) -> bool:
+    """Whether an outcome without a measurement says what the newest one says."""
+    same = ("verdict", "claim_sha256", "needs", "left_out", "not_timed")
+    untested = record["verdict"] == NOT_HERE
+    return untested and bool(earlier) and all(record.get(key) == earlier[-1].get(key) for key in same)
 
 
 def read_notes() -> Notes:
@@ -97,35 +127,54 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
     lines = [
         "# Published claims, tested",
         "",
-        "Generated by `python scripts/reproduce.py` from `results/`; do not edit. Every criterion was fixed in the",
-        "claim's file under `evidence/claims/published/` before it was run: the outcome records the file's hash and",
-        "the commit. Ratios are of runs with the same seed, trained alternately, each in a fresh process. The table",
-        "shows the median and, in brackets, Student's 95 % interval of the geometric mean (for differences: of the",
-        "mean; for quantities that are not compared: the lowest and the highest value). A ratio is CONFIRMED if the",
-        "whole interval is within the bounds, REFUTED if the whole interval is outside of them, INCONCLUSIVE if it",
-        "contains a bound. Bounds on a quantity that is not compared must hold for every run. `within` is an",
-        "equivalence test: [comparing.md](comparing.md). A claim is REFUTED if one of its criteria is REFUTED,",
-        "CONFIRMED if all are CONFIRMED. Criteria without bounds, or about arms that a machine cannot run, do not",
-        "count. An arm is one of the compared settings; null_arm is the baseline with other seeds. A caution names a",
-        "known way to misread the published figure.",
+        "Generated by `python scripts/reproduce.py` from `results/*/claims.jsonl`, where each outcome is appended and",
+        "none is replaced; do not edit. All outcomes of `python scripts/reproduce.py claim=<name>` are here, the",
+        "newest first, with date, commit, and how old each is beside the newest of all. A claim's file fixes the",
+        "criteria before a run, and the outcome records the file's hash. Where the file has changed since, the outcome",
+        "is judged by the present one, after the fact, and the recorded verdict stands beside it.",
+        "",
+        "There is a verdict only where the claim's own statement was tested on what it speaks of. Otherwise the",
+        f"outcome is a **{RELATED}**, without a verdict and with the reason. A single published figure counts as",
+        "reproduced within 20 % of it, a loss within 1 %, on the hardware that it is of.",
+        "",
+        "Ratios are of runs with the same seed, trained alternately, each in a fresh process. The table shows the",
+        "median and, in brackets, Student's 95 % interval of the geometric mean (for differences: of the mean; for",
+        "quantities that are not compared: the lowest and the highest value). Losses within 10 % of each other are",
+        "shown as differences. Equal runs have no interval. A ratio is CONFIRMED if the whole interval is within the",
+        "bounds, REFUTED if the whole interval is outside of them, INCONCLUSIVE if it contains a bound. Bounds on a",
+        "quantity that is not compared must hold for every run. `within` is an equivalence test:",
+        "[comparing.md](comparing.md). A claim is REFUTED if one of its criteria is REFUTED, CONFIRMED if all are",
+        "CONFIRMED. Criteria without bounds, or about arms that a machine cannot run, do not count. An arm is one of",
+        "the compared settings; null_arm is the baseline with other seeds. A caution names a known way to misread the",
+        "published figure.",
         "",
     ]
     for machine, outcomes in records.items():
         lines += [f"- `{machine}`: {_machine(outcomes)}"]
+    newest = _newest(records)
     for name, claim in claims.items():
         lines += ["", f"## {name}", "", f"> {claim.statement}", "", f"{claim.source}."]
         if claim.published:
             lines += [f"Published: {claim.published}."]
-        if claim.label:
-            lines += [f"**{claim.label[0].upper()}{claim.label[1:]}.**"]
+        if claim.combines:
+            lines += [f"Measured in {' and '.join(f'[{part}](#{part})' for part in claim.combines)}."]
+        if claim.related:
+            lines += [f"**Only a {RELATED}**: {claim.related}."]
         if claim.traps:
             lines += ["", *(f"- Caution: {trap}" for trap in claim.traps)]
         if name in notes:
             lines += ["", *(f"- Note, added later: {note}" for note in notes[name])]
-        tested = {machine: outcomes[name] for machine, outcomes in records.items() if name in outcomes}
-        for machine, record in tested.items():
-            lines += ["", *_outcome(machine, record, claim)]
-        if not tested:
+        untested: dict[str, list[str]] = {}
+        for machine, outcomes in records.items():
+            for record in reversed(outcomes.get(name, [])):
+                if record["verdict"] != NOT_HERE:
+                    lines += ["", *_outcome(machine, record, claim, newest)]
+                else:
+                    untested.setdefault(_untested(record), []).append(f"`{machine}` ({_when(record, newest)})")
+        if untested:
+            lines += [""]
+        lines += [f"- {NOT_HERE}, {why}: {', '.join(places)}." for why, places in untested.items()]
+        if not claim.combines and not any(name in outcomes for outcomes in records.values()):
             lines += ["", "Not run yet."]
     return "\n".join(lines) + "\n"
 
@@ -141,10 +190,13 @@ def summary(records: Records, claims: dict[str, Claim], page: str = PAGE.name) -
         page: the address of docs/results.md from where the table is.
     """
     rows = [("claim", "as published", *map(_title, records.values())), ("---",) * (2 + len(records))]
+    newest = _newest(records)
     for name, claim in claims.items():
-        here = [outcomes.get(name) for outcomes in records.values()]
-        if any(record is not None and record["verdict"] != NOT_HERE for record in here):
-            rows.append((f"[{name}]({page}#{name})", claim.statement, *(_cell(record, claim) for record in here)))
+        here = [outcomes.get(name, []) for outcomes in records.values()]
+        if any(record["verdict"] != NOT_HERE for outcomes in here for record in outcomes):
+            cells = (_cell(outcomes, claim, newest) for outcomes in here)
+            statement = f"{claim.statement}<br>*{claim.related}*" if claim.related else claim.statement
+            rows.append((f"[{name}]({page}#{name})", statement, *cells))
     return "\n".join(map(_row, rows))
 
 
@@ -152,8 +204,12 @@ def tables(records: Records, claims: dict[str, Claim]) -> dict[Path, str]:
     """Return what stands between the two markers of each page that shows outcomes."""
     machines = [f"- {_title(outcomes)}: `{machine}`, {_machine(outcomes)}" for machine, outcomes in records.items()]
     few = {name: claims[name] for name in SHOWN if name in claims}
+    verdicts, related = (
+        {name: each for name, each in claims.items() if bool(each.related) is is_} for is_ in (False, True)
+    )
+    kinds = [summary(records, verdicts), "", "Related measurements, with the reason why there is no verdict:", ""]
     return {
-        SUMMARY: "\n".join([summary(records, claims), "", "The machines:", "", *machines]),
+        SUMMARY: "\n".join([*kinds, summary(records, related), "", "The machines:", "", *machines]),
         FRONT: summary(records, few, PAGE.as_posix()),
     }
 
@@ -179,58 +235,89 @@ def update() -> list[Path]:
     return changed
 
 
-def _title(outcomes: dict[str, dict[str, Any]]) -> str:
+def _newest(records: Records) -> datetime.date:
+    """Return the date of the newest outcome of all."""
+    dates = [record["date"] for outcomes in records.values() for each in outcomes.values() for record in each]
+    return max(map(datetime.date.fromisoformat, dates), default=datetime.date.min)
+
+
+def _when(record: Record, newest: datetime.date) -> str:
+    """Return date, commit, and age beside the newest outcome of all."""
+    days = (newest - datetime.date.fromisoformat(record["date"])).days
+    age = f", {days} day{'s' * (days != 1)} before the newest" if days else ""
+    changed = ", with changed code" if record["git"].get("dirty") == "true" else ""
+    return f"{record['date']}, commit {record['git'].get('commit', 'unknown')[:9]}{changed}{age}"
+
+
+def _facts(outcomes: dict[str, list[Record]]) -> list[dict[str, Any]]:
+    return [record["hardware"] for records in outcomes.values() for record in records]
+
+
+def _title(outcomes: dict[str, list[Record]]) -> str:
     """Return the name of a machine for the head of a column."""
-    hardware = next(iter(outcomes.values()))["hardware"]
+    hardware = _facts(outcomes)[0]
     name = re.sub(r"\((R|TM)\)| CPU\b| Processor\b| @.*", "", hardware["name"], flags=re.IGNORECASE)
     if hardware["device"] != "cpu":
         return name
     return ", ".join(filter(None, [name, f"{hardware['cpu_cores']} cores", bf16_instructions(hardware["cpu_flags"])]))
 
 
-def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
-    """Return the verdict, and what was measured or is missing."""
-    if record is None:
-        return "not tested yet"
-    if record["verdict"] == NOT_HERE:
-        why = [f"needs {need}" for need in record.get("needs", [])]
-        for kind in ("not_timed", "too_slow", "left_out"):
-            why += record.get(kind, {}).values()
-        return f"not testable: {[*why, *record.get('why', [])][0].rstrip('.')}"
-    decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
-    return f"**{verdict(record, claim)}** {'; '.join(map(_short, decided))}"
+def _cell(outcomes: list[Record], claim: Claim, newest: datetime.date) -> str:
+    """Return every verdict with what was measured, the newest first, or what is missing."""
+    if not (tested := measured(outcomes)):
+        return f"not testable: {_untested(outcomes[-1])}" if outcomes else "not tested yet"
+    cells = []
+    for record in tested:
+        verdict, findings, remark = judged(record, claim)
+        decided = [finding for finding in findings if finding["verdict"] not in ("", NOT_HERE)]
+        found = "; ".join(map(_short, decided or [finding for finding in findings if finding["values"]][:_MOST]))
+        verdict = "" if claim.related else f"**{verdict}** "
+        cells.append(f"{verdict}{found} *({'; '.join(filter(None, (remark, _when(record, newest))))})*")
+    return "<br>".join(cells)
 
 
-def _machine(outcomes: dict[str, dict[str, Any]]) -> str:
-    record = next(iter(outcomes.values()))
-    hardware = record["hardware"]
+_MOST = 2
+"""Quantities of a related measurement in a table."""
+
+
+def _machine(outcomes: dict[str, list[Record]]) -> str:
+    facts = _facts(outcomes)
+    hardware = facts[0]
     gib = hardware["memory_bytes"] / 2**30
     flags = f", {', '.join(hardware['cpu_flags'])}" if hardware["cpu_flags"] else ""
     cores = f"{hardware['cpu_cores']} cores{flags}, " if hardware["device"] == "cpu" else ""
-    torch_versions = sorted({record["hardware"]["torch"] for record in outcomes.values()})
+    torch_versions = sorted({each["torch"] for each in facts})
     return f"{hardware['name']}, {cores}{gib:.0f} GiB, torch {', '.join(torch_versions)}"
 
 
-def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
-    stale = "" if record["claim_sha256"] == claim.digest else " (of an earlier version of the claim's file)"
-    lines = [f"**{record['verdict']}**{stale} on `{machine}`"]
-    if record["verdict"] == NOT_HERE:
-        needs = f": needs {', '.join(record['needs'])}" if record.get("needs") else ""
-        return [" ".join([f"{lines[0]}{needs}.", *_left_out(record), *record.get("why", [])])]
-    commit = record["git"].get("commit", "unknown")[:10]
-    lines[0] += f", {record['date']}, commit {commit}{_threads(record['hardware'])}."
+def _outcome(machine: str, record: Record, claim: Claim, newest: datetime.date) -> list[str]:
+    verdict, findings, remark = judged(record, claim)
+    lines = [f"**{verdict}**{f' ({remark})' if remark else ''} on `{machine}`, {_when(record, newest)}"]
+    lines[0] += f"{_threads(record['hardware'])}."
+    if verdict == RELATED and not claim.related:
+        lines[0] += f" T{claim.only_related(machine_of(record))[1:]}."
     rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]
-    for finding in record["findings"]:
+    for finding in findings:
+        if not finding["values"] and finding["verdict"] in ("", NOT_HERE):
+            continue  # the reason is below
         note = "; ".join(filter(None, (finding["verdict"], finding["note"], finding["why"])))
         cells = (finding["quantity"], shown(finding), finding["bounds"], finding["published"], note)
         rows.append(_row(cells))
-    lines += ["", *rows, ""]
+    lines += ["", *rows, ""] if len(rows) > 2 else []
     lines += record["why"]
     lines += _left_out(record)
     if record.get("needs"):
         lines += [f"A part of it needs {', '.join(record['needs'])}."]
     lines += [f"Failed: {failure}." for failure in record.get("failures", [])]
     return lines
+
+
+def _untested(record: Record) -> str:
+    """Return what was missing."""
+    why = [f"needs {', '.join(record['needs'])}"] if record.get("needs") else []
+    why += [f"needs {needs}" for needs in record.get("left_out", {}).values()]
+    why += [*record.get("not_timed", {}).values(), *record.get("too_slow", {}).values(), *record.get("why", [])]
+    return "; ".join(dict.fromkeys(why)).rstrip(".")
 
 
 def _left_out(record: dict[str, Any]) -> list[str]:
@@ -259,7 +346,9 @@ def _short(finding: dict[str, Any]) -> str:
     names = ", ".join(criterion["arm"]) if len(criterion["arm"]) < 3 else f"{len(criterion['arm'])} arms"
     if compared:
         names = f"{names}{sign}{compared[0]}" if len(compared) == 1 else f"mean of {len(compared)} ratios"
-    return f"{criterion['measure'].replace('_', ' ')} {names}: {shown(finding)} ({finding['bounds']})"
+    return f"{criterion['measure'].replace('_', ' ')} {names}: {shown(finding)}" + (
+        f" ({finding['bounds']})" if finding["bounds"] else ""
+    )
 
 
 def _row(cells: tuple[str, ...]) -> str:

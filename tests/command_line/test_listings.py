@@ -21,8 +21,8 @@ from evidence.claims.criteria import NOT_HERE
 )
 def test_a_listing_shows_the_machine_of_each_verdict(here: str, shown: tuple[str, ...]) -> None:
     records = {
-        "xeon": {"two_x": {"claim_sha256": load("two_x").digest, "verdict": "CONFIRMED"}},
-        "epyc": {"clip_order": {"claim_sha256": load("clip_order").digest, "verdict": NOT_HERE}},
+        "xeon": {"two_x": [{"claim_sha256": load("two_x").digest, "verdict": "CONFIRMED"}]},
+        "epyc": {"clip_order": [{"claim_sha256": load("clip_order").digest, "verdict": NOT_HERE}]},
     }
     claims = {name: load(name) for name in ("two_x", "clip_order")}
     file = io.StringIO()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evidence.claims import claims, reproduce
+from evidence.claims import claims, reproduce, results
 from tests.evidence.claims.made_up import CLAIM, Machine
 from trainer.hardware import Hardware
 
@@ -20,7 +20,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     """Write claims to a folder of their own."""
     folder = tmp_path / "claim"
     folder.mkdir()
-    monkeypatch.setattr(reproduce, "load", functools.partial(claims.load, folder=folder))
+    for module in (reproduce, results):
+        monkeypatch.setattr(module, "load", functools.partial(claims.load, folder=folder))
+    monkeypatch.setattr(results, "names", functools.partial(claims.names, folder))
 
     def write(name: str, **changes: Any) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(CLAIM | changes, sort_keys=False))

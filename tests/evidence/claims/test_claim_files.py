@@ -55,6 +55,8 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
         ({"criteria": [GOOD_CRITERION | {"arm": "null_arm"}]}, "'null_arm' is not known"),
         ({"criteria": [GOOD_CRITERION | {"measure": "tflops"}]}, "criteria on bf16: 'tflops' is not known"),
         ({"criteria": [{"measure": "speed", "arm": "bf16"}]}, "no criterion decides; give one at_least"),
+        ({"related": "one model is not many"}, "related leaves no verdict; drop the bounds"),
+        ({"speaks_of": ["a100"]}, "'a100' is not known"),
         ({"reduced": {"other": "steps=1"}}, "reduced: 'other' is not known"),
         ({"repeats": 1}, "repeats=1 gives no interval"),
         ({"needs": ["cude"]}, "did you mean 'cuda'?"),
@@ -101,6 +103,11 @@ def test_a_file_that_is_no_claim_is_named(tmp_path: Path, text: bytes, words: st
         ("native_bf16", CPU, "bf16 in hardware"),
         ("native_bf16", AMX, ""),
         ("amx", AMX, ""),
+        ("avx512_bf16", AMX, "a CPU with avx512_bf16"),
+        ("A100", replace(H200, name="NVIDIA A100-SXM4-80GB"), ""),
+        ("A100", replace(H200, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb"), "the GPU A100"),  # a part of one
+        ("A100", replace(H200, name="NVIDIA RTX A1000"), "the GPU A100"),
+        ("L40", replace(H200, name="NVIDIA L40S"), "the GPU L40"),
         ("80GiB", replace(H200, memory_bytes=85_000_000_000), ""),  # what an H100 of 80 GB reports
         ("80GiB", replace(H200, memory_bytes=48 * 2**30), "80GiB of GPU memory"),
     ],
@@ -121,6 +128,17 @@ def test_every_claim_here_has_a_figure_and_a_reduced_size(name: str) -> None:
     assert here.published
     assert set(here.reduced) == set(here.setups), "a reduced size for every setup"
     assert all(load(part) for part in here.combines)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_claim_about_more_than_is_tested_gets_no_verdict(name: str) -> None:
+    here = load(name)
+    words = f"{here.statement}, {here.source}"
+    if re.search(r"often|many|typically|generally|\d models|SSD|Llama3-8B", words):
+        assert here.related
+    elif gpu := re.search(r"\b[AVH]100\b|\bRTX \d+", words):
+        assert here.related or here.speaks_of == [gpu[0], *here.speaks_of[1:]]
+    assert here.related or "up to" not in words
 
 
 def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:

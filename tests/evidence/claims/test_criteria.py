@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, Criterion, combine, evaluate, shown
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, RELATED, Criterion, combine, evaluate, shown
 from evidence.runs import Outcome
 from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
@@ -41,6 +42,8 @@ FAST = runs("fast", 201, 219, 182)  # 2.01, 1.99, 2.02 times as fast
         ({"at_least": 1.9}, CONFIRMED),
         ({"at_least": 2.1}, REFUTED),
         ({"at_least": 2.0}, INCONCLUSIVE),
+        ({"at_least": 2.03}, INCONCLUSIVE),  # the median alone does not refute
+        ({"at_most": 1.98}, INCONCLUSIVE),
         ({"at_most": 2.1}, CONFIRMED),
         ({"at_most": 1.9}, REFUTED),
         ({"at_least": 1.9, "at_most": 2.1}, CONFIRMED),
@@ -78,6 +81,8 @@ def test_several_arms_give_a_geometric_mean() -> None:
         ((2.02, 2.0205, 2.0195), REFUTED),
         ((1.98, 1.9805, 1.9795), REFUTED),
         ((1.97, 2.0, 2.03), INCONCLUSIVE),  # seeds differ more than the margin
+        ((2.008, 2.0085, 2.0075), REFUTED),  # by 0.4 %
+        ((2.004, 2.0045, 2.0035), CONFIRMED),  # by 0.2 %
     ],
 )
 def test_within_is_an_equivalence_test(losses: tuple[float, ...], verdict: str) -> None:
@@ -149,6 +154,8 @@ def test_an_arm_that_is_not_run_here_cannot_be_judged() -> None:
         ([CONFIRMED, INCONCLUSIVE], INCONCLUSIVE),
         ([CONFIRMED, NOT_HERE], CONFIRMED),
         ([NOT_HERE, ""], NOT_HERE),
+        ([CONFIRMED, RELATED, NOT_HERE], RELATED),
+        ([REFUTED, RELATED], REFUTED),
     ],
 )
 def test_a_claim_stands_where_all_its_criteria_do(verdicts: list[str], combined: str) -> None:
@@ -172,18 +179,20 @@ def test_criteria_that_cannot_be_judged_are_refused(fields: dict[str, Any], word
 
 
 @pytest.mark.parametrize(
-    ("median", "low", "high", "over", "words"),
+    ("criterion", "median", "low", "high", "values", "words"),
     [
-        (2.0, 1.9, 2.1, ["a"], "2.000x [1.900, 2.100]"),
-        (2.0, 2.0, 2.0, ["a"], "2.000x"),  # the interval is nothing
-        (12345.6, None, None, [], "12,346"),
-        (28.834, 24.9, 33.2, [], "28.83 [24.9, 33.2]"),
-        (None, None, None, ["a"], "not finite"),
+        (speed(), 2.0, 1.9, 2.1, [1.9, 2.1], "2.000x [1.900, 2.100]"),
+        (speed(), 1.25, 1.25, 1.25, 3 * [1.25], "1.250x (3 equal runs)"),  # no spread, no interval
+        (speed(), 2.0, 1.9, None, [1.9, None], "2.000x [1.900, not finite]"),
+        (speed(), None, None, None, [None, None], "not finite"),
+        (speed(), None, None, None, [], "not measured"),
+        (Criterion("speed", "fast"), 12345.6, 1.0, 12345.6, [12345.6, 1.0], "12,346 [1.000, 12,346]"),
+        (Criterion("loss", "a", "b"), 1.0001, 0.9998, 1.0003, [1.0, 1.0002], "+0.01 % [-0.02 %, +0.03 %]"),
+        (Criterion("loss", "a", "b"), 28.83, 24.97, 33.28, [25.0, 33.0], "28.83x [24.97, 33.28]"),
     ],
 )
 def test_numbers_are_shown_with_their_interval(
-    median: float | None, low: float | None, high: float | None, over: list[str], words: str
+    criterion: Criterion, median: float | None, low: float | None, high: float | None, values: list[Any], words: str
 ) -> None:
-    finding = {"median": median, "low": low, "high": high, "values": [1.0], "criterion": {"over": over}}
-    assert shown(finding) == words
-    assert shown(finding | {"median": None, "values": []}) == "not measured"
+    found = {"median": median, "low": low, "high": high, "values": values, "criterion": asdict(criterion)}
+    assert shown(found) == words

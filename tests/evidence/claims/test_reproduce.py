@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import shutil
@@ -14,9 +15,8 @@ import pytest
 
 from evidence.claims import claims, results
 from evidence.claims import command as reproduce_cli
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, RELATED
 from evidence.claims.reproduce import Reproduction, machine_name, save
-from mantissa.statistics import INCONCLUSIVE
 from tests.evidence.claims.made_up import CLAIM, Machine, reproduction
 from tests.helpers import CPU
 from trainer.config.options import run
@@ -43,9 +43,8 @@ def test_a_claim_is_run_and_judged(tmp_path: Path, files: Callable[..., None], m
     assert record["arms"]["bf16"]["measures"]["speed"] == [250.0, 252.5, 255.0]
     assert made_up.started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
     path = save(record, tmp_path / "results")
-    assert path == tmp_path / "results" / machine_name(CPU) / "mine.json"
-    assert json.loads(path.read_text()) == record
-    assert results.read(tmp_path / "results") == {machine_name(CPU): {"mine": record}}
+    assert path == tmp_path / "results" / machine_name(CPU) / "claims.jsonl"
+    assert results.read(tmp_path / "results") == {machine_name(CPU): {"mine": [record]}}
 
 
 def test_what_was_run_is_not_run_again_unless_the_file_changed(
@@ -61,29 +60,24 @@ def test_what_was_run_is_not_run_again_unless_the_file_changed(
     assert len(made_up.started) == 2 * count
 
 
-@pytest.mark.parametrize(
-    ("two", "combined"),
-    [
-        ({"criteria": [SPEED | {"at_least": 3.0}]}, REFUTED),
-        ({"needs": ["cuda"]}, INCONCLUSIVE),
-    ],
-)
-def test_a_claim_may_combine_others(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine, two: dict[str, Any], combined: str
+def test_on_other_hardware_than_a_claim_speaks_of_it_is_measured_without_a_verdict(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files("one")
-    files("two", **two)
-    files("both", setups={}, arms={}, criteria=[], combines=["one", "two"])
-    here = reproduction(tmp_path, made_up)
-    parts = {name: here.test(name) for name in ("one", "two")}
-    both = claims.load("both", tmp_path / "claim")
-    assert results.combined(both, {"one": parts["one"]}) is None
-    record = results.combined(both, parts)
-    assert record is not None
-    assert record["verdict"] == combined
-    judged = [name for name in ("one", "two") if parts[name]["verdict"] != NOT_HERE]
-    assert [finding["quantity"].split(":")[0] for finding in record["findings"]] == judged
-    assert record["needs"] == (["an NVIDIA GPU"] if "needs" in two else [])
+    arms = CLAIM["arms"] | {"tf32": "net precision=tf32"}  # type: ignore[operator]
+    decides_there = SPEED | {"arm": "tf32"}
+    files("mine", speaks_of=["A100"], arms=arms, arms_need={"tf32": ["tf32"]}, criteria=[decides_there, SPEED])
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert (record["verdict"], record["related"]) == (RELATED, "the claim speaks of the GPU A100")
+    assert [finding["verdict"] for finding in record["findings"]] == [NOT_HERE, ""]
+    assert record["findings"][1]["median"] == 2.5
+    mine = claims.load("mine", tmp_path / "claim")
+    reproduce_cli._print(record, mine, False)
+    assert "mine: related measurement (the claim speaks of the GPU A100)" in capsys.readouterr().out
+    a100 = replace(CPU, name="NVIDIA A100-SXM4-80GB")
+    assert mine.judge(results.runs_of(record), a100)[0] == CONFIRMED
+    made_up.exit_codes = {f"{arm}-s{seed}": 1 for arm in ("fp32", "bf16") for seed in range(3)}
+    files("broken", speaks_of=["A100"])
+    assert reproduction(tmp_path, made_up).test("broken")["verdict"] == RELATED  # it was run
 
 
 def test_a_loss_is_explained_by_divergence_and_the_noise_of_what_the_null_arm_repeats(
@@ -194,21 +188,26 @@ def test_all_skips_claims_with_an_outcome_of_the_same_file(
 
     monkeypatch.setattr(Reproduction, "test", test)
     assert reproduce_cli.main(["all=true", "device=cpu"]) == 0
-    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed", "paper_parity"}  # the last combines others
+    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed", "paper_parity"}  # others measure the last
     assert "two_x: CONFIRMED, of 2026-01-01" in capsys.readouterr().out
     tested.clear()
     reproduce_cli.main(["claim=clip_order", "device=cpu"])
     assert tested == ["clip_order"]
 
 
-def test_a_claim_that_combines_others_follows_them(
+def test_a_claim_that_others_measure_runs_them_and_what_cannot_be_tested_is_recorded_once(
     kept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = claims.load("paper_parity").combines
-    kept(second)
-    monkeypatch.setattr(Reproduction, "_tested", lambda self, claim: outcome(claim.id) | {"verdict": REFUTED})
-    assert reproduce_cli.main([f"claim={first}", "device=cpu"]) == 0
-    assert "paper_parity: REFUTED" in capsys.readouterr().out
+    parts = claims.load("paper_parity").combines
+    monkeypatch.setattr(
+        Reproduction, "_tested", lambda self, claim: outcome(claim.id) | {"verdict": verdicts[claim.id]}
+    )
+    verdicts = dict(zip(parts, (REFUTED, NOT_HERE), strict=True))
+    for _ in range(2):
+        assert reproduce_cli.main(["claim=paper_parity", "device=cpu"]) == 0
+    (here,) = results.read().values()
+    assert [len(here[name]) for name in parts] == [2, 1]
+    assert f"{parts[0]}: REFUTED" in capsys.readouterr().out
 
 
 def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
@@ -222,7 +221,8 @@ def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
     assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, NOT_HERE]
     assert (record["verdict"], record["not_timed"]) == (CONFIRMED, {"fp16": WIDE})
     assert "fp16-s0" not in made_up.started
-    text = "\n".join(results._outcome("here", record, claims.load("mine", tmp_path / "claim")))
+    mine = claims.load("mine", tmp_path / "claim")
+    text = "\n".join(results._outcome("here", record, mine, datetime.date(2026, 11, 24)))
     assert f"The speed of fp16 is not testable: {WIDE}." in text
     files("both", arms=arms, criteria=[*speeds, {"measure": "loss", "arm": "fp16", "over": "fp32", "at_most": 9.0}])
     made_up.fp32_arithmetic = {"fp16_pure": WIDE}

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evidence.claims import results
 from evidence.claims.claims import load, names
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, RELATED, Criterion, combine, evaluate
+from evidence.claims.reproduce import save
 from mantissa.statistics import INCONCLUSIVE
 from tests.helpers import PROJECT
+
+RECORDED = [
+    pytest.param(path.parent.name, json.loads(line), id=f"{path.parent.name}-{number}")
+    for path in sorted(results.RESULTS.glob("*/claims.jsonl"))
+    for number, line in enumerate(path.read_text().splitlines(), 1)
+]
+
+
+def recorded(claim: str, commit: str) -> dict[str, Any]:
+    """The outcome of a claim that was recorded at a commit."""
+    every = (case.values[1] for case in RECORDED)
+    return next(each for each in every if each["claim"] == claim and each["git"]["commit"].startswith(commit))
 
 
 def test_the_pages_agree_with_the_outcomes() -> None:
@@ -26,30 +42,83 @@ def test_the_pages_agree_with_the_outcomes() -> None:
         assert f"{results.BEGIN}\n{table}\n{results.END}" in text, "run: python scripts/reproduce.py pages=true"
 
 
+@pytest.mark.parametrize(("machine", "record"), RECORDED)
+def test_every_recorded_verdict_follows_from_its_values(machine: str, record: dict[str, Any]) -> None:
+    assert (record["machine"], record["git"]["dirty"], len(record["git"]["commit"])) == (machine, "false", 40)
+    assert datetime.date.fromisoformat(record["date"])
+    assert record["command"].startswith(f"python scripts/reproduce.py claim={record['claim']}")
+    runs, verdicts = results.runs_of(record), []
+    for stored in record.get("findings", []):
+        found = evaluate(Criterion(**stored["criterion"]), runs)
+        assert found.verdict == stored["verdict"]
+        verdicts.append(found.verdict)
+        for key in ("values", "median", "low", "high"):
+            now, then = getattr(found, key), stored[key]
+            pairs = zip(now, then, strict=True) if key == "values" else [(now, then)]
+            for one, other in pairs:  # JSON has no infinity
+                assert (other is None and not math.isfinite(one or math.inf)) or one == pytest.approx(other, rel=1e-9)
+    if record["verdict"] != RELATED:
+        assert record["verdict"] == combine(verdicts)
+    claim = load(record["claim"])
+    if record["claim_sha256"] == claim.digest and verdicts:
+        assert claim.judge(runs, results.machine_of(record))[0] == record["verdict"]
+
+
 def test_the_machine_that_could_test_most_comes_first(tmp_path: Path) -> None:
     verdicts = {"a": [NOT_HERE, NOT_HERE, NOT_HERE], "b": [REFUTED, NOT_HERE], "c": [CONFIRMED, INCONCLUSIVE]}
     for machine, found in verdicts.items():
-        (tmp_path / machine).mkdir()
         for number, verdict in enumerate(found):
-            (tmp_path / machine / f"claim{number}.json").write_text(json.dumps({"verdict": verdict}))
+            save({"machine": machine, "claim": f"claim{number}", "verdict": verdict}, tmp_path)
     assert list(results.read(tmp_path)) == ["c", "b", "a"]
 
 
-@pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*/*.json")), ids=lambda path: path.stem)
-def test_an_outcome_is_of_the_file_as_it_is(path: Path) -> None:
-    record = json.loads(path.read_text())
-    claim = load(path.stem)
-    assert record["claim_sha256"] == claim.digest, "the claim's file changed after the outcome: run it again"
-    assert record["machine"] == path.parent.name
-    assert record["verdict"] in (CONFIRMED, REFUTED, INCONCLUSIVE, NOT_HERE)
-    assert record["git"]["commit"]
-    assert record["git"]["dirty"] == "false"
-    if record["verdict"] != NOT_HERE:
-        assert record["findings"]
+def test_outcomes_are_appended_also_after_one_that_was_cut_short(tmp_path: Path) -> None:
+    outcomes = [{"machine": "a", "claim": "x", "verdict": REFUTED, "n": number} for number in range(3)]
+    save(outcomes[0], tmp_path)
+    path = save(outcomes[1], tmp_path)
+    whole = path.read_bytes()
+    for cut in (1, 20, len(whole) // 2 - 2):  # killed while the third was written
+        path.write_bytes(whole + json.dumps(outcomes[2]).encode()[:cut])
+        assert results.read(tmp_path) == {"a": {"x": outcomes[:2]}}
+        save(outcomes[2], tmp_path)
+        assert results.read(tmp_path) == {"a": {"x": outcomes}}
+        assert path.read_bytes().startswith(whole)
 
 
-def test_an_outcome_of_an_earlier_file_does_not_count() -> None:
-    claim = load("two_x")
-    assert results.verdict({"verdict": CONFIRMED, "claim_sha256": claim.digest}, claim) == CONFIRMED
-    assert results.verdict({"verdict": CONFIRMED, "claim_sha256": "0"}, claim) == "(CONFIRMED, of an earlier file)"
-    assert results.verdict(None, claim) == ""
+def test_an_outcome_of_an_earlier_file_is_judged_by_the_present_one_beside_what_was_recorded() -> None:
+    many = recorded("two_x", "759c91ad3")
+    verdict, _, remark = results.judged(many, load("two_x"))
+    assert (many["verdict"], verdict, remark) == (REFUTED, RELATED, "recorded as REFUTED by an earlier file, with ≥ 2")
+    claim = load("cpu_bf16")
+    quiet, busy = recorded("cpu_bf16", "a8605496d"), recorded("cpu_bf16", "fba84dab9")
+    for record, expected in ((quiet, CONFIRMED), (busy, INCONCLUSIVE)):
+        verdict, (finding,), remark = results.judged(record, claim)
+        assert (verdict, finding["bounds"]) == (expected, "≥ 2")
+        assert remark == f"recorded as {expected} by an earlier file, with ≥ 1.3"
+    on_a_cpu = recorded("amp_recipe", "a8605496d")  # which this claim does not speak of
+    assert results.judged(on_a_cpu, load("amp_recipe"))[0] == RELATED
+    present = quiet | {"claim_sha256": claim.digest, "verdict": REFUTED}
+    assert results.judged(present, claim) == (REFUTED, quiet["findings"], "")
+    claim.setups["resnet50"] += " steps=99"  # what was run then is no longer what the file runs
+    assert results.judged(quiet, claim)[::2] == (CONFIRMED, "recorded by an earlier file with other arms")
+
+
+def test_pages_show_every_outcome_with_date_commit_and_age_the_newest_first() -> None:
+    claim, lacking = load("cpu_bf16"), recorded("cpu_bf16", "6f236207b")
+    older, newer = recorded("cpu_bf16", "fba84dab9"), recorded("cpu_bf16", "a8605496d") | {"date": "2026-11-24"}
+    newer["git"] = newer["git"] | {"dirty": "true"}
+    records = {"xeon": {claim.id: [older, newer]}, "epyc": {claim.id: [lacking]}}
+    page = results.page(records, {claim.id: claim}, {})
+    for text in (page, results.summary(records, {claim.id: claim})):
+        assert 0 < text.index("2.324x") < text.index("1.482x")
+        assert "2026-11-24, commit a8605496d, with changed code" in text
+        assert "2026-11-21, commit fba84dab9, 3 days before the newest" in text
+        assert "needs a CPU with AMX" in text
+    assert "`epyc` (2026-11-23, commit 6f236207b, 1 day before the newest)" in page
+
+
+def test_what_cannot_be_tested_for_the_same_reason_says_nothing_new() -> None:
+    lacking = {"verdict": NOT_HERE, "claim_sha256": "a", "needs": ["a GPU"], "date": "2026-01-01"}
+    assert results.repeats(lacking | {"date": "2026-01-02"}, [lacking])
+    assert not results.repeats(lacking | {"needs": ["more"]}, [lacking])
+    assert not results.repeats(lacking, [lacking, lacking | {"verdict": CONFIRMED}])
