@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from evidence.measures import LOSS, energy, memory, speed
 from evidence.runs import DIVERGED, Arm, Outcome
@@ -45,9 +42,6 @@ class Quality:
     """Empty for the baseline."""
     why: str = ""
     test: Equivalence | None = None
-    separates_at: int | None = None
-    """The first evaluated step at which the arm's validation curves are on average further from the baseline's than
-    any of the null arm's. None: never, or fewer than two pairs of either."""
 
 
 @dataclass
@@ -88,8 +82,6 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
     """
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
     base = _finished(by_arm[baseline])
-    null = next((arm.label for arm in arms if arm.seed_shift), None)
-    noise = curve_distances(_finished(by_arm[null]), base) if null else {}
     results = []
     for arm in arms:
         runs = by_arm[arm.label]
@@ -111,8 +103,6 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             arithmetic=next((wide for o in done.values() if (wide := o.summary.get("fp32_arithmetic"))), ""),
             not_timed=not_timed,
         )
-        if against is not None and not arm.seed_shift and noise:
-            result.quality.separates_at = _separation(curve_distances(done, base), noise)
         results.append(result)
     others = [result.quality for result in results if result.label != baseline and not result.is_null]
     _set_verdicts(others, margin)
@@ -190,26 +180,3 @@ def _diverged(outcome: Outcome) -> bool:
 def _loss(outcome: Outcome) -> float | None:
     loss: float | None = outcome.summary["final"].get(LOSS)
     return loss
-
-
-def curve_distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
-    """Return the absolute distance of every pair's validation losses by step; infinite where one is not finite."""
-    found: dict[int, list[float]] = {}
-    for seed in runs.keys() & base.keys():
-        one, other = runs[seed].series.get(LOSS), base[seed].series.get(LOSS)
-        if one is None or other is None:
-            continue
-        known = dict(zip(other[0].tolist(), other[1].tolist(), strict=True))
-        for step, value in zip(one[0].tolist(), one[1].tolist(), strict=True):
-            if step in known:
-                distance = abs(value - known[step])
-                found.setdefault(step, []).append(distance if math.isfinite(distance) else math.inf)
-    return dict(sorted(found.items()))
-
-
-def _separation(distances: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
-    for step, values in distances.items():
-        null = noise.get(step, [])
-        if min(len(values), len(null)) > 1 and float(np.mean(values)) > max(null):
-            return step
-    return None

@@ -17,7 +17,7 @@ from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interva
 from trainer.files import write_text
 
 ENERGY = "energy"
-QUALITY = ("quality", "difference", "valid. loss", "curves diverge at")
+QUALITY = ("quality", "difference", "valid. loss")
 COST = ("speedup", "memory ratio", ENERGY, "throughput", "peak memory")
 HEAD = ("arm", *QUALITY, *COST)
 """The verdicts first: they are in sight wherever a table ends."""
@@ -45,7 +45,6 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
             _difference(arm),
             _mean(None, arm.quality.values, loss),
-            _separation(result, arm),
             "not testable" if arm.not_timed else _ratio(result, arm, arm.speed),
             _ratio(result, arm, arm.memory),
             _ratio(result, arm, arm.energy),
@@ -112,8 +111,6 @@ def _sentence(result: Result, arm: ArmResult) -> str:
     clauses.append(loss_verdict)
     if quality.why:
         clauses.append(quality.why)
-    if quality.separates_at is not None:
-        clauses.append(f"from step {quality.separates_at} on its curves are further from {base}'s than any null curve")
     return f"{arm.label}: {'; '.join(clauses)}."
 
 
@@ -218,13 +215,6 @@ def _level(interval: Interval) -> str:
 def _percent(interval: Interval) -> str:
     mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} % [{low}, {high}]"
-
-
-def _separation(result: Result, arm: ArmResult) -> str:
-    if arm.label == result.comparison.baseline or arm.is_null or not any(other.is_null for other in result.arms):
-        return ""
-    step = arm.quality.separates_at
-    return "never" if step is None else f"step {step}"
 
 
 def _difference(arm: ArmResult) -> str:

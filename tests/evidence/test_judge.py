@@ -168,30 +168,6 @@ def test_a_negative_loss_keeps_its_direction(runs: Runs) -> None:
     assert (quality.differences, quality.verdict) == ([0.5, 0.5], WORSE)
 
 
-@pytest.mark.parametrize(
-    ("apart", "step", "seeds"),
-    [
-        ((0.0, 0.0, 0.0), None, 3),
-        ((0.15, 0.19, 0.15), None, 3),
-        ((0.15, 0.25, 0.15), 20, 3),
-        ((0.0, 0.0, float("nan")), 30, 3),
-        ((5.0, 5.0, 5.0), None, 1),  # one null run does not measure the noise
-    ],
-)
-def test_curves_separate_where_they_are_further_apart_than_any_null_curve(
-    runs: Runs, apart: tuple[float, float, float], step: int | None, seeds: int
-) -> None:
-    """``apart``: from the baseline's; the null arm's are 0.1, and one of them 0.2."""
-    for seed in range(seeds):
-        null = 0.2 if seed == 0 else 0.1
-        runs.add(FP32, seed)
-        runs.add(BF16, seed, losses=(3.0 + apart[0], 2.5 - apart[1], 2.0 + apart[2]))
-        runs.add(NULL, seed, losses=(3.0 + null, 2.5 + null, 2.0 - null))
-    found = runs.judged()
-    assert (found["null"].is_null, found["null"].quality.separates_at) == (True, None)
-    assert found["bf16"].quality.separates_at == step
-
-
 def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("step 1  loss 2\nstep 2  loerror: the gradients are not finite\nss 3\n")
