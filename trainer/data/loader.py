@@ -202,6 +202,8 @@ class Loader:
             # A GPU computes meanwhile; on a CPU a thread would take the cores that compute: there, use workers.
             pins = bool(options.get("pin_memory"))
             # The training thread uses torch's global generator, whose state a checkpoint holds.
+            if hasattr(dataset, "pins"):
+                dataset.pins = pins
             alone = not pins or getattr(dataset, "uses_global_generator", False)
             return Batches(dataset, samples, hardware.device, pins, 0 if alone else STEPS_AHEAD * in_a_step)
         return _FromWorkers(
