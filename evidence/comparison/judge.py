@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from evidence.measures import LOSS, energy, memory, speed
 from evidence.runs import DIVERGED, Arm, Outcome
@@ -42,6 +43,8 @@ class Quality:
     """Empty for the baseline."""
     why: str = ""
     test: Equivalence | None = None
+    look: int = 1
+    """At which the test was made."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ class ArmResult:
     """What used fp32 arithmetic in it or in the baseline only, so that their speeds compare no formats."""
 
 
-def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float) -> list[ArmResult]:
+def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float, look: int = 1) -> list[ArmResult]:
     """Judge every arm, in the order of ``arms``.
 
     Args:
@@ -79,6 +82,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
         baseline: label of the arm that the others are compared with.
         outcomes: of all runs, failed ones too.
         margin: of the equivalence test, a relative difference.
+        look: how often these arms have been judged, this time included, with fewer runs before.
     """
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
     base = _finished(by_arm[baseline])
@@ -105,9 +109,19 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
         )
         results.append(result)
     others = [result.quality for result in results if result.label != baseline and not result.is_null]
-    _set_verdicts(others, margin)
-    _set_verdicts([result.quality for result in results if result.is_null], margin)
+    _set_verdicts(others, margin, look)
+    _set_verdicts([result.quality for result in results if result.is_null], margin, look)
     return results
+
+
+def keep_verdicts(arms: list[ArmResult], before: dict[str, Any]) -> None:
+    """Keep what an earlier look has decided (a ``Quality`` as JSON by label) where this one's stricter tests do not."""
+    for arm in arms:
+        known = before.get(arm.label)
+        if known and known["test"] and known["verdict"] != INCONCLUSIVE == arm.quality.verdict:
+            test = Equivalence(**known["test"] | {"difference": Interval(**known["test"]["difference"])})
+            why = f"decided at look {known['look']}, of {test.difference.count} seeds"
+            arm.quality = replace(arm.quality, verdict=test.verdict, test=test, look=known["look"], why=why)
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
@@ -116,13 +130,13 @@ def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
     return "; ".join(sorted(filter(None, ways[0] ^ ways[1]))) if all(ways) else ""
 
 
-def _set_verdicts(qualities: list[Quality], margin: float) -> None:
-    """Set the verdicts of the arms that can be tested, corrected for the number of all arms."""
+def _set_verdicts(qualities: list[Quality], margin: float, look: int) -> None:
+    """Set the verdicts of the arms that can be tested, corrected for the number of all arms and looks."""
     tested = [quality for quality in qualities if not quality.verdict]
     differences = [quality.differences for quality in tested]
-    tests = equivalence_family(differences, margin, untested=len(qualities) - len(tested))
+    tests = equivalence_family(differences, margin, untested=len(qualities) - len(tested), look=look)
     for quality, test in zip(tested, tests, strict=True):
-        quality.test, quality.verdict = test, test.verdict
+        quality.test, quality.verdict, quality.look = test, test.verdict, look
         if test.pairs_needed:
             settled = f"about {test.pairs_needed} seeds with this spread would decide it"
             quality.why = "; ".join(filter(None, [quality.why, settled]))

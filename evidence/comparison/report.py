@@ -13,7 +13,7 @@ from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from mantissa.display import columns, loss, mebibytes
 from mantissa.page import document, items, paragraphs, plots, wide_table
-from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, mean_interval
+from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, look_level, mean_interval
 from trainer.files import write_text
 
 ENERGY = "energy"
@@ -83,7 +83,14 @@ def sentences(result: Result) -> list[str]:
         if arm.label == base or not (arm.seeds or arm.quality.verdict == WORSE):
             continue
         found.append(_null_sentence(arm, base) if arm.is_null else _sentence(result, arm))
-    return found
+    return [*found, *(_look(len(result.looks), look) for look in result.looks[-1:])]
+
+
+def _look(number: int, look: dict[str, Any]) -> str:
+    levels = (f"{100 * look_level(each):.3g} %" for each in (number, number + 1))
+    return "Look {} at these arms, {} seeds: tests of {}; with more seeds of {}; of all looks together 5 %.".format(
+        number, len(look["seeds"]), *levels
+    )
 
 
 def _sentence(result: Result, arm: ArmResult) -> str:
@@ -149,9 +156,10 @@ def method(result: Result) -> list[str]:
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
         f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
-        "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987), so "
-        "that their 90 % interval lies within the margin. WORSE and BETTER: their whole 95 % interval is beyond it. "
-        "With several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
+        "intervals. EQUIVALENT: two one-sided t-tests on the paired relative differences (Schuirmann 1987), of 4 % at "
+        "the first look, so that their 92 % interval lies within the margin. WORSE and BETTER: their whole 96 % "
+        "interval is beyond it. Looks with more seeds have stricter tests (alpha spending, Lan and DeMets 1983), and "
+        "with several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
         "5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
     ]
 

@@ -65,7 +65,7 @@ def fails(found: Result, label: str, exit_code: int, why: str) -> Result:
 
 def judged(comparison: Comparison, outcomes: list[Outcome]) -> Result:
     arms = judge(comparison.arms, comparison.baseline, outcomes, comparison.margin)
-    return Result(comparison, arms, outcomes, FACTS)
+    return Result(comparison, arms, outcomes, FACTS, [{"seeds": comparison.seeds, "finished": 9}])
 
 
 @pytest.fixture

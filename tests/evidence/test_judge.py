@@ -179,7 +179,7 @@ def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> Non
 def test_arms_of_one_comparison_are_corrected_for_their_number_and_the_null_arm_is_none_of_them(runs: Runs) -> None:
     """One arm by itself is EQUIVALENT; beside five others that are not, the same runs no longer suffice."""
     others = [Arm(f"other{number}", ()) for number in range(5)]
-    for seed, difference in enumerate((0.0000, 0.0036, 0.0006, 0.0024, 0.0012)):
+    for seed, difference in enumerate((0.0000, 0.0033, 0.0006, 0.0022, 0.0011)):
         runs.add(FP32, seed)
         runs.add(BF16, seed, losses=(3.0, 2.5, 2.0 * (1 + difference)))
         runs.add(NULL, seed, losses=(3.0, 2.5, 2.0 * (1 - difference)))
@@ -187,10 +187,10 @@ def test_arms_of_one_comparison_are_corrected_for_their_number_and_the_null_arm_
             runs.add(arm, seed, losses=(3.0, 2.5, 2.0 * (1 + difference + 0.001 * (number + 1))))
     alone = runs.judged()["bf16"].quality
     assert alone.test is not None
-    assert (alone.verdict, alone.test.difference.level) == (EQUIVALENT, pytest.approx(0.90))
+    assert (alone.verdict, alone.test.difference.level) == (EQUIVALENT, pytest.approx(0.92))
     among = runs.judged([*ARMS, *others])["bf16"].quality
     assert among.test is not None
-    assert 0.05 / 6 < among.test.p_equivalent < 0.05
+    assert 0.04 / 6 < among.test.p_equivalent < 0.04
     assert among.verdict == INCONCLUSIVE
 
 
@@ -202,4 +202,4 @@ def test_an_arm_that_failed_still_counts_among_the_arms(runs: Runs) -> None:
         runs.fail(failed, seed, 1, "no memory")
     quality = runs.judged([FP32, BF16, failed])["bf16"].quality
     assert quality.test is not None
-    assert quality.test.difference.level == pytest.approx(1 - 2 * 0.05 / 2)
+    assert quality.test.difference.level == pytest.approx(1 - 2 * 0.04 / 2)
