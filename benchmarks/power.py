@@ -29,7 +29,7 @@ def followed(mean: float, spread: float, seeds: int, generator: np.random.Genera
     for look in range(1, LOOKS + 1):
         more = generator.normal(mean, spread, seeds - len(differences))
         differences = np.concatenate([differences, more])
-        (found,) = equivalence_family([differences], MARGIN, look=look)
+        (found,) = equivalence_family([differences.tolist()], MARGIN, look=look)
         yield found.verdict
         if not found.pairs_needed:
             return

@@ -111,7 +111,8 @@ def equivalence_family(
     alpha, later = (ALPHA, ALPHA) if look is None else (look_level(look), look_level(look + 1))
     within = holm([each.p_equivalent for each in tested] + missing, alpha)
     beyond = holm([each.p_beyond for each in tested] + missing, alpha)
-    return [each.judged(*levels, later / alpha) for each, *levels in zip(tested, within, beyond, strict=False)]
+    levels = zip(tested, within, beyond, strict=False)
+    return [each.judged(inside, outside, later / alpha) for each, inside, outside in levels]
 
 
 def look_level(look: int) -> float:
