@@ -154,7 +154,7 @@ def method(result: Result) -> list[str]:
         "initial weights and data order, and run one after another, each in a fresh process, in an order that "
         "alternates from seed to seed.",
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
-        f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
+        f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation after the {warmup}.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
         "intervals. EQUIVALENT: two one-sided t-tests on the paired relative differences (Schuirmann 1987), of 4 % at "
         "the first look, so that their 92 % interval lies within the margin. WORSE and BETTER: their whole 96 % "

@@ -46,7 +46,7 @@ def result(folder: Path, labels: list[str], seeds: int, energy: bool = False, wi
                 dict.fromkeys(CATEGORIES, 2**20 * (10 + number)),
                 units_per_s=1e4 * (1 + number % len(labels)) * generator.normal(1, 0.02),
                 energy_j=100.0 + number if energy else None,
-                units=1000,
+                energy_units=1000,
                 fp32_arithmetic=None if arm.seed_shift or not number else wide,
             )
             outcomes.append(run)
