@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import signal
@@ -140,7 +141,11 @@ class Run:
                         self.monitor.leave_out()
                     with profiled, self.diagnostics.step(trainer.step + 1), self.config.debug.step():
                         record = self.step(microbatches)
-                    self.first = self.first or record
+                    if self.first is None:
+                        self.first = record
+                        # To walk what was imported and built, half a million objects, stops the host for half a second.
+                        gc.collect(1)
+                        gc.freeze()
                     self.log(record)
                     self.after_step()
             self.monitor.collect()
@@ -157,6 +162,8 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
+        finally:
+            gc.unfreeze()  # else the model would outlive the run, in a sweep
         if not self.complete:
             assert self.stopped_by is not None
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
