@@ -149,14 +149,14 @@ def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
     found = result(tmp_path, ["fp32", "tf32", "bf16", "fp16", "compiled"], 5)
     files = write_report(found, ["python", "scripts/compare.py", "arms=[fp32,bf16]"])
     assert {file.name for file in files} == {
-        *("report.html", "report.md", "loss.png", "apart.png", "speed.png", "memory.png", "tradeoff.png")
+        *("report.html", "report.md", "loss.png", "speed.png", "memory.png", "tradeoff.png")
     }
     assert all(file.stat().st_size for file in files)
     html, markdown = (file.read_text() for file in files[:2])
     assert not re.search(r"<script|<link|<iframe|<img|@import|javascript:|\son\w+=|\ssrc=", html)
     assert not re.search(r"https?://(?!www\.w3\.org/)", html)  # XML's own names are no addresses
     assert re.findall(r"url\((?!#)", html) == []
-    assert html.count("<svg") == 5
+    assert html.count("<svg") == 4
     assert ("a&lt;b" in html, "a<b" in html) == (True, False)
     assert "<tr><td>bf16</td><td class=EQUIVALENT>EQUIVALENT</td>" in html
     assert "    python scripts/compare.py 'arms=[fp32,bf16]'\n" in markdown
