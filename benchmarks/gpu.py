@@ -9,8 +9,8 @@
   output_dir=…       folder of the stages (default: outputs/gpu)
 Each stage has a limit of time, and its outcome is appended to results/<machine>/gpu.jsonl before the next begins; one
 that fails does not stop the others, but the gate does, whose tests say whether any number here means something. If the
-variable OUT names a folder, its <machine> gets results/<machine>, the logs and the operator tables after each stage.
-Copied to results/, it is what the next call continues from.
+variable OUT names a folder, its <machine> gets results/<machine>, the logs, the operator tables and the runs of claims
+after each stage. Copied to results/, it is what the next call continues from, on another machine of this kind, too.
 Exit code: 0, 1 when a stage failed, 2 for a user error, 130 when interrupted.
 """
 
@@ -32,17 +32,19 @@ import torch
 from evidence.claims.command import seconds_of
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
-from evidence.runs import LIMIT_STOP_S, in_a_process, merged
+from evidence.runs import LIMIT_STOP_S, OUTCOME_FILE, in_a_process, merged
 from evidence.turns import stopwatch
 from mantissa.display import quantity
 from trainer.config.options import parse, run
 from trainer.errors import UserError
-from trainer.files import PROJECT, SUMMARY_FILE, make_folder, read_object
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, make_folder, read_object
 from trainer.hardware import Hardware, detect
 from trainer.profiling.rates import product_rates
 from trainer.run.provenance import git_facts, versions
 
 DONE, FAILED, TOO_LONG, CUT = "done", "failed", "took too long", "not finished"
+RUNS, RUN_FILES = "runs_of_claims", (OUTCOME_FILE, METRICS_FILE)
+"""The folder in which all claims are tested, and what is left of a run that makes it one that is done."""
 _LEAST_S = 15.0
 _STOP_S = 3 * LIMIT_STOP_S
 """For the end of a stage: one that is killed sooner leaves the process that it waits for on the GPU."""
@@ -72,7 +74,7 @@ RESNET = (
 RESNET_512 = f"{RESNET} batch_size=512 micro_batch_size=512"
 STEPS = "steps=60 eval_every=60"
 TRACED = "profiler=torch profiler.record_shapes=false steps=12"
-CLAIMS = "scripts/reproduce.py device={device} output_dir={folder} budget={budget_s:.0f}s {given}"
+CLAIMS = "scripts/reproduce.py device={device} output_dir={claims} budget={budget_s:.0f}s {given}"
 TESTS = f"-m pytest {shlex.quote(str(PROJECT / 'tests' / 'gpu'))} -q -p no:cacheprovider -p no:benchmark -W default"
 GATE = "bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32"
 STAGES = (
@@ -83,7 +85,9 @@ STAGES = (
     Stage("gpt2_master", f"{GPT2} precision=bf16_master compile=default {STEPS}", 240),
     Stage("resnet50_compiled", f"{RESNET_512} compile=default {STEPS}", 240, "5k images/s"),
     Stage("resnet50_profile", f"{RESNET_512} compile=default {TRACED}", 240),
-    Stage("claims_first", f"{CLAIMS} claim=gpt2_ladder,tf32_matmul,two_x", 900, "gpt2_ladder 10x"),
+    Stage("tf32_matmul", f"{CLAIMS} claim=tf32_matmul", 120),
+    Stage("gpt2_ladder", f"{CLAIMS} claim=gpt2_ladder", 900, "10x"),
+    Stage("two_x", f"{CLAIMS} claim=two_x", 300),
     Stage("gpt2_eager", f"{GPT2} precision=bf16 compile=off {STEPS}", 150),
     Stage("resnet50_eager", f"{RESNET} precision=bf16 batch_size=256 micro_batch_size=256 compile=off {STEPS}", 150),
     Stage("tests", f"{TESTS} -n 4", 270),
@@ -113,8 +117,9 @@ class GpuOptions:
 
     def command(self, stage: Stage, given: list[str], left_s: float) -> list[str]:
         """Return the command line of a stage, of which claims may take ``left_s`` seconds."""
-        folder, budget_s = shlex.quote(str(self.output_dir.absolute() / stage.name)), max(1.0, left_s - _LEAST_S)
-        line = stage.command.format(device=self.device, folder=folder, budget_s=budget_s, given=shlex.join(given))
+        folder, claims = (shlex.quote(str(self.output_dir.absolute() / name)) for name in (stage.name, RUNS))
+        places = {"device": self.device, "folder": folder, "claims": claims, "given": shlex.join(given)}
+        line = stage.command.format(budget_s=max(1.0, left_s - _LEAST_S), **places)
         if self.reduced:
             line = " ".join([line, *(small for key, small in REDUCED.items() if key in stage.command)])
         script, *words = shlex.split(line)
@@ -144,6 +149,11 @@ class Outcomes:
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
         return {found["stage"]: found for found in map(json.loads, lines) if found["git"] == self.git}
 
+    def bring_back(self) -> None:
+        """Put the runs of claims that were brought home where they are continued."""
+        if (runs := self.home / RUNS).exists():
+            shutil.copytree(runs, self.folder / RUNS, dirs_exist_ok=True)
+
     def add(self, record: dict[str, Any]) -> None:
         """Append a record, and copy everything to ``$OUT``, each file by rename: the machine may end at any moment."""
         make_folder(self.home)
@@ -151,6 +161,7 @@ class Outcomes:
             file.write(json.dumps(record | {"git": self.git, "versions": versions()}) + "\n")
         if out := os.environ.get("OUT"):
             logs = [*self.folder.glob("*.log"), *self.folder.rglob("operators.txt")]
+            logs += [path for name in RUN_FILES for path in (self.folder / RUNS).rglob(name)]
             for path in [*self.home.rglob("*.json*"), *logs]:
                 copy = Path(out) / self.machine / path.relative_to(self.folder if path in logs else self.home)
                 make_folder(copy.parent)
@@ -166,8 +177,9 @@ def run_stage(stage: Stage, options: GpuOptions, outcomes: Outcomes, given: list
     make_folder(outcomes.folder)
     try:
         code = in_a_process(line, log, limit_s, _STOP_S)
-        # Of claims another call may test more, and repeats none.
-        status = FAILED if code else CUT if stage.name == "claims" else DONE
+        # Of claims another call may test more, and repeats none; any other claim ends when its budget does.
+        cut = "budget=" in stage.command and limit_s < stage.limit_s and time.monotonic() - began >= limit_s - _LEAST_S
+        status = FAILED if code else CUT if cut or stage.name == "claims" else DONE
     except subprocess.TimeoutExpired:
         status = TOO_LONG if limit_s == stage.limit_s else CUT
     record: dict[str, Any] = {"stage": stage.name, "status": status, "exit_code": code, "command": line[1:]}
@@ -239,6 +251,8 @@ def main(arguments: list[str]) -> int:
     folder = options.output_dir.absolute()
     machine = machine_name(hardware)
     outcomes = Outcomes(machine, folder if options.reduced else RESULTS / machine, folder)
+    if not options.reduced:
+        outcomes.bring_back()
     run_stages(options, outcomes, given)
     return int(any(record["status"] in (FAILED, TOO_LONG) for record in outcomes.records().values()))
 

@@ -35,11 +35,12 @@ from benchmarks.overhead import (
     stepwise,
 )
 from benchmarks.rows import Bench
-from evidence.turns import Block, synchronise
+from evidence.turns import Block
 from mantissa.display import size
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
 from trainer.hardware import Hardware
+from trainer.profiling.profiler import synchronise
 from trainer.run.provenance import git_facts
 from trainer.trainer import Trainer
 

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.jobs import Job, gpt2_job, resnet_job, shakespeare
 from benchmarks.rows import ENDLESS, Bench, Row
-from evidence.turns import steps_of, synchronise
+from evidence.turns import steps_of
 from mantissa.formats import BASIC, FORMATS
 from trainer.hardware import UNAVAILABLE
-from trainer.profiling.profiler import new_profile, operator_times
+from trainer.profiling.profiler import new_profile, operator_times, synchronise
 from trainer.profiling.rates import product_rates
 from trainer.trainer import Trainer
 

@@ -24,8 +24,8 @@ def memory(outcome: Outcome) -> float | None:
 
 
 def energy(outcome: Outcome) -> float | None:
-    """Return joules per unit, evaluation included."""
-    joules, units = outcome.summary["energy_j"], outcome.summary["units"]
+    """Return joules per unit after the first window, evaluation included."""
+    joules, units = outcome.summary["energy_j"], outcome.summary["energy_units"]
     return joules / units if joules and units else None
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from trainer.profiling.profiler import synchronise
 from trainer.trainer import Trainer
 
 Block = Callable[[int], float]
@@ -15,12 +16,6 @@ Block = Callable[[int], float]
 Clock = Callable[[], float]
 One = TypeVar("One")
 Round = TypeVar("Round")
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished its queue."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:

@@ -34,7 +34,7 @@ class Equivalence:
     verdict: str
     margin: float
     difference: Interval
-    """The interval that decided. Of a comparison of two arms: 90 % where EQUIVALENT, else 95 %; of several: more."""
+    """The interval that decided: where tests are of 5 %, 90 % where EQUIVALENT, else 95 %."""
     p_equivalent: float
     """The larger p of the two one-sided tests: small where the difference lies within the margin."""
     p_beyond: float
@@ -42,7 +42,8 @@ class Equivalence:
     p_different: float
     """Two-sided, against no difference: a difference that is significant here may still be within the margin."""
     pairs_needed: int | None
-    """Where INCONCLUSIVE: the number of pairs of this mean and spread that would decide (None: more than 1000)."""
+    """Where INCONCLUSIVE: the number of pairs of this mean and spread that would decide (None: more than 1000), at the
+    level of the next look."""
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -86,7 +87,9 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
     return equivalence_family([differences], margin)[0]
 
 
-def equivalence_family(arms: Sequence[Sequence[float]], margin: float, untested: int = 0) -> list[Equivalence]:
+def equivalence_family(
+    arms: Sequence[Sequence[float]], margin: float, untested: int = 0, look: int | None = None
+) -> list[Equivalence]:
     """Judge several arms against one baseline, each as ``equivalence`` does, with a family-wise error of 5 %.
 
     The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979).
@@ -95,6 +98,8 @@ def equivalence_family(arms: Sequence[Sequence[float]], margin: float, untested:
         arms: for each arm its ``differences``.
         margin: of all of them.
         untested: the number of further arms, of which too few runs finished.
+        look: how often the arms have been judged, this time included, with fewer pairs before: see ``look_level``.
+            None: they are judged once, and never with more pairs.
 
     Raises:
         ValueError: see ``equivalence``.
@@ -103,9 +108,21 @@ def equivalence_family(arms: Sequence[Sequence[float]], margin: float, untested:
         raise ValueError(f"the margin must be above 0, not {margin}")
     tested = [_Tested(_checked(differences), margin) for differences in arms]
     missing = [1.0] * untested
-    within = holm([each.p_equivalent for each in tested] + missing)
-    beyond = holm([each.p_beyond for each in tested] + missing)
-    return [each.judged(*levels) for each, *levels in zip(tested, within, beyond, strict=False)]
+    alpha, later = (ALPHA, ALPHA) if look is None else (look_level(look), look_level(look + 1))
+    within = holm([each.p_equivalent for each in tested] + missing, alpha)
+    beyond = holm([each.p_beyond for each in tested] + missing, alpha)
+    levels = zip(tested, within, beyond, strict=False)
+    return [each.judged(inside, outside, later / alpha) for each, inside, outside in levels]
+
+
+def look_level(look: int) -> float:
+    """Return the level of a look's tests, from look 1 on: 4 %, 0.5 %, 0.25 %, and so on, which add up to 5 %.
+
+    So the chance of a wrong verdict at any of the looks is at most 5 %, though their number is not planned: the error
+    is spent look by look (Slud and Wei 1982, Lan and DeMets 1983), here by the union bound. What the number of pairs
+    of the next look adds, which the ones before suggest, is simulated (``benchmarks/power.py``).
+    """
+    return ALPHA * (0.8 if look == 1 else 0.2 / 2 ** (look - 1))
 
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
@@ -144,15 +161,15 @@ class _Tested:
     def _above(self, threshold: float) -> float:
         return 1 - self._below(threshold) if self.error else float(self.mean <= threshold)
 
-    def judged(self, within: float, beyond: float) -> Equivalence:
-        """Return the verdict by tests of these levels."""
+    def judged(self, within: float, beyond: float, later: float) -> Equivalence:
+        """Return the verdict by tests of these levels; those of the next look are ``later`` times as high."""
         verdict, needed, level = INCONCLUSIVE, None, 1 - beyond
         if self.p_equivalent < within:
             verdict, level = EQUIVALENT, 1 - 2 * within
         elif self.p_beyond < beyond:
             verdict = WORSE if self.p_worse < self.p_better else BETTER
         else:
-            needed = self._pairs_needed(1 - (within if abs(self.mean) < self.margin else beyond / 2))
+            needed = self._pairs_needed(1 - later * (within if abs(self.mean) < self.margin else beyond / 2))
         p_different = min(1.0, 2 * min(self._below(0.0), self._above(0.0)))
         interval = mean_interval(self.differences.tolist(), level)
         return Equivalence(verdict, self.margin, interval, self.p_equivalent, self.p_beyond, p_different, needed)

@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.comparison.judge import ArmResult, judge
+from evidence.comparison.judge import ArmResult, judge, keep_verdicts
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged
 from mantissa.display import loss
+from mantissa.statistics import WORSE
 from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import in_use, write_json
+from trainer.files import in_use, read_object, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 
@@ -57,6 +58,8 @@ class Result:
     outcomes: list[Outcome]
     facts: dict[str, Any]
     """Recipe, unit, steps, hardware, versions and commit."""
+    looks: list[dict[str, Any]]
+    """The seeds, and the number of finished runs, of each report that judged an arm, this one last."""
 
     @property
     def failed(self) -> bool:
@@ -66,7 +69,11 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         head = {key: getattr(self.comparison, key) for key in ("name", "baseline", "seeds", "margin")}
-        return head | self.facts | {"common": self.comparison.common, "arms": [asdict(arm) for arm in self.arms]}
+        return (
+            head
+            | self.facts
+            | {"looks": self.looks, "common": self.comparison.common, "arms": [asdict(arm) for arm in self.arms]}
+        )
 
 
 def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
@@ -77,7 +84,8 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
         configs: from ``check_arms``.
 
     Raises:
-        UserError: the folder holds another comparison, is in use by another process, or cannot be written.
+        UserError: the folder holds another comparison or seeds that are left out now, is in use by another process, or
+            cannot be written.
     """
     first = configs[comparison.baseline]
     if not comparison.name:
@@ -94,10 +102,23 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
         "git": git_facts(),
     }
     _begin(comparison, common, facts)
-    print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
     with in_use(folder):  # a second process would remove this one's unfinished runs
+        before = read_object(folder / RESULT_FILE)
+        looks = before.get("looks", [])
+        if missing := sorted(set(looks[-1]["seeds"] if looks else ()) - set(seeds)):
+            raise UserError(
+                f"seed {missing[0]} was judged before and is left out now; keep all seeds, since a verdict on chosen "
+                "ones means nothing, or give this comparison a name=…"
+            )
+        print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
         outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
-    result = Result(comparison, judge(arms, comparison.baseline, outcomes, comparison.margin), outcomes, facts)
+    look = {"seeds": sorted(seeds), "finished": sum(outcome.finished for outcome in outcomes)}
+    looks = looks if look in looks[-1:] else [*looks, look]
+    judged = judge(arms, comparison.baseline, outcomes, comparison.margin, len(looks))
+    keep_verdicts(judged, {arm["label"]: arm["quality"] for arm in before.get("arms", [])})
+    if not any(arm.quality.test or arm.quality.verdict == WORSE for arm in judged if not arm.is_null):
+        looks = looks[:-1]  # nothing was judged
+    result = Result(comparison, judged, outcomes, facts, looks)
     write_json(folder / RESULT_FILE, result.to_dict())
     return result
 

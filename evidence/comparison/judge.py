@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from evidence.measures import LOSS, energy, memory, speed
 from evidence.runs import DIVERGED, Arm, Outcome
@@ -45,9 +43,8 @@ class Quality:
     """Empty for the baseline."""
     why: str = ""
     test: Equivalence | None = None
-    separates_at: int | None = None
-    """The first evaluated step at which the arm's validation curves are on average further from the baseline's than
-    any of the null arm's. None: never, or fewer than two pairs of either."""
+    look: int = 1
+    """At which the test was made."""
 
 
 @dataclass
@@ -77,7 +74,7 @@ class ArmResult:
     """What used fp32 arithmetic in it or in the baseline only, so that their speeds compare no formats."""
 
 
-def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float) -> list[ArmResult]:
+def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float, look: int = 1) -> list[ArmResult]:
     """Judge every arm, in the order of ``arms``.
 
     Args:
@@ -85,11 +82,10 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
         baseline: label of the arm that the others are compared with.
         outcomes: of all runs, failed ones too.
         margin: of the equivalence test, a relative difference.
+        look: how often these arms have been judged, this time included, with fewer runs before.
     """
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
     base = _finished(by_arm[baseline])
-    null = next((arm.label for arm in arms if arm.seed_shift), None)
-    noise = curve_distances(_finished(by_arm[null]), base) if null else {}
     results = []
     for arm in arms:
         runs = by_arm[arm.label]
@@ -111,13 +107,21 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             arithmetic=next((wide for o in done.values() if (wide := o.summary.get("fp32_arithmetic"))), ""),
             not_timed=not_timed,
         )
-        if against is not None and not arm.seed_shift and noise:
-            result.quality.separates_at = _separation(curve_distances(done, base), noise)
         results.append(result)
     others = [result.quality for result in results if result.label != baseline and not result.is_null]
-    _set_verdicts(others, margin)
-    _set_verdicts([result.quality for result in results if result.is_null], margin)
+    _set_verdicts(others, margin, look)
+    _set_verdicts([result.quality for result in results if result.is_null], margin, look)
     return results
+
+
+def keep_verdicts(arms: list[ArmResult], before: dict[str, Any]) -> None:
+    """Keep what an earlier look has decided (a ``Quality`` as JSON by label) where this one's stricter tests do not."""
+    for arm in arms:
+        known = before.get(arm.label)
+        if known and known["test"] and known["verdict"] != INCONCLUSIVE == arm.quality.verdict:
+            test = Equivalence(**known["test"] | {"difference": Interval(**known["test"]["difference"])})
+            why = f"decided at look {known['look']}, of {test.difference.count} seeds"
+            arm.quality = replace(arm.quality, verdict=test.verdict, test=test, look=known["look"], why=why)
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
@@ -126,13 +130,13 @@ def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
     return "; ".join(sorted(filter(None, ways[0] ^ ways[1]))) if all(ways) else ""
 
 
-def _set_verdicts(qualities: list[Quality], margin: float) -> None:
-    """Set the verdicts of the arms that can be tested, corrected for the number of all arms."""
+def _set_verdicts(qualities: list[Quality], margin: float, look: int) -> None:
+    """Set the verdicts of the arms that can be tested, corrected for the number of all arms and looks."""
     tested = [quality for quality in qualities if not quality.verdict]
     differences = [quality.differences for quality in tested]
-    tests = equivalence_family(differences, margin, untested=len(qualities) - len(tested))
+    tests = equivalence_family(differences, margin, untested=len(qualities) - len(tested), look=look)
     for quality, test in zip(tested, tests, strict=True):
-        quality.test, quality.verdict = test, test.verdict
+        quality.test, quality.verdict, quality.look = test, test.verdict, look
         if test.pairs_needed:
             settled = f"about {test.pairs_needed} seeds with this spread would decide it"
             quality.why = "; ".join(filter(None, [quality.why, settled]))
@@ -190,26 +194,3 @@ def _diverged(outcome: Outcome) -> bool:
 def _loss(outcome: Outcome) -> float | None:
     loss: float | None = outcome.summary["final"].get(LOSS)
     return loss
-
-
-def curve_distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
-    """Return the absolute distance of every pair's validation losses by step; infinite where one is not finite."""
-    found: dict[int, list[float]] = {}
-    for seed in runs.keys() & base.keys():
-        one, other = runs[seed].series.get(LOSS), base[seed].series.get(LOSS)
-        if one is None or other is None:
-            continue
-        known = dict(zip(other[0].tolist(), other[1].tolist(), strict=True))
-        for step, value in zip(one[0].tolist(), one[1].tolist(), strict=True):
-            if step in known:
-                distance = abs(value - known[step])
-                found.setdefault(step, []).append(distance if math.isfinite(distance) else math.inf)
-    return dict(sorted(found.items()))
-
-
-def _separation(distances: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
-    for step, values in distances.items():
-        null = noise.get(step, [])
-        if min(len(values), len(null)) > 1 and float(np.mean(values)) > max(null):
-            return step
-    return None

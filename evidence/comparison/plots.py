@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from evidence.comparison.compare import Result
-from evidence.comparison.judge import ArmResult, curve_distances
+from evidence.comparison.judge import ArmResult
 from evidence.measures import LOSS
 from mantissa.display import mebibytes
 from mantissa.page import COLORS, NOISE
@@ -30,7 +29,6 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
     """Return (title, matplotlib figure) by file name; what was not measured is left out."""
     drawn = {
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
-        "apart": ("Distance of the curves from the baseline's, mean over the seeds", _separation(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
         "tradeoff": ("Speed and quality, vs. baseline", _tradeoff(result)),
@@ -60,34 +58,10 @@ def _loss(result: Result) -> Any:
         if common:
             means = [float(np.mean(losses[step])) for step in common]
             axes.plot(common, means, "--" if arm.is_null else "-", color=color, linewidth=1.8, label=arm.label)
-    return _labelled(figure, axes, "validation loss")
-
-
-def _separation(result: Result) -> Any:
-    """Draw what decides where curves separate: mean distances, with the largest one of the null arm."""
-    runs = {arm.label: {o.seed: o for o in result.outcomes if o.arm == arm.label and o.finished} for arm in result.arms}
-    base = runs[result.comparison.baseline]
-    figure, axes = bare_figure(*SIZE)
-    for arm in result.arms:
-        distances = curve_distances(runs[arm.label], base) if arm.label != result.comparison.baseline else {}
-        steps = [step for step, values in distances.items() if math.isfinite(max(values)) and max(values) > 0]
-        if arm.is_null and steps:
-            axes.fill_between(
-                steps, [max(distances[step]) for step in steps], color=NOISE, alpha=0.25, label="null, at most"
-            )
-        elif steps:
-            means = [float(np.mean(distances[step])) for step in steps]
-            axes.plot(steps, means, "o-", color=_color(result, arm), linewidth=1.8, markersize=3, label=arm.label)
-    axes.set_yscale("log")
-    return _labelled(figure, axes, "difference in validation loss")
-
-
-def _labelled(figure: Any, axes: Any, quantity: str) -> Any:
-    """Return the figure with its axes named; None where no curve was drawn."""
     if not axes.lines:
         return None
     axes.set_xlabel("optimizer step", color=QUIET)
-    axes.set_ylabel(quantity, color=QUIET)
+    axes.set_ylabel("validation loss", color=QUIET)
     axes.grid(axis="y", color="#e8eaed")
     axes.legend(frameon=False, labelcolor=INK)
     return figure

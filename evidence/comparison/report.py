@@ -13,11 +13,11 @@ from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from mantissa.display import columns, loss, mebibytes
 from mantissa.page import document, items, paragraphs, plots, wide_table
-from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, mean_interval
+from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, look_level, mean_interval
 from trainer.files import write_text
 
 ENERGY = "energy"
-QUALITY = ("quality", "difference", "valid. loss", "curves diverge at")
+QUALITY = ("quality", "difference", "valid. loss")
 COST = ("speedup", "memory ratio", ENERGY, "throughput", "peak memory")
 HEAD = ("arm", *QUALITY, *COST)
 """The verdicts first: they are in sight wherever a table ends."""
@@ -45,7 +45,6 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
             _difference(arm),
             _mean(None, arm.quality.values, loss),
-            _separation(result, arm),
             "not testable" if arm.not_timed else _ratio(result, arm, arm.speed),
             _ratio(result, arm, arm.memory),
             _ratio(result, arm, arm.energy),
@@ -84,7 +83,14 @@ def sentences(result: Result) -> list[str]:
         if arm.label == base or not (arm.seeds or arm.quality.verdict == WORSE):
             continue
         found.append(_null_sentence(arm, base) if arm.is_null else _sentence(result, arm))
-    return found
+    return [*found, *(_look(len(result.looks), look) for look in result.looks[-1:])]
+
+
+def _look(number: int, look: dict[str, Any]) -> str:
+    levels = (f"{100 * look_level(each):.3g} %" for each in (number, number + 1))
+    return "Look {} at these arms, {} seeds: tests of {}; with more seeds of {}; of all looks together 5 %.".format(
+        number, len(look["seeds"]), *levels
+    )
 
 
 def _sentence(result: Result, arm: ArmResult) -> str:
@@ -112,8 +118,6 @@ def _sentence(result: Result, arm: ArmResult) -> str:
     clauses.append(loss_verdict)
     if quality.why:
         clauses.append(quality.why)
-    if quality.separates_at is not None:
-        clauses.append(f"from step {quality.separates_at} on its curves are further from {base}'s than any null curve")
     return f"{arm.label}: {'; '.join(clauses)}."
 
 
@@ -150,11 +154,12 @@ def method(result: Result) -> list[str]:
         "initial weights and data order, and run one after another, each in a fresh process, in an order that "
         "alternates from seed to seed.",
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
-        f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
+        f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation after the {warmup}.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
-        "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987), so "
-        "that their 90 % interval lies within the margin. WORSE and BETTER: their whole 95 % interval is beyond it. "
-        "With several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
+        "intervals. EQUIVALENT: two one-sided t-tests on the paired relative differences (Schuirmann 1987), of 4 % at "
+        "the first look, so that their 92 % interval lies within the margin. WORSE and BETTER: their whole 96 % "
+        "interval is beyond it. Looks with more seeds have stricter tests (alpha spending, Lan and DeMets 1983), and "
+        "with several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
         "5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
     ]
 
@@ -218,13 +223,6 @@ def _level(interval: Interval) -> str:
 def _percent(interval: Interval) -> str:
     mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} % [{low}, {high}]"
-
-
-def _separation(result: Result, arm: ArmResult) -> str:
-    if arm.label == result.comparison.baseline or arm.is_null or not any(other.is_null for other in result.arms):
-        return ""
-    step = arm.quality.separates_at
-    return "never" if step is None else f"step {step}"
 
 
 def _difference(arm: ArmResult) -> str:

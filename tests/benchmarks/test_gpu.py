@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.bench import BenchOptions
 from evidence.claims.command import ReproduceOptions
+from evidence.runs import Arm, Runner
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.files import write_json
@@ -76,10 +78,10 @@ def test_stages_come_in_order_and_the_claims_get_the_time_that_is_left(
     """One that fails or hangs does not stop the others."""
     ended = call("28min")
     assert machine.started == NAMES
-    assert NAMES.index("claims_first") < NAMES.index("gpt2_eager")
+    assert NAMES.index("gpt2_ladder") < NAMES.index("gpt2_eager")
     assert ended.pop("claims") == "not finished"  # the next call has more time for them
     assert set(ended.values()) == {"done"}
-    assert {"all=true", "device=auto", "data.path=text", f"budget={28 * 60 - 12 * 60 - 15}s"} <= set(
+    assert {"all=true", "device=auto", "data.path=text", f"budget={28 * 60 - 14 * 60 - 15}s"} <= set(
         machine.lines["claims"]
     )
     expected = "gpt2_compiled: done, 520k tokens/s, 43% of the matmul rate, goal 500k tokens/s, 50%"
@@ -95,8 +97,8 @@ def test_a_gate_that_fails_stops_the_others_but_those_that_are_named(
 ) -> None:
     machine.codes = {"gate": 1}
     assert call("28min") == {"rates": "done", "gate": "failed"}
-    call("28min", ("tests", "claims_first"))
-    assert machine.started == ["claims_first", "tests"]
+    call("28min", ("tests", "gpt2_ladder"))
+    assert machine.started == ["gpt2_ladder", "tests"]
 
 
 def test_the_next_call_continues_at_the_same_commit(call: Callable[..., dict[str, str]], machine: Machine) -> None:
@@ -120,6 +122,37 @@ def test_what_is_worth_keeping_is_copied_after_each_stage(
     call("4min")
     kept = {str(path.relative_to(tmp_path / "out" / "h200")) for path in (tmp_path / "out").rglob("*.*")}
     assert {"gpu.jsonl", "gate.log", "gpt2_compiled/run/profile/operators.txt"} <= kept
+
+
+def test_another_machine_continues_from_what_was_brought_home(
+    call: Callable[..., dict[str, str]], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages that ended are not repeated, nor are the runs of a claim that was not."""
+    run = tmp_path / "runs" / gpu.RUNS / "reproduce" / "gpt2_ladder-0" / "runs" / "fp32-s0"
+    run.mkdir(parents=True)
+    write_json(run / "outcome.json", {"exit_code": 0, "summary": {"status": "FINISHED"}})
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    machine.takes = {"gpt2_ladder": 285.0}  # all of its budget
+    ended = call("13min")
+    assert (ended["tf32_matmul"], ended["gpt2_ladder"]) == ("done", "not finished")
+    for folder in ("runs", "results"):
+        shutil.rmtree(tmp_path / folder)
+    shutil.copytree(tmp_path / "out", tmp_path / "results")
+    gpu.Outcomes("h200", tmp_path / "results" / "h200", tmp_path / "runs").bring_back()
+    arm = Arm("fp32", ())
+    assert (known := Runner(run.parents[1]).done(arm, 0))
+    assert known.finished
+    call("60min")
+    assert machine.started == NAMES[NAMES.index("gpt2_ladder") :]
+
+
+def test_the_profile_of_a_goal_is_of_the_same_training() -> None:
+    commands = {stage.name: stage.command for stage in gpu.STAGES}
+    profiles = [name for name in commands if name.endswith("_profile")]
+    assert len(profiles) == 2
+    for name in profiles:
+        goal = commands[name.replace("profile", "compiled")]
+        assert commands[name].removesuffix(gpu.TRACED) == goal.removesuffix(gpu.STEPS)
 
 
 @pytest.mark.parametrize("reduced", [False, True])

@@ -47,7 +47,7 @@ def ended(
         "peak_memory_bytes": 7_000,
         "hardware": {"device": "cpu"},
         "energy_j": None,
-        "units": 50,
+        "energy_units": 50,
         "skipped_steps": 0,
         "fp32_arithmetic": None,
     }

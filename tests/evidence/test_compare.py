@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from evidence.comparison.command import planned
-from evidence.comparison.compare import check_arms, compare
-from evidence.runs import Arm, Runner, merged
+from evidence.comparison.compare import Result, check_arms, compare
+from evidence.comparison.report import sentences
+from evidence.runs import Arm, Outcome, Runner, merged
+from tests.evidence.ended import ended
 from trainer.errors import UserError
 from trainer.files import in_use
 
@@ -162,3 +167,62 @@ def test_another_comparison_in_the_folder_and_a_second_process_are_refused(tmp_p
     (comparison.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
     with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
         compare(comparison, configs)
+
+
+class _Ended:
+    """In place of a ``Runner``: every run has ended, with these relative differences of its loss by (arm, seed)."""
+
+    differences: ClassVar[dict[tuple[str, int], float | None]] = {}
+
+    def __init__(self, folder: Path, *_: Any) -> None:
+        self.folder = folder
+
+    def run_all(self, arms: list[Arm], seeds: list[int]) -> list[Outcome]:
+        found = []
+        for arm, seed in itertools.product(arms, seeds):
+            difference = self.differences.get((arm.label, seed), 0.0)
+            if difference is None:
+                found.append(Outcome(arm.label, seed, self.folder, 1, "the disk is full"))
+            else:
+                shutil.rmtree(self.folder / f"{arm.label}-s{seed}", ignore_errors=True)
+                found.append(ended(self.folder, arm.label, seed, [10], [2.0 * (1 + difference)]))
+        return found
+
+
+def test_more_seeds_are_another_look_with_stricter_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command again, and a report with nothing to judge, are none; what a look has decided stands."""
+    monkeypatch.setattr("evidence.comparison.compare.Runner", _Ended)
+    arguments = [*TINY, "arms=fp32,bf16,fp16", "null=false", f"output_dir={tmp_path}", "name=it"]
+    configs = check_arms(planned(arguments))
+
+    def looked(seeds: str, differences: dict[tuple[str, int], float | None]) -> Result:
+        monkeypatch.setattr(_Ended, "differences", differences)
+        return compare(planned([*arguments, f"seeds={seeds}"]), configs)
+
+    spread = {("bf16", seed): 0.0008 * (-1) ** seed for seed in range(6)}
+    wide = {("fp16", seed): 0.02 * (-1) ** seed for seed in range(6)}
+    full = {(arm, seed): None for arm in ("bf16", "fp16") for seed in range(6)}
+    assert looked("4", full).looks == []
+    first = looked("4", spread | wide)
+    assert first.looks == looked("4", spread | wide).looks == [{"seeds": [0, 1, 2, 3], "finished": 12}]
+    bf16, fp16 = (arm.quality for arm in first.arms[1:])
+    assert (bf16.verdict, fp16.verdict) == ("EQUIVALENT", "INCONCLUSIVE")
+    assert (
+        sentences(first)[-1]
+        == "Look 1 at these arms, 4 seeds: tests of 4 %; with more seeds of 0.5 %; of all looks together 5 %."
+    )
+
+    second = looked("0,1,2,3,5", spread | wide | {("bf16", 5): 0.004})
+    assert [look["seeds"] for look in second.looks] == [[0, 1, 2, 3], [0, 1, 2, 3, 5]]
+    kept, fp16 = (arm.quality for arm in second.arms[1:])
+    assert (kept.verdict, kept.test, kept.look) == ("EQUIVALENT", bf16.test, 1)
+    assert kept.why == "decided at look 1, of 4 seeds"
+    assert (fp16.verdict, fp16.look) == ("INCONCLUSIVE", 2)
+    assert fp16.test
+    assert fp16.test.difference.level == pytest.approx(1 - 0.005 / 2)  # of two arms, by Holm
+    assert "tests of 0.5 %" in sentences(second)[-1]
+
+    third = looked("0,1,2,3,5", spread | wide | {("bf16", 5): 0.02, ("bf16", 1): None})
+    assert len(third.looks) == 3, "other runs of the same seeds are another look"
+    with pytest.raises(UserError, match="seed 5 was judged before and is left out now; keep all seeds"):
+        looked("4", spread)

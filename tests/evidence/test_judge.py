@@ -168,30 +168,6 @@ def test_a_negative_loss_keeps_its_direction(runs: Runs) -> None:
     assert (quality.differences, quality.verdict) == ([0.5, 0.5], WORSE)
 
 
-@pytest.mark.parametrize(
-    ("apart", "step", "seeds"),
-    [
-        ((0.0, 0.0, 0.0), None, 3),
-        ((0.15, 0.19, 0.15), None, 3),
-        ((0.15, 0.25, 0.15), 20, 3),
-        ((0.0, 0.0, float("nan")), 30, 3),
-        ((5.0, 5.0, 5.0), None, 1),  # one null run does not measure the noise
-    ],
-)
-def test_curves_separate_where_they_are_further_apart_than_any_null_curve(
-    runs: Runs, apart: tuple[float, float, float], step: int | None, seeds: int
-) -> None:
-    """``apart``: from the baseline's; the null arm's are 0.1, and one of them 0.2."""
-    for seed in range(seeds):
-        null = 0.2 if seed == 0 else 0.1
-        runs.add(FP32, seed)
-        runs.add(BF16, seed, losses=(3.0 + apart[0], 2.5 - apart[1], 2.0 + apart[2]))
-        runs.add(NULL, seed, losses=(3.0 + null, 2.5 + null, 2.0 - null))
-    found = runs.judged()
-    assert (found["null"].is_null, found["null"].quality.separates_at) == (True, None)
-    assert found["bf16"].quality.separates_at == step
-
-
 def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("step 1  loss 2\nstep 2  loerror: the gradients are not finite\nss 3\n")
@@ -203,7 +179,7 @@ def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> Non
 def test_arms_of_one_comparison_are_corrected_for_their_number_and_the_null_arm_is_none_of_them(runs: Runs) -> None:
     """One arm by itself is EQUIVALENT; beside five others that are not, the same runs no longer suffice."""
     others = [Arm(f"other{number}", ()) for number in range(5)]
-    for seed, difference in enumerate((0.0000, 0.0036, 0.0006, 0.0024, 0.0012)):
+    for seed, difference in enumerate((0.0000, 0.0033, 0.0006, 0.0022, 0.0011)):
         runs.add(FP32, seed)
         runs.add(BF16, seed, losses=(3.0, 2.5, 2.0 * (1 + difference)))
         runs.add(NULL, seed, losses=(3.0, 2.5, 2.0 * (1 - difference)))
@@ -211,10 +187,10 @@ def test_arms_of_one_comparison_are_corrected_for_their_number_and_the_null_arm_
             runs.add(arm, seed, losses=(3.0, 2.5, 2.0 * (1 + difference + 0.001 * (number + 1))))
     alone = runs.judged()["bf16"].quality
     assert alone.test is not None
-    assert (alone.verdict, alone.test.difference.level) == (EQUIVALENT, pytest.approx(0.90))
+    assert (alone.verdict, alone.test.difference.level) == (EQUIVALENT, pytest.approx(0.92))
     among = runs.judged([*ARMS, *others])["bf16"].quality
     assert among.test is not None
-    assert 0.05 / 6 < among.test.p_equivalent < 0.05
+    assert 0.04 / 6 < among.test.p_equivalent < 0.04
     assert among.verdict == INCONCLUSIVE
 
 
@@ -226,4 +202,4 @@ def test_an_arm_that_failed_still_counts_among_the_arms(runs: Runs) -> None:
         runs.fail(failed, seed, 1, "no memory")
     quality = runs.judged([FP32, BF16, failed])["bf16"].quality
     assert quality.test is not None
-    assert quality.test.difference.level == pytest.approx(1 - 2 * 0.05 / 2)
+    assert quality.test.difference.level == pytest.approx(1 - 2 * 0.04 / 2)

@@ -261,12 +261,13 @@ def test_pinned_loader_pins_and_plain_does_not(workers: int) -> None:
             assert {tensor.is_pinned() for batch in step for tensor in batch.values()} == {pinned}
 
 
-def test_the_thread_that_prepares_batches_changes_none() -> None:
+@pytest.mark.parametrize("recipe", [BIGNET, ("recipe=resnet", "data=synthetic", "data.samples=600")])
+def test_the_thread_that_prepares_batches_changes_none(recipe: tuple[str, ...]) -> None:
     """It has the device of the training thread; batches and buffers that are used again stay those of their step."""
     steps = {}
     for loader in ("pinned", "plain"):
         sizes = ("batch_size=512", "micro_batch_size=256", "steps=30")
-        trainer = on_gpu(*BIGNET, f"loader={loader}", "loader.workers=0", *sizes)
+        trainer = on_gpu(*recipe, f"loader={loader}", "loader.workers=0", *sizes)
         copies = ([to_device(batch, trainer.device) for batch in step] for step in trainer.batches())
         steps[loader] = [[{name: each.cpu() for name, each in batch.items()} for batch in step] for step in copies]
     assert len(steps["plain"]) == 30

@@ -25,7 +25,8 @@ class Dataset(Protocol):
     """Map-style data, fetched one microbatch at a time, so that arrays need no Python loop over samples.
 
     Where ``batch`` uses torch's global generator, the dataset has an attribute ``uses_global_generator`` that is true:
-    no thread beside the training then calls it.
+    no thread beside the training then calls it. Where it has an attribute ``pins``, the loader sets this to whether it
+    may put its batches into page-locked memory (``torch.empty(…, pin_memory=True)``), which saves a copy.
     """
 
     def __len__(self) -> int:

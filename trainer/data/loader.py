@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -174,16 +175,18 @@ class Loader:
 
     kind: ClassVar[str] = "plain"
     workers: int | str = "auto"
-    """Loading processes; auto: 0 for data in memory, one per core (at most 16) if samples are decoded."""
+    """Loading processes; auto: 0 for data in memory; if samples are decoded, one per core of this rank (at most 16). Of
+    more than four cores two are left to the thread that launches kernels and the one that pins."""
 
     def __post_init__(self) -> None:
         check_number("loader.workers", self.workers, 0)
 
     def processes(self, decodes: bool, hardware: Hardware) -> int:
-        """Return ``workers``, where it is not auto, else one per core for data that is decoded as it is fetched."""
-        if isinstance(self.workers, str):
-            return min(16, hardware.cpu_cores) if decodes else 0
-        return self.workers
+        """Return ``workers``, where it is not auto, else what that stands for."""
+        if not isinstance(self.workers, str):
+            return self.workers
+        cores = hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return max(1, min(16, cores - 2 if cores > 4 else cores)) if decodes else 0
 
     def _options(self, hardware: Hardware) -> dict[str, object]:
         """Return further options of torch's DataLoader; ``pin_memory`` holds without workers, too."""
@@ -202,6 +205,8 @@ class Loader:
             # A GPU computes meanwhile; on a CPU a thread would take the cores that compute: there, use workers.
             pins = bool(options.get("pin_memory"))
             # The training thread uses torch's global generator, whose state a checkpoint holds.
+            if hasattr(dataset, "pins"):
+                dataset.pins = pins
             alone = not pins or getattr(dataset, "uses_global_generator", False)
             return Batches(dataset, samples, hardware.device, pins, 0 if alone else STEPS_AHEAD * in_a_step)
         return _FromWorkers(

@@ -8,7 +8,7 @@ import torch
 
 
 class EnergyMeter:
-    """Counts the energy of an NVIDIA GPU (Volta or later) since ``start``; of other devices, None.
+    """Counts the energy of an NVIDIA GPU (Volta or later) since ``begin``; of other devices, None.
 
     The counter is of the whole board: the work of other processes on it is included.
     """
@@ -16,6 +16,7 @@ class EnergyMeter:
     def __init__(self, device: torch.device) -> None:
         self._handle = None
         self._began_mj: int | None = None
+        self._units = 0
         if device.type != "cuda" or torch.version.hip:
             return
         try:
@@ -27,14 +28,17 @@ class EnergyMeter:
             pynvml.nvmlInit()
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
-    def start(self) -> None:
-        """Count from here on."""
-        self._began_mj = self._read()
+    def begin(self, units: int) -> None:
+        """Count from here on, after ``units`` units of training; later calls do nothing."""
+        if self._began_mj is None:
+            self._began_mj, self._units = self._read(), units
 
-    def joules(self) -> float | None:
-        """Return the energy since ``start`` in joules; None where it is not measured."""
+    def used(self, units: int) -> tuple[float, int] | tuple[None, None]:
+        """Return the joules and the units since ``begin``, after ``units`` in all; None where it is not measured."""
         now = self._read()
-        return None if now is None or self._began_mj is None else (now - self._began_mj) / 1000
+        if now is None or self._began_mj is None:
+            return None, None
+        return (now - self._began_mj) / 1000, units - self._units
 
     def _read(self) -> int | None:
         if self._handle is None:

@@ -63,8 +63,10 @@ class _TorchSession(Session):
                 record_shapes=config.record_shapes,
                 with_stack=config.with_stack,
             )
+            synchronise(self._device)  # kernels of the steps before would land in the window
             self._profile.start()
         yield
+        synchronise(self._device)
         self._kept = max(0, self._started - config.wait - config.warmup)
         self._profile.step()  # after the last active step this writes the files
         if self._kept == config.active:
@@ -200,6 +202,12 @@ class MemoryProfiler(Profiler):
 
     def __post_init__(self) -> None:
         check_number("profiler.at_step", self.at_step)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished its queue."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import signal
@@ -131,7 +132,6 @@ class Run:
         trainer = self.trainer
         self.signals.training = True
         self.monitor.start()
-        self.energy.start()
         try:
             with closing(trainer.batches()) as batches:
                 while not self.complete and self.stopped_by is None:
@@ -141,7 +141,11 @@ class Run:
                         self.monitor.leave_out()
                     with profiled, self.diagnostics.step(trainer.step + 1), self.config.debug.step():
                         record = self.step(microbatches)
-                    self.first = self.first or record
+                    if self.first is None:
+                        self.first = record
+                        # To walk what was imported and built, half a million objects, stops the host for half a second.
+                        gc.collect(1)
+                        gc.freeze()
                     self.log(record)
                     self.after_step()
             self.monitor.collect()
@@ -158,6 +162,8 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
+        finally:
+            gc.unfreeze()  # else the model would outlive the run, in a sweep
         if not self.complete:
             assert self.stopped_by is not None
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
@@ -184,6 +190,7 @@ class Run:
     def log(self, record: StepRecord) -> None:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
+            self.energy.begin(self.monitor.units)  # compiling in the first window would be most of a short run's
             self._log_diagnostics()
             self._log_metrics(record.step, metrics)
 
@@ -290,6 +297,7 @@ class Run:
         """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""
         config, monitor = self.config, self.monitor
         units_per_s, step_time_s = monitor.throughput() or (None, None)
+        joules, units_of_joules = self.energy.used(monitor.units)
         return {
             "status": status,
             "run": self.folder.path.name,
@@ -309,7 +317,8 @@ class Run:
             "step_time_s": step_time_s,
             "utilisation": monitor.utilisation.facts(units_per_s),
             # From here to versions: since this process started or resumed the run.
-            "energy_j": self.energy.joules(),  # of one rank's GPU, in training and evaluation
+            "energy_j": joules,  # of one rank's GPU, in training and evaluation after the first window
+            "energy_units": units_of_joules,
             "units": monitor.units,
             "peak_memory_bytes": peak_memory_bytes(self.trainer.device),
             "memory_is": "allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",

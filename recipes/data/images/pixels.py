@@ -102,6 +102,8 @@ class Images:
 class ArrayImages(Images):
     """A dataset of images in memory: uint8, N × (1 or 3) × H × W, and their int64 labels."""
 
+    pins = False
+
     def __init__(self, images: np.ndarray, labels: np.ndarray, length: int | None = None) -> None:
         self.images = torch.from_numpy(images)
         self.labels = torch.from_numpy(labels)
@@ -112,18 +114,27 @@ class ArrayImages(Images):
         return self.length
 
     def squares(self, samples: Sequence[SampleId]) -> Tensor:
-        images = self.images[torch.tensor([sample.index for sample in samples]) % len(self.labels)]
-        if self.augment.kind == ImageAugment.kind:  # no loop over the samples
-            return scale(images, self.image_size).expand(-1, 3, -1, -1).contiguous()
-        height, width = images.shape[-2:]
-        views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
+        rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
+        # Torch keeps page-locked blocks and gives none away while the device copies from it; new memory would take
+        # several times as long to fill.
+        shape = (len(rows), 3, self.image_size, self.image_size)
+        squares = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pins)
+        views = []
+        if self.augment.kind != ImageAugment.kind:
+            height, width = self.images.shape[-2:]
+            views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
         if any(view.box or view.policy for view in views):
-            pictures = map(_picture, images)
-            cut = [square(image, self.image_size, view) for image, view in zip(pictures, views, strict=True)]
+            for target, row, view in zip(squares.numpy(), rows, views, strict=True):
+                target[:] = square(_picture(self.images[row]), self.image_size, view)
+            return squares
+        if self.images.shape[1:] == shape[1:]:
+            whole = torch.index_select(self.images, 0, rows, out=squares)
         else:
-            whole = scale(images, self.image_size).numpy()
-            cut = [_moved(image, view) for image, view in zip(whole, views, strict=True)]
-        return torch.from_numpy(np.stack(cut)).expand(-1, 3, -1, -1).contiguous()
+            whole = scale(self.images.index_select(0, rows), self.image_size)
+        for image, view in zip(whole.numpy(), views, strict=False):
+            if (moved := _moved(image, view)) is not image:
+                image[:] = moved
+        return squares.copy_(whole)
 
 
 class DecodedImages(Images):

@@ -62,7 +62,7 @@ class Machine:
             "best": {"value": 2.0},
             "energy_j": None,
             "git": self.git,
-            "units": 10,
+            "energy_units": 10,
             "skipped_steps": 0,
             "fp32_arithmetic": self.fp32_arithmetic.get(options["precision"]),
             "step": 3,

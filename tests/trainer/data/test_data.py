@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -141,8 +142,18 @@ def test_on_device_loader_repeats_the_first_step() -> None:
 
 def test_auto_workers_are_for_data_that_decodes() -> None:
     assert Loader().processes(False, CPU) == 0
-    assert Loader().processes(True, CPU) == CPU.cpu_cores
     assert Loader(3).processes(False, CPU) == 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"),
+    [(1, 1, 1), (2, 1, 2), (4, 1, 4), (16, 1, 14), (64, 1, 16), (16, 2, 6), (64, 8, 6), (4, 8, 1)],
+)
+def test_auto_workers_leave_cores_to_the_thread_that_launches_kernels_and_to_the_other_ranks(
+    cores: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert Loader().processes(True, replace(CPU, cpu_cores=cores)) == workers
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:

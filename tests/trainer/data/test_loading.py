@@ -134,6 +134,27 @@ def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) 
         assert (batches.pins, batches.ahead) == (True, ahead)
 
 
+@pytest.mark.parametrize("pins", [False, True])
+def test_images_go_straight_into_page_locked_memory(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered into new memory and copied from there, 256 images of 224² took 53 ms, ten times as long."""
+    data = compose("recipe=resnet", "data=synthetic", "data.samples=16").resolve(CPU).config.open_datasets().train
+    samples = [[SampleId(row, None) for row in rows] for rows in ((3, 1), (1, 2))]
+    expected = [data.batch(each)["image"] for each in samples]
+    empty, asked = torch.empty, []
+
+    def noted(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "set_device", id)
+    found = [batch["image"] for batch in (PinnedLoader if pins else Loader)(0).batches(data, samples, GPU)]
+    assert asked == [pins, pins]
+    assert all(map(torch.equal, found, expected))
+    assert found[0].data_ptr() != found[1].data_ptr()  # the device may still read the first
+
+
 @pytest.mark.parametrize("batching", [Batching(4, 4), Batching(6, 1)])
 def test_the_thread_changes_no_batch_and_no_generator(batching: Batching) -> None:
     before = torch.get_rng_state()

@@ -5,6 +5,7 @@ import logging
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,20 @@ def test_torch_profiles_exactly_the_active_steps_before_the_run_ends(tmp_path: P
     assert "aten::addmm" in (tmp_path / "profile/operators.txt").read_text()
     assert "2 steps profiled" in session.summary
     assert session.ledger is None
+
+
+def test_no_kernel_of_another_step_lands_in_a_traced_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of a GPU: what it launched before is waited for, and what a step launched before it ends."""
+    events: list[str] = []
+    profile = SimpleNamespace(**{name: partial(events.append, name) for name in ("start", "step", "stop")})
+    monkeypatch.setattr("trainer.profiling.profiler.new_profile", lambda *_, **__: profile)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append("wait"))
+    session = TorchProfiler(wait=1, warmup=1, active=1).start(tmp_path, torch.device("cuda"), MemoryLedger)
+    for step in range(4):
+        with session.step(step):
+            events.append(f"kernels {step}")
+    traced = ["wait", "start", "kernels 1", "wait", "step", "kernels 2", "wait", "step", "stop"]
+    assert events == ["kernels 0", *traced, "kernels 3"]
 
 
 @pytest.mark.parametrize(("steps", "profiled"), [(4, 2), (2, 0), (0, 0)])
