@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from evidence import blocks
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, combine, shown
 from evidence.claims.reproduce import bf16_instructions
 from mantissa.statistics import INCONCLUSIVE
-from trainer.errors import UserError
 from trainer.files import PROJECT, write_text
 
 RESULTS = PROJECT / "results"
@@ -22,7 +22,6 @@ SUMMARY = Path("docs") / "claims.md"
 FRONT = Path("README.md")
 SHOWN = ("quality_parity", "cpu_bf16", "bf16_scaler", "bignet_memory", "half_everywhere")
 """The claims of the README."""
-BEGIN, END = "<!-- results: made by scripts/reproduce.py -->", "<!-- end of results -->"
 
 Records = dict[str, dict[str, dict[str, Any]]]
 """By machine, then by claim."""
@@ -167,12 +166,7 @@ def update() -> list[Path]:
     claims = {name: load(name) for name in names()}
     records = read()
     wanted = {PROJECT / PAGE: page(records, claims, read_notes())}
-    for path, table in tables(records, claims).items():
-        head, found, rest = (PROJECT / path).read_text(encoding="utf-8").partition(BEGIN)
-        _, ended, tail = rest.partition(END)
-        if not (found and ended):
-            raise UserError(f"{path} lacks the line {BEGIN if not found else END}, which marks the table")
-        wanted[PROJECT / path] = f"{head}{BEGIN}\n{table}\n{END}{tail}"
+    wanted |= blocks.stale({path: {"results": table} for path, table in tables(records, claims).items()})
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in changed:
         write_text(path, wanted[path])
