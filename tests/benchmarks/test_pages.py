@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,20 @@ import yaml
 
 from benchmarks import pages, records
 from benchmarks.measures import WRITTEN_BY_A_COMMAND
+from benchmarks.rows import Row
 from evidence import blocks
+from evidence.comparison.compare import Comparison, Result
+from evidence.comparison.judge import judge
+from evidence.comparison.report import sentences, write_report
+from evidence.runs import NULL_SHIFT, OUTCOME_FILE, Arm
 from tests.command_line.test_documented_commands import PAGES
+from tests.evidence.ended import ended
 from tests.helpers import PROJECT
+from trainer.config.options import run
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.hardware import detect
+from trainer.profiling.ledger import CATEGORIES
 
 RUN = "run: python benchmarks/pages.py"
 ELSEWHERE = {"results", "power"}
@@ -24,8 +35,8 @@ NUMBER = r"[-+−]?\d[\d.,]*"
 WORD = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty)"
 COUNT = rf"(?<![\w-])(?:{NUMBER}|{WORD}\b)"
 UNIT = (
-    r"(?:%|per cent|[mnµu]?s|seconds?|min|minutes?|hours?|times|[KMGT]i?B|[TG]?FLOP/s|(?:images|tokens|samples|steps)/s"
-    r"|tokens a second|J|points|nats)"
+    r"(?:%|per ?cent|[mnµu]?s|(?:milli|micro)?seconds?|mins?|minutes?|h|hours?|times|[KMGT]i?B(?:/s)?|[TG]?FLOP/s|J|W"
+    r"|nats|points|(?:images|tokens|samples|steps|it)(?:/s| (?:a|per) second)|of the (?:steps|runs|seeds|tests|images))"
 )
 MEASURED = re.compile(
     rf"(?<![\w-]){NUMBER}x\b"  # a ratio
@@ -33,11 +44,14 @@ MEASURED = re.compile(
     rf"|\[{NUMBER} ?%?(?:,| to|;| ±) ?{NUMBER} ?%?\]|\({NUMBER} to {NUMBER}\)|{NUMBER} ?± ?\d"  # an interval
     rf"|{COUNT} (?:of|out of|in) (?:every )?(?:about )?{COUNT}\b"  # a share
     r"|(?:loss|perplexity|accuracy|top-1|bits per byte|MFU|speedup)\b[^.|\n]{0,25}?\d+\.\d+"  # a score
+    r"|\|\s*[-+−]?\d+\.\d+\s*(?=\|)|\d\.\d+ (?:against|instead of|after|versus|vs\.?) \d"  # two, or one of a table
+    r"|factors? of (?:about )?\d[\d.]*(?![\d./])|\b(?:\w+-|two|three|four|five|ten)fold\b|\bp [=<] 0?\.\d"
     r"|\b(?:quarter|third|half|tenth) (?:less|more|as|faster|slower)\b|\b(?:half|twice) (?:as|the)\b",
     re.IGNORECASE,
 )
 NOT_MEASURED = {
-    "the level of a test or an interval": r"\d+ %(?= intervals?\b)|(?<=are of )95 %|(?<=each of )[45] %|(?<=tests are of )5 %"
+    "the level of a test or an interval": r"\d+ %(?= intervals?\b)|(?<=are of )95 %"
+    r"|(?<=each of )[45] %|(?<=tests are of )5 %"
     r"|(?<=at most )5 %|(?<=less than )5 %(?= of simulations)",
     "the margin, which the user sets": r"(?<=too small to matter \()0\.3 %|(?<=at a margin of )0\.3 %",
     "a threshold in the code": r"(?<=if more than )\d+ %|(?<=if less than )\d+ %|(?<=at most )[\d.]+ (?:times|MiB)",
@@ -82,7 +96,10 @@ def test_a_measured_number_is_in_a_block(page: Path) -> None:
         "bf16 trains 2.55x as fast", "it is 1.9 times as fast", "it takes 0.50 times the time", "about three minutes",
         "in 4 ms", "49 % less memory", "peaks at 311 MiB", "at 123 images/s", "a loss of 2.54", "[1.667, 2.214] here",
         "(0.96 to 1.73)", "about 97 of 100", "nine out of ten", "perplexity 11.97", "costs 3 ± 0.2", "twice as fast",
-        "half the memory", "a quarter less", "two to three times", "97.1 points", "9,800 tokens a second", "12 per cent",
+        "half the memory", "a quarter less", "two to three times", "97.1 points", "9,800 tokens a second",
+        "12 per cent", "a factor of 2.5", "a threefold gain", "p = 0.03", "97.1 against 96.8", "17 of the steps",
+        "70% faster", "3 h long",
+        "a table\n\n| `bf16` | 2.3222 |", "12 milliseconds", "1.2 GB/s",
     ],
 )  # fmt: skip
 def test_a_number_is_seen(sentence: str) -> None:
@@ -102,6 +119,60 @@ def test_the_blocks_are_those_of_the_results() -> None:
 def test_a_block_without_its_file_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     assert blocks.stale(pages.contents()).keys() == {PROJECT / page for page in pages.contents()}
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """A comparison on disk, where a run of bf16 has failed; what is added goes to a folder of its own."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    arms = [Arm("fp32", ("precision=fp32",)), Arm("bf16", ("precision=bf16",)), Arm("null", (), NULL_SHIFT)]
+    plan = Comparison(arms, "fp32", [0, 1, 2], output_dir=tmp_path, name=pages.FRONT)
+    outcomes, ledger = [], dict.fromkeys(CATEGORIES, 2**20)
+    for number, (arm, seed) in enumerate(itertools.product(arms, plan.seeds)):
+        losses, rate = [3.0, 2.0 + number / 1000], 100.0 + 50 * number
+        one = ended(plan.folder / "runs", arm.label, seed, [5, 10], losses, ledger, units_per_s=rate)
+        if number == 4:
+            one.exit_code, one.failure, one.summary = 1, "it broke", {}
+        outcomes.append(one)
+        write_json(one.folder / OUTCOME_FILE, {key: getattr(one, key) for key in ("exit_code", "failure", "summary")})
+    facts = {"recipe": "gpt2", "unit": "tokens", "steps": 10, "hardware": detect("cpu").facts(), "git": {}}
+    facts |= {"versions": {"torch": "2"}}
+    result = Result(plan, judge(arms, "fp32", outcomes, plan.margin), outcomes, facts)
+    write_json(plan.folder / "comparison.json", result.to_dict())
+    write_report(result, ["python", "scripts/compare.py", "arms=fp32,bf16"])
+    return result
+
+
+def test_an_added_comparison_is_judged_and_drawn_from_its_file(
+    compared: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(pages.main, None, ["add", str(tmp_path)]) == 2  # no comparison
+    (line,) = pages.add(compared.comparison.folder).read_text().splitlines()
+    kept = json.loads(line)
+    assert kept["command"] == "python scripts/compare.py arms=fp32,bf16"
+    assert pages.judged(kept).arms == compared.arms
+    for sentence in sentences(compared):
+        assert sentence in pages.comparisons([pages.FRONT])
+    with pytest.raises(UserError, match="already"):
+        pages.add(compared.comparison.folder)
+    monkeypatch.setattr(pages, "PROJECT", tmp_path)
+    (tmp_path / pages.PICTURE).parent.mkdir(parents=True)
+    pages.draw(kept)
+    assert pages.shows() == pages.digest(kept)
+    kept["runs"][0]["summary"]["units_per_s"] += 1
+    assert pages.shows() != pages.digest(kept)
+
+
+def test_of_several_results_all_are_shown_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    for day, values in (("20", [9.0, 8.0]), ("24", [1.5, 1.7, 1.6]), ("21", [5.0])):
+        row = Row("gain", "x", values, "how").record() | {"measurement": "precision", "dirty": "true"}
+        records.add_line(tmp_path / "a" / records.BENCH, row | {"date": f"2026-11-{day}", "commit": "0123456789"})
+    assert pages.bench("precision").splitlines()[4:] == [
+        "| gain | 1.600x (1.500 to 1.700) | 2026-11-24, 012345678 with changes |",
+        "| earlier | 5.000x | 2026-11-21, 012345678 with changes, 3 days older than the newest |",
+        "| earlier | 8.500x (8.000 to 9.000) | 2026-11-20, 012345678 with changes, 4 days older than the newest |",
+    ]
 
 
 @pytest.mark.parametrize(
