@@ -66,6 +66,7 @@ def contents() -> blocks.Blocks:
             "comparison": comparisons([FRONT], tables=False),
         },
         docs / "comparing.md": {"comparison": comparisons([FRONT])},
+        docs / "images" / "README.md": {"picture": picture()},
         docs / "measurements.md": {
             "comparisons": comparisons([name for name in names() if name != FRONT]),
             "costs": bench("ema", "diagnostics", "optimizers", "loader"),
@@ -329,6 +330,17 @@ def comparisons(shown: Sequence[str], tables: bool = True) -> str:
 def pictured() -> Result | None:
     """Return the newest comparison of that name whose runs are recorded."""
     return next((result for _, _, result in recorded() if result["name"] == FRONT and "runs" in result), None)
+
+
+def picture() -> str:
+    """Return the line on the picture: from a report, until the runs of a comparison of that name are recorded."""
+    found = [each for each in recorded() if each[2]["name"] == FRONT]
+    for machine, newest, result in [each for each in found if "runs" in each[2]] or found:
+        how = "drawn by `python benchmarks/pages.py`" if "runs" in result else "a part of the report"
+        place = f"`results/{machine}/{records.COMPARISONS}`"
+        about = f"`{result['command']}`; {how}; {place}; {records.origin(result, newest)}"
+        return f"- `{PICTURE.name}`: {about}."
+    return ""
 
 
 def digest(result: Result) -> str:
