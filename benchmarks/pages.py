@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import io
 import json
 import math
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +32,13 @@ from evidence.measures import LOSS
 from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner
 from trainer.config.options import run
 from trainer.errors import UserError
-from trainer.files import PROJECT, read_json
+from trainer.files import PROJECT, read_json, write_text
 from trainer.hardware import detect
 
 FRONT = "precisions"
 """The comparison of README's first picture, and of docs/comparing.md."""
-PICTURE = Path("docs") / "images" / "compare.png"
+IMAGES = Path("docs") / "images"
+PICTURE, TERMINAL = IMAGES / "compare.png", IMAGES / "terminal.svg"
 DRAWN = ("speed", "memory", "loss", "tradeoff")
 """The plots of a comparison that the picture has, row by row."""
 OF_A_RUN = ("status", "units_per_s", "units", "energy_j", "peak_memory_bytes", "skipped_steps", "fp32_arithmetic")
@@ -49,9 +52,10 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{' '.join(arguments)} is unknown; say add outputs/compare/NAME, or nothing")
         print(f"appended to {add(Path(arguments[1]))}")
     changed = blocks.write(contents())
-    if (newest := pictured()) is not None and shows() != digest(newest):
-        draw(newest)
-        changed.append(PROJECT / PICTURE)
+    for path, (result, picture) in pictures().items():
+        if shows(path) != digest(result):
+            picture(result)
+            changed.append(PROJECT / path)
     print("\n".join(f"wrote {path.relative_to(PROJECT)}" for path in changed) or "all pages are up to date")
     return 0
 
@@ -66,7 +70,7 @@ def contents() -> blocks.Blocks:
             "comparison": comparisons([FRONT], tables=False),
         },
         docs / "comparing.md": {"comparison": comparisons([FRONT])},
-        docs / "images" / "README.md": {"picture": picture()},
+        IMAGES / "README.md": {"pictures": origins()},
         docs / "measurements.md": {
             "comparisons": comparisons([name for name in names() if name != FRONT]),
             "costs": bench("ema", "diagnostics", "optimizers", "loader"),
@@ -327,20 +331,31 @@ def comparisons(shown: Sequence[str], tables: bool = True) -> str:
     return "\n\n".join(parts)
 
 
-def pictured() -> Result | None:
-    """Return the newest comparison of that name whose runs are recorded."""
-    return next((result for _, _, result in recorded() if result["name"] == FRONT and "runs" in result), None)
+# --- pictures ---
 
 
-def picture() -> str:
-    """Return the line on the picture: from a report, until the runs of a comparison of that name are recorded."""
-    found = [each for each in recorded() if each[2]["name"] == FRONT]
-    for machine, newest, result in [each for each in found if "runs" in each[2]] or found:
-        how = "drawn by `python benchmarks/pages.py`" if "runs" in result else "a part of the report"
-        place = f"`results/{machine}/{records.COMPARISONS}`"
-        about = f"`{result['command']}`; {how}; {place}; {records.origin(result, newest)}"
-        return f"- `{PICTURE.name}`: {about}."
-    return ""
+def pictures() -> dict[Path, tuple[Result, Callable[[Result], None]]]:
+    """Return by picture the newest result that it can be drawn from, and what draws it."""
+    found: dict[Path, tuple[Result, Callable[[Result], None]]] = {}
+    for _, _, result in recorded():
+        if result["name"] == FRONT and "runs" in result:
+            found.setdefault(PICTURE, (result, draw))
+    outputs = [each for _, _, results in rows_of("documented") for each in results if "output" in each]
+    if outputs:
+        found[TERMINAL] = (max(outputs, key=lambda each: str(each["date"])), draw_terminal)
+    return found
+
+
+def origins() -> str:
+    """Return a line on each picture that is drawn from a result."""
+    lines = []
+    for path, (result, _) in pictures().items():
+        command = result["name"].split("`")[1] if path == TERMINAL else result["command"]
+        file = records.BENCH if path == TERMINAL else records.COMPARISONS
+        machines = [name for name, results in records.read(file).items() if result in results]
+        about = records.origin(result, str(result["date"]))
+        lines.append(f"- `{path.name}`: `{command}`; drawn from `results/{machines[0]}/{file}`; {about}.")
+    return "\n".join(lines)
 
 
 def digest(result: Result) -> str:
@@ -348,12 +363,21 @@ def digest(result: Result) -> str:
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
-def shows() -> str:
-    """Return the digest of the comparison that the picture was drawn from."""
-    from PIL import Image
+def shows(path: Path) -> str:
+    """Return the digest of the result that a picture was drawn from; empty: of none."""
+    found = re.search(rb"Source\W+([0-9a-f]{64})", (PROJECT / path).read_bytes())
+    return found[1].decode() if found else ""
 
-    with Image.open(PROJECT / PICTURE) as image:
-        return str(image.info.get("Source", ""))
+
+def draw_terminal(result: Result) -> None:
+    """Draw what a command printed; a comment ``Source`` has the result's digest."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=110, file=io.StringIO())
+    console.print(Text(result["output"].rstrip()))
+    picture = console.export_svg(title=result["name"].split("`")[1], unique_id="terminal")
+    write_text(PROJECT / TERMINAL, f"{picture}\n<!-- Source: {digest(result)} -->\n")
 
 
 def draw(result: Result) -> None:

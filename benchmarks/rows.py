@@ -34,6 +34,8 @@ class Row:
     target: float | None = None
     at_most: bool = True
     """Whether the target is an upper limit of the median."""
+    output: str = ""
+    """What the command printed, where a page shows it."""
 
     @property
     def met(self) -> bool | None:
@@ -69,7 +71,7 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """Return what is kept of it in results/; nothing, if it was not measured."""
-        return asdict(self) if self.values else {}
+        return {key: value for key, value in asdict(self).items() if value != ""} if self.values else {}
 
 
 @dataclass

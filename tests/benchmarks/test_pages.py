@@ -116,8 +116,9 @@ def test_the_blocks_are_those_of_the_results() -> None:
 
 
 def test_a_block_without_its_file_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {PROJECT / page for page, contents in pages.contents().items() if any(contents.values())}
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    assert blocks.stale(pages.contents()).keys() == {PROJECT / page for page in pages.contents()}
+    assert blocks.stale(pages.contents()).keys() == shown
 
 
 @pytest.fixture
@@ -157,9 +158,13 @@ def test_an_added_comparison_is_judged_and_drawn_from_its_file(
     monkeypatch.setattr(pages, "PROJECT", tmp_path)
     (tmp_path / pages.PICTURE).parent.mkdir(parents=True)
     pages.draw(kept)
-    assert pages.shows() == pages.digest(kept)
+    assert pages.shows(pages.PICTURE) == pages.digest(kept)
     kept["runs"][0]["summary"]["units_per_s"] += 1
-    assert pages.shows() != pages.digest(kept)
+    assert pages.shows(pages.PICTURE) != pages.digest(kept)
+    printed = {"name": "`a command`: top1", "output": "step 1/60  loss 2.5\nstep 2/60  loss 2.4\n"}
+    pages.draw_terminal(printed)
+    assert "2/60" in (tmp_path / pages.TERMINAL).read_text(encoding="utf-8")
+    assert pages.shows(pages.TERMINAL) == pages.digest(printed)
 
 
 def test_of_several_results_all_are_shown_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +191,12 @@ def test_a_result_says_where_it_is_from(path: Path) -> None:
             assert ("page" in result) != ("hardware" in result)
 
 
-def test_every_picture_is_named_with_its_origin() -> None:
+def test_every_picture_is_named_with_its_origin_and_of_its_newest_result() -> None:
+    """One that is drawn from a result has a line in the block; the others have one by hand."""
     folder = PROJECT / "docs" / "images"
-    lines = re.findall(
-        r"^- `([\w.-]+)`: .*`.*; 20\d\d-\d\d-\d\d, [^;]*[0-9a-f]{9}.*\.$", (folder / "README.md").read_text(), re.M
-    )
-    assert sorted(lines) == sorted(path.name for path in folder.iterdir() if path.suffix != ".md")
-    newest = pages.pictured()
-    assert newest is None or pages.shows() == pages.digest(newest), RUN
+    items = re.findall(r"^- `([\w.-]+)`: ([^-]*(?:-(?! `)[^-]*)*)", (folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _ in items) == sorted(path.name for path in folder.iterdir() if path.suffix != ".md")
+    for name, origin in items:
+        assert re.search(r"`python [^`]*`.*; 20\d\d-\d\d-\d\d, .*[0-9a-f]{9}", origin, re.DOTALL), name
+    for path, (result, _) in pages.pictures().items():
+        assert pages.shows(path) == pages.digest(result), RUN
