@@ -3,7 +3,7 @@
   only=memory,precision   run only these measurements (default: all):
                           precision, trainer, peers, nanogpt, roofline, optimizers, diagnostics, ema,
                           memory, loader, startup, saving, parallel, documented
-  repeats=5               repeats; the median is shown
+  repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matrix products are too slow here
   text=FILE               text for nanogpt and roofline, such as tinyshakespeare's; else Python's library
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
             try:
                 for row in MEASUREMENTS[name](bench):
                     print(row)
-                    if found := row.record():
+                    if options.repeats > 1 and (found := row.record()):
                         records.append(records.BENCH, command, hardware, {"measurement": name} | found)
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"

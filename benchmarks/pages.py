@@ -342,7 +342,7 @@ def pictures() -> dict[Path, tuple[Result, Callable[[Result], None]]]:
             found.setdefault(PICTURE, (result, draw))
     outputs = [each for _, _, results in rows_of("documented") for each in results if "output" in each]
     if outputs:
-        found[TERMINAL] = (max(outputs, key=lambda each: str(each["date"])), draw_terminal)
+        found[TERMINAL] = (sorted(outputs, key=lambda each: str(each["date"]))[-1], draw_terminal)
     return found
 
 

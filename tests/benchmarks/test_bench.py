@@ -37,6 +37,7 @@ def test_rows_are_printed_and_kept_as_they_come_also_beside_a_measurement_that_f
     output = capsys.readouterr().out
     assert "of the others" in output
     assert output.endswith("failed: broken: ValueError: no such operator\n")
+    assert run(main, None, ["device=cpu", "only=whole", "repeats=1"]) == 0  # a trial
     (kept,) = records.read(records.BENCH).values()
     assert [each["name"] for each in kept] == ["kept", "known before", "of the others"]
     assert kept[1].items() >= {"measurement": "broken", "values": [1.0, 3.0, 2.0], "measured": "a command"}.items()
