@@ -2,12 +2,13 @@
 
   only=memory,precision   run only these measurements (default: all):
                           precision, trainer, peers, nanogpt, roofline, optimizers, diagnostics, ema,
-                          memory, loader, startup, saving, parallel
-  repeats=5               repeats; the median is shown
+                          memory, loader, startup, saving, parallel, documented
+  repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matrix products are too slow here
   text=FILE               text for nanogpt and roofline, such as tinyshakespeare's; else Python's library
-Each row is printed as soon as it is known. A measurement that fails is named, and the others go on.
+Each row is printed as soon as it is known, and appended to results/<machine>/bench.jsonl, from which
+``python benchmarks/pages.py`` writes the pages. A measurement that fails is named, and the others go on.
 Exit code: 0, 1 when a measurement fails, 2 for a user error, 130 when interrupted.
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import loading, nanogpt, overhead, peers, ratios, roofline
+from benchmarks import loading, nanogpt, overhead, peers, ratios, records, roofline
 from benchmarks.rows import Bench, Row
 from mantissa.display import duration
 from mantissa.formats import BASIC
@@ -29,7 +30,7 @@ from trainer.config.options import parse, run
 from trainer.errors import UserError, nearest
 from trainer.hardware import detect
 
-MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row | str]]] = {
+MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row | peers.SideBySide]]] = {
     "precision": ratios.precision,
     "trainer": overhead.trainer_cost,
     "peers": peers.peers,
@@ -43,6 +44,7 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row | str]]] = {
     "startup": ratios.startup,
     "saving": ratios.saving,
     "parallel": ratios.parallel,
+    "documented": ratios.documented,
 }
 
 
@@ -69,6 +71,7 @@ def main(arguments: list[str]) -> int:
     facts = {name: hardware.facts()[name] for name in ("name", "device", "cpu_cores", "threads", "torch", "python")}
     print(", ".join(f"{key} {value}" for key, value in (facts | {"load": os.getloadavg()[0]}).items()))
     print(f"median of {options.repeats} repeats (lowest to highest); compared loops alternate in one process")
+    command = " ".join(["python benchmarks/bench.py", *arguments])
     failed: dict[str, str] = {}
     for name in options.only or MEASUREMENTS:
         began = time.monotonic()
@@ -78,6 +81,8 @@ def main(arguments: list[str]) -> int:
             try:
                 for row in MEASUREMENTS[name](bench):
                     print(row)
+                    if options.repeats > 1 and (found := row.record()):
+                        records.append(records.BENCH, command, hardware, {"measurement": name} | found)
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         print(f"  ({duration(time.monotonic() - began)})")

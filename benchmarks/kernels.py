@@ -5,16 +5,14 @@
   python benchmarks/kernels.py training     200 steps with either kernels, from the same and from shaken weights
   python benchmarks/kernels.py memory       peak memory of a run in each format, each in a process of its own
   python benchmarks/kernels.py places       what it costs in other places: a dispatch mode, an autograd function
-  python benchmarks/kernels.py pages        write the tables of docs/speed.md from results/
 
   rounds=8         steps of each arm that are timed; native=2: of torch's own kernels, where they are slow
   only=gpt2        one recipe
-Each run is appended to results/<machine>/kernels.jsonl.
+Each run is appended to results/<machine>/kernels.jsonl; ``python benchmarks/pages.py`` writes docs/speed.md from it.
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import statistics
@@ -33,13 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evidence.claims.reproduce import machine_name
+from benchmarks import records
 from mantissa.statistics import ratio_interval
 from trainer.config.compose import compose
-from trainer.files import PROJECT, write_text
+from trainer.files import PROJECT
 from trainer.hardware import NATIVE, detect
 from trainer.precision import kernels
-from trainer.run.provenance import git_facts, versions
+from trainer.run.provenance import versions
 from trainer.trainer import StepRecord, Trainer
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,8 +53,6 @@ SMALL = {
     "bignet": "recipe=bignet recipe.width=128 recipe.layers=6 data.samples=4096 batch_size=64",
 }
 STEPS, SEEDS = 200, 2
-BEGIN, END = "<!-- kernels: made by benchmarks/kernels.py pages -->", "<!-- end of kernels -->"
-PAGE = PROJECT / "docs" / "speed.md"
 
 
 class Arm:
@@ -261,18 +257,7 @@ def _lacks(precision: str) -> bool:
     return detect("cpu").support(precision) != NATIVE
 
 
-def _results() -> Path:
-    return PROJECT / "results" / machine_name(detect("cpu")) / "kernels.jsonl"
-
-
 # --- the pages ---
-
-
-def records() -> dict[str, list[dict[str, Any]]]:
-    """Return what was measured, by machine, the newest last."""
-    found = sorted((PROJECT / "results").glob("*/kernels.jsonl"))
-    return {path.parent.name: [json.loads(line) for line in path.read_text().splitlines()] for path in found}
-
 
 Table = Iterator[Sequence[Any]]
 """The cells of the heading, then those of each row."""
@@ -281,7 +266,7 @@ Table = Iterator[Sequence[Any]]
 def tables() -> str:
     """Return the tables of docs/speed.md: every run, each under its command, commit, date and machine."""
     lines = []
-    for machine, runs in records().items():
+    for machine, runs in records.read(records.KERNELS).items():
         for run in runs:
             about = f"`{run['command']}` on `{machine}`, {run['threads']} threads, torch {run['torch']}"
             heading, *rows = _TABLES[run["what"]](run["rows"])
@@ -352,13 +337,9 @@ MEASUREMENTS = {"steps": steps, "operators": operators, "training": training, "m
 
 
 def main(arguments: list[str]) -> int:
-    """Measure what the first argument names, and append it to the results; or write the page."""
+    """Measure what the first argument names, and append it to the results."""
     what, *rest = arguments or [""]
     options = dict(argument.split("=", 1) for argument in rest)
-    if what == "pages":
-        head, _, after = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        write_text(PAGE, f"{head}{BEGIN}\n{tables()}\n{END}{after.partition(END)[2]}")
-        return 0
     if what not in MEASUREMENTS:
         print(__doc__)
         return 2
@@ -367,19 +348,8 @@ def main(arguments: list[str]) -> int:
     for row in MEASUREMENTS[what](rounds, native, options.get("only", "")):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    run = {
-        "what": what,
-        "command": " ".join(["python benchmarks/kernels.py", *arguments]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": git_facts().get("commit", "unknown"),
-        "dirty": git_facts().get("dirty"),
-        "hardware": detect("cpu").facts(),
-        "threads": torch.get_num_threads(),
-        "torch": versions()["torch"],
-        "rows": rows,
-    }
-    with _results().open("a", encoding="utf-8") as file:
-        file.write(json.dumps(run) + "\n")
+    run = {"what": what, "threads": torch.get_num_threads(), "torch": versions()["torch"], "rows": rows}
+    records.append(records.KERNELS, " ".join(["python benchmarks/kernels.py", *arguments]), detect("cpu"), run)
     return 0
 
 

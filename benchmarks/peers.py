@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -361,15 +361,37 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
     return Job("gpt2 mini", language, 5), Job("resnet18", (*vision, "batch_size=32"), 10), tiny
 
 
-def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[str]:
+@dataclass
+class SideBySide:
+    """The loops of one job."""
+
+    title: str
+    unit: str
+    """Of what a step takes: tokens, images or samples."""
+    units: int
+    """How many of them a step takes."""
+    how: str
+    peers: list[Peer]
+    """The first one is the loop written by hand."""
+
+    def __str__(self) -> str:
+        listed = "\n".join(f"- {note}" for note in (self.how, *notes(self.peers)))
+        return f"### {self.title}\n\n{table(self.peers, self.unit, self.units)}\n\n{listed}\n"
+
+    def record(self) -> dict[str, Any]:
+        """Return what is kept of it in results/."""
+        return asdict(self)
+
+
+def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[SideBySide]:
     """Measure a step's overhead, throughput and peak memory in each framework, beside a loop written by hand."""
     for job in jobs or peers_jobs(bench.hardware):
         vision = "recipe=resnet" in job.overrides
         yield side_by_side(bench, job, [each for each in frameworks if vision or not each.vision_only])
 
 
-def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> str:
-    """Return the table of one job as Markdown, with its notes."""
+def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> SideBySide:
+    """Measure the loops of one job."""
     mode, device = bench.mode, bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
     options += [f"log_every={LOG_EVERY}", "checkpoint=none"]
@@ -407,8 +429,7 @@ def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> str
         seconds = times.get({BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name), [])
         peer.step_ms = [1e3 * each / steps for each in seconds]
     how = f"{job.line(*options)}; {steps} steps a repeat; peak memory of the third step by {memory_is_by(device)}"
-    listed = "\n".join(f"- {note}" for note in (how, *notes(rows)))
-    return f"### {job.name} {mode}\n\n{table(rows, *workload.units())}\n\n{listed}\n"
+    return SideBySide(f"{job.name} {mode}", *workload.units(), how, rows)
 
 
 def _distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -37,6 +38,14 @@ PROCESSES = 2
 STEPS = 4
 """Optimizer steps before a checkpoint, and in a block of several processes."""
 NCHW = "bf16 recipe.channels_last=false"
+PICTURED = "python scripts/train.py recipe=resnet recipe.arch=resnet18 steps=60"
+"""The command whose output README shows."""
+DOCUMENTED = (
+    ("python scripts/train.py recipe=gpt2 precision=bf16", "valid/loss", "nats"),
+    (PICTURED, "valid/top1", "%"),
+    ("python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=chars", "valid/loss", "nats"),
+)
+"""The first commands of the README (``make train`` is the first one), the metric that each reaches, and its unit."""
 
 
 def precision(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
@@ -226,6 +235,25 @@ def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterat
     how = "python scripts/train.py {}; warm caches"
     yield Row("command to the end of the first step", "s", times["first step"], how.format(" ".join(train)), 15.0)
     yield Row("command to the error message", "s", times["mistake"], how.format(" ".join(mistake)), 4.0)
+
+
+def documented(bench: Bench, runs: Sequence[tuple[str, str, str]] = DOCUMENTED) -> Iterator[Row]:
+    """Run the README's first commands as they are: the seconds of each whole process, and what it reaches."""
+    for number, (command, metric, unit) in enumerate(runs):
+        place = bench.folder / str(number)
+        words = shlex.split(command)[1:]
+        full = [sys.executable, str(PROJECT / words[0]), *words[1:], f"output_dir={place}", "tracking=local"]
+        began = time.perf_counter()
+        done = subprocess.run(full, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        took = time.perf_counter() - began
+        if done.returncode:
+            raise RunError(f"{command} ended with status {done.returncode}:\n{done.stdout[-2000:]}")
+        (summary,) = (json.loads(path.read_text(encoding="utf-8")) for path in place.glob("*/summary.json"))
+        how = f"{command} tracking=local; one run"
+        yield Row(f"`{command}`: time", "s", [took], how)
+        reached = summary["final"][metric] * (100 if unit == "%" else 1)
+        output = done.stdout.replace(str(place), "outputs") if command == PICTURED else ""
+        yield Row(f"`{command}`: {metric}", unit, [reached], how, output=output)
 
 
 def _seconds(command: list[str], folder: Path, code: int = 0, until: str | None = None) -> float:

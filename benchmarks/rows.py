@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from evidence.turns import in_turns, stopwatch
 from trainer.hardware import Hardware
@@ -14,7 +15,7 @@ from trainer.precision.kernels import not_timed_here
 
 ENDLESS = "steps=1000000"
 """For a trainer whose steps are taken by hand, so that its schedule does not end."""
-_DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "images/s": 1}
+_DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "images/s": 1, "nats": 2}
 Times = dict[str, list[float]]
 """Seconds of each block by its name, one number per repeat."""
 
@@ -25,7 +26,7 @@ class Row:
 
     name: str
     unit: str
-    """``x``, ``%``, ``ms``, ``s`` or ``images/s``."""
+    """``x``, ``%``, ``ms``, ``s``, ``images/s`` or ``nats`` (of a loss)."""
     values: list[float]
     """One per repeat; empty: not measured."""
     measured: str
@@ -33,6 +34,8 @@ class Row:
     target: float | None = None
     at_most: bool = True
     """Whether the target is an upper limit of the median."""
+    output: str = ""
+    """What the command printed, where a page shows it."""
 
     @property
     def met(self) -> bool | None:
@@ -42,16 +45,33 @@ class Row:
         median = statistics.median(self.values)
         return median <= self.target if self.at_most else median >= self.target
 
+    @property
+    def figure(self) -> str:
+        """The median with its unit."""
+        return f"{statistics.median(self.values):.{_DIGITS[self.unit]}f}{self._suffix}" if self.values else "–"
+
+    @property
+    def spread(self) -> str:
+        """The lowest and the highest value, where there are several."""
+        low, high = (f"{each(self.values, default=0):.{_DIGITS[self.unit]}f}" for each in (min, max))
+        return f"({low} to {high})" if len(self.values) > 1 else ""
+
+    @property
+    def bound(self) -> str:
+        """The target; empty: there is none."""
+        return "" if self.target is None else f"{'≤' if self.at_most else '≥'} {self.target:g}{self._suffix}"
+
+    @property
+    def _suffix(self) -> str:
+        return self.unit if self.unit == "x" else f" {self.unit}"
+
     def __str__(self) -> str:
-        unit = self.unit if self.unit == "x" else f" {self.unit}"
-        figure, spread, verdict = "–", "", ""
-        if self.values:
-            shown = (statistics.median(self.values), min(self.values), max(self.values))
-            median, low, high = (f"{value:.{_DIGITS[self.unit]}f}" for value in shown)
-            figure, spread = f"{median}{unit}", f"({low} to {high})"
-        if self.met is not None:
-            verdict = f"target {'≤' if self.at_most else '≥'} {self.target:g}{unit}: {'met' if self.met else 'MISSED'}"
-        return f"  {self.name:<52} {figure:>10}  {spread:<20} {verdict}".rstrip() + f"\n      {self.measured}"
+        verdict = "" if self.met is None else f"target {self.bound}: {'met' if self.met else 'MISSED'}"
+        return f"  {self.name:<52} {self.figure:>10}  {self.spread:<20} {verdict}".rstrip() + f"\n      {self.measured}"
+
+    def record(self) -> dict[str, Any]:
+        """Return what is kept of it in results/; nothing, if it was not measured."""
+        return {key: value for key, value in asdict(self).items() if value != ""} if self.values else {}
 
 
 @dataclass

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import yaml
 
+from evidence import blocks
 from evidence.claims.claims import NULL_ARM, PROBE, QUIET, Claim, load, names
 from evidence.claims.criteria import NOT_HERE, RELATED, shown
 from evidence.claims.reproduce import OUTCOMES, bf16_instructions, plain
 from evidence.runs import NULL_SHIFT, Outcome
 from trainer.config.compose import key_of
-from trainer.errors import UserError
 from trainer.files import PROJECT, write_text
 from trainer.hardware import Hardware
 
@@ -28,7 +28,6 @@ SUMMARY = Path("docs") / "claims.md"
 FRONT = Path("README.md")
 SHOWN = ("cpu_bf16", "old_or_small", "bignet_memory", "half_everywhere", "clip_order")
 """The claims of the README."""
-BEGIN, END = "<!-- results: made by scripts/reproduce.py -->", "<!-- end of results -->"
 
 Record = dict[str, Any]
 Records = dict[str, dict[str, list[Record]]]
@@ -223,12 +222,7 @@ def update() -> list[Path]:
     claims = {name: load(name) for name in names()}
     records = read()
     wanted = {PROJECT / PAGE: page(records, claims, read_notes())}
-    for path, table in tables(records, claims).items():
-        head, found, rest = (PROJECT / path).read_text(encoding="utf-8").partition(BEGIN)
-        _, ended, tail = rest.partition(END)
-        if not (found and ended):
-            raise UserError(f"{path} lacks the line {BEGIN if not found else END}, which marks the table")
-        wanted[PROJECT / path] = f"{head}{BEGIN}\n{table}\n{END}{tail}"
+    wanted |= blocks.stale({path: {"results": table} for path, table in tables(records, claims).items()})
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in changed:
         write_text(path, wanted[path])

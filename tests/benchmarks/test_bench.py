@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, ratios, rows
+from benchmarks import bench, ratios, records, rows
 from benchmarks.bench import MEASUREMENTS, main
 from benchmarks.jobs import Job
 from benchmarks.rows import Bench, Row, interleave
@@ -15,13 +15,14 @@ from trainer.hardware import detect
 WHY = "fp16 products take 95 times as long as fp32's here"
 
 
-def test_rows_are_printed_as_they_come_also_beside_a_measurement_that_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_rows_are_printed_and_kept_as_they_come_also_beside_a_measurement_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
 
     def broken(given: Bench) -> Iterator[Row]:
-        yield Row("known before", "ms", [1.0], "a command")
+        yield Row("known before", "ms", [1.0, 3.0, 2.0], "a command")
+        yield Row("not measured here", "ms", [], "why")
         seen.append(capsys.readouterr().out)
         raise ValueError("no such operator")
 
@@ -29,11 +30,19 @@ def test_rows_are_printed_as_they_come_also_beside_a_measurement_that_fails(
         yield Row("of the others", "ms", [1.0], "a command")
 
     monkeypatch.setattr(bench, "MEASUREMENTS", {"broken": broken, "whole": whole})
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    records.append(records.BENCH, "an earlier command", detect("cpu"), {"name": "kept"})
     assert run(main, None, ["device=cpu"]) == 1
     assert "known before" in seen[0]
     output = capsys.readouterr().out
     assert "of the others" in output
     assert output.endswith("failed: broken: ValueError: no such operator\n")
+    assert run(main, None, ["device=cpu", "only=whole", "repeats=1"]) == 0  # a trial
+    (kept,) = records.read(records.BENCH).values()
+    assert [each["name"] for each in kept] == ["kept", "known before", "of the others"]
+    assert kept[1].items() >= {"measurement": "broken", "values": [1.0, 3.0, 2.0], "measured": "a command"}.items()
+    assert kept[1]["command"] == "python benchmarks/bench.py device=cpu"
+    assert kept[1]["commit"]
 
 
 def test_those_that_are_named_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,8 @@ def test_loops_of_the_same_job_are_side_by_side(tmp_path: Path) -> None:
         Framework("absent", by_hand, ("a-package-that-nobody-has",)),
         Framework("for images", by_hand, ("torch",), vision_only=True),
     )
-    (page,) = peers(Bench(detect("cpu"), 2, tmp_path), [JOB], made)
+    (found_page,) = peers(Bench(detect("cpu"), 2, tmp_path), [JOB], made)
+    page = str(found_page)
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
     found = {row[0]: row for row in rows}
     assert list(found) == [BARE, MANTISSA, "whole", "other rate", "cannot start", "absent"]

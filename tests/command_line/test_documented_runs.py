@@ -156,7 +156,7 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
         where = words.index("scripts/train.py")
         torchrun.get_args_parser().parse_args(words[words.index("torchrun") + 1 : where + 1])
         words = ["python", *words[where:]]
-    if words[0] != "python" or "recipe=tumour" in words:
+    if words[0] != "python" or "recipe=tumour" in words or "outputs/python" in command:  # the reader makes these
         return
     own = own_options(words[1]) if words[1] != "scripts/train.py" else set()
     # A run in MLflow would be fetched to be composed on; its address is no option to check.

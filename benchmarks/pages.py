@@ -1,0 +1,467 @@
+"""Write what README and docs show of results/: ``python benchmarks/pages.py``.
+
+  python benchmarks/pages.py                            write the blocks and the picture that are out of date
+  python benchmarks/pages.py add outputs/compare/NAME   first append a finished comparison, or a certificate
+
+Of several results of one thing the newest comes first and the earlier ones follow, each in one line; none is left out.
+Exit code: 0, 2 for a user error.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import kernels, peers, records
+from benchmarks.records import Result
+from benchmarks.rows import Row
+from evidence import blocks
+from evidence.claims import results as claims
+from evidence.claims.criteria import shown
+from evidence.comparison import compare, judge, plots, report
+from evidence.measures import LOSS
+from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner
+from trainer.config.options import run
+from trainer.errors import UserError
+from trainer.files import PROJECT, read_json, write_text
+from trainer.hardware import detect
+
+FRONT = "precisions"
+"""The comparison of README's first picture, and of docs/comparing.md."""
+IMAGES = Path("docs") / "images"
+PICTURE, TERMINAL = IMAGES / "compare.png", IMAGES / "terminal.svg"
+DRAWN = ("speed", "memory", "loss", "tradeoff")
+"""The plots of a comparison that the picture has, row by row."""
+OF_A_RUN = (
+    "status",
+    "units_per_s",
+    "units",
+    "energy_j",
+    "energy_units",
+    "peak_memory_bytes",
+    "skipped_steps",
+    "fp32_arithmetic",
+)
+"""What is kept of a run's summary, beside its validation losses, its device and its ledger."""
+
+
+def main(arguments: list[str]) -> int:
+    """Add a comparison, if one is named; write the pages and the picture."""
+    if arguments:
+        if len(arguments) != 2 or arguments[0] != "add":
+            raise UserError(f"{' '.join(arguments)} is unknown; say add outputs/compare/NAME, or nothing")
+        print(f"appended to {add(Path(arguments[1]))}")
+    changed = blocks.write(contents())
+    for path, (result, picture) in pictures().items():
+        if shows(path) != digest(result):
+            picture(result)
+            changed.append(PROJECT / path)
+    print("\n".join(f"wrote {path.relative_to(PROJECT)}" for path in changed) or "all pages are up to date")
+    return 0
+
+
+def contents() -> blocks.Blocks:
+    """Return what stands in each block of each page."""
+    docs = Path("docs")
+    found = {
+        Path("README.md"): {
+            "advice": advice(),
+            "start": bench("documented"),
+            "comparison": comparisons([FRONT], tables=False),
+        },
+        docs / "comparing.md": {"comparison": comparisons([FRONT])},
+        IMAGES / "README.md": {"pictures": origins()},
+        docs / "measurements.md": {
+            "comparisons": comparisons([name for name in names() if name != FRONT]),
+            "costs": bench("ema", "diagnostics", "optimizers", "loader"),
+        },
+        docs / "reliability.md": {"certificates": certificates()},
+        docs / "speed.md": {
+            "bf16": bf16_over_fp32(),
+            "targets": bench("precision", "trainer", "memory", "saving", "parallel", "startup"),
+            "kernels": kernels.tables(),
+            "peers": side_by_side(),
+            "nanogpt": bench("nanogpt"),
+            "roofline": roofline(),
+        },
+    }
+    return {page: {name: _explained(content) for name, content in of_page.items()} for page, of_page in found.items()}
+
+
+def _explained(content: str) -> str:
+    if records.FROM_A_PAGE not in content:
+        return content
+    return f"{content}\n\n({records.FROM_A_PAGE.capitalize()}: known from an earlier page alone; raw values not kept.)"
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
+
+
+# --- rows of benchmarks/bench.py ---
+
+
+def rows_of(*measurements: str) -> Iterator[tuple[str, str, list[Result]]]:
+    """Yield each machine that has results of these measurements, its newest date, and all of these results."""
+    for machine, results in records.read(records.BENCH).items():
+        found = [result for name in measurements for result in results if result["measurement"] == name]
+        if found:
+            yield machine, records.newest(results), found
+
+
+def row(result: Result) -> Row:
+    """Return the row of a result; the values of one that only a page had are the median, the lowest, the highest."""
+    fields = {key: result[key] for key in ("name", "unit", "target", "at_most")}
+    values = result["values"] if "values" in result else result["printed"]
+    return Row(**fields, values=values, measured=result.get("measured", ""))
+
+
+def figure(result: Result) -> str:
+    """Return the median with its unit, and the range; of a page as it was printed."""
+    one = row(result)
+    if "values" in result:
+        return f"{one.figure} {one.spread}".strip()
+    middle, *ends = (f"{value:g}" for value in result["printed"])
+    return f"{middle}{'' if one.unit == 'x' else ' '}{one.unit}" + (f" ({' to '.join(ends)})" if ends else "")
+
+
+def bench(*measurements: str) -> str:
+    """Return a table for each machine, with every result of these measurements."""
+    parts = []
+    for machine, newest, found in rows_of(*measurements):
+        lines = []
+        for name in dict.fromkeys(result["name"] for result in found):
+            own = sorted((each for each in found if each["name"] == name), key=lambda each: str(each["date"]))
+            for number, result in enumerate(reversed(own)):
+                about = (figure(result), row(result).bound, records.origin(result, newest))
+                lines.append((name if not number else "earlier", *about))
+        heading = ("quantity", "median (lowest to highest)", "target", "measured")
+        shown = [column for column, name in enumerate(heading) if name != "target" or any(line[2] for line in lines)]
+        cut = [[line[column] for column in shown] for line in (heading, *lines)]
+        parts += [f"`{machine}`:", table(cut[0], cut[1:])]
+    return "\n\n".join(parts)
+
+
+def roofline() -> str:
+    """Return the shares of a step: for each call of the bench a table with a row for each step."""
+    parts = []
+    for machine, newest, found in rows_of("roofline"):
+        for origin in dict.fromkeys(records.origin(result, newest) for result in found):
+            cells: dict[str, dict[str, str]] = {}
+            for result in [each for each in found if records.origin(each, newest) == origin]:
+                step, _, quantity = result["name"].partition(", ")
+                cells.setdefault(step, {})[quantity.removeprefix("share of ")] = figure(result).partition(" (")[0]
+            columns = list(dict.fromkeys(column for step in cells.values() for column in step))
+            lines = [(step, *(of_step.get(column, "") for column in columns)) for step, of_step in cells.items()]
+            parts += [f"`{machine}`, {origin}:", table(("step", *columns), lines)]
+    return "\n\n".join(parts)
+
+
+def side_by_side() -> str:
+    """Return the tables of loops beside the trainer."""
+    parts = []
+    for machine, newest, found in rows_of("peers"):
+        for result in found:
+            fields = {key: result[key] for key in ("title", "unit", "units", "how") if key in result}
+            text = "\n".join(result.get("printed", []))
+            if not text:
+                text = str(peers.SideBySide(**fields, peers=[peers.Peer(**each) for each in result["peers"]]))
+            heading, _, rest = text.strip().partition("\n")
+            parts.append(f"{heading}\n\n`{machine}`, {records.origin(result, newest)}:\n{rest}")
+    return "\n\n".join(parts)
+
+
+# --- comparisons and certificates ---
+
+
+def add(folder: Path) -> Path:
+    """Append a finished comparison, with what was measured of every run, or a certificate; return the file.
+
+    Raises:
+        UserError: the folder holds neither, it is of another machine, or it is in the file already.
+    """
+    kinds = {
+        compare.RESULT_FILE: (records.COMPARISONS, comparison),
+        "certificate.json": (records.CERTIFICATES, certified),
+    }
+    path = next((folder / name for name in kinds if (folder / name).is_file()), None)
+    if path is None:
+        raise UserError(f"{folder} holds no finished comparison and no certificate")
+    name, kept = kinds[path.name]
+    found = read_json(path)
+    hardware = detect(found["hardware"]["device"])
+    if hardware.facts() != found["hardware"]:
+        raise UserError(f"{folder} is of another machine or version ({found['hardware']['name']}); add it there")
+    result = kept(folder, found) | {
+        "date": datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat(),
+        "commit": found["git"].get("commit", "unknown"),
+        "dirty": found["git"].get("dirty"),
+        "hardware": found["hardware"],
+    }
+    machine = records.machine_name(hardware)
+    if result in records.read(name).get(machine, []):
+        raise UserError(f"{folder} is in results/{machine}/{name} already")
+    return records.add_line(records.RESULTS / machine / name, result)
+
+
+def certified(folder: Path, found: Result) -> Result:
+    """Return what is kept of a certificate."""
+    recipe, precision = folder.name.split("-")[1:]
+    of = found["comparison"]
+    return {
+        "recipe": recipe,
+        "precision": precision,
+        "verdict": found["verdict"],
+        "kills": len(found["kills"]),
+        "steps": of["steps"],
+        "steps_again": of["repeated_steps"],
+        "tensors": of["tensors"],
+        "skipped": found["skipped_steps"],
+        "command": found["command"],
+    }
+
+
+def certificates() -> str:
+    """Return the table of all certificates."""
+    heading = (
+        "recipe",
+        "precision",
+        "verdict",
+        "SIGKILLs",
+        "steps, of them trained again, skipped",
+        "tensors",
+        "where",
+        "measured",
+    )
+    lines = []
+    for machine, results in records.read(records.CERTIFICATES).items():
+        for each in results:
+            steps = f"{each['steps']}, {each['steps_again']}, {each['skipped']}"
+            cells = (f"`{each['recipe']}`", f"`{each['precision']}`", each["verdict"], str(each["kills"]), steps)
+            lines.append((*cells, str(each["tensors"]), f"`{machine}`", records.origin(each, records.newest(results))))
+    return table(heading, lines)
+
+
+def comparison(folder: Path, found: Result) -> Result:
+    """Return what is kept of a comparison: its plan, and the losses, speed and memory of every run."""
+    runner, keys = (
+        Runner(folder),
+        ("name", "baseline", "seeds", "margin", "recipe", "unit", "steps", "versions", "looks"),
+    )
+    arms = [Arm(each["label"], tuple(each["overrides"]), NULL_SHIFT * each["is_null"]) for each in found["arms"]]
+    failed = {each["label"]: each["failures"] for each in found["arms"]}
+    runs = []
+    for arm in arms:
+        for seed in found["seeds"]:
+            failure = Outcome(arm.label, seed, folder, 1, failed[arm.label].get(str(seed), ""))
+            runs.append(_run(runner.done(arm, seed) or failure))
+    lines = (folder / "report.md").read_text(encoding="utf-8").splitlines()
+    return {key: found[key] for key in keys} | {
+        "arms": [[arm.label, list(arm.overrides), arm.seed_shift] for arm in arms],
+        "runs": runs,
+        "command": next(line.strip() for line in lines if line.startswith("    ")),
+    }
+
+
+def _run(outcome: Outcome) -> Result:
+    steps, losses = outcome.series.get(LOSS, (np.array([]), np.array([])))
+    summary = {key: outcome.summary[key] for key in OF_A_RUN if key in outcome.summary}
+    if outcome.summary:
+        summary |= {"hardware": {"device": outcome.summary["hardware"]["device"]}}
+        summary |= {"final": {LOSS: outcome.summary["final"].get(LOSS)}}
+    ledger = outcome.ledger and {key: outcome.ledger[key] for key in ("at_peak", "peak_bytes")}
+    return {
+        **{key: getattr(outcome, key) for key in ("arm", "seed", "exit_code", "failure", "wall_time_s")},
+        "summary": summary,
+        "losses": [steps.tolist(), [value if math.isfinite(value) else None for value in losses.tolist()]],
+        "ledger": ledger,
+    }
+
+
+def judged(result: Result) -> compare.Result:
+    """Judge a recorded comparison again, from the values of its runs."""
+    arms = [Arm(label, tuple(overrides), shift) for label, overrides, shift in result["arms"]]
+    outcomes = []
+    for each in result["runs"]:
+        values = {key: each[key] for key in ("arm", "seed", "exit_code", "failure", "wall_time_s", "summary")}
+        outcome = Outcome(**values, folder=Path())
+        steps, losses = each["losses"]
+        outcome.series = {LOSS: (np.array(steps, int), np.array(losses, float))} if steps else {}
+        outcome.ledger = each["ledger"]
+        outcomes.append(outcome)
+    plan = compare.Comparison(arms, result["baseline"], result["seeds"], result["margin"], name=result["name"])
+    facts = {key: result[key] for key in ("recipe", "unit", "steps", "hardware", "versions")} | {"git": {}}
+    found: list[judge.ArmResult] = []
+    for number, look in enumerate(result["looks"], 1):
+        before = {arm.label: asdict(arm.quality) for arm in found}
+        seen = [outcome for outcome in outcomes if outcome.seed in look["seeds"]]
+        found = judge.judge(arms, plan.baseline, seen, plan.margin, number)
+        judge.keep_verdicts(found, before)
+    return compare.Result(plan, found, outcomes, facts, result["looks"])
+
+
+def recorded() -> list[tuple[str, str, Result]]:
+    """Return machine, its newest date, and result of every comparison, the newest first."""
+    found = records.read(records.COMPARISONS)
+    every = [(name, records.newest(results), result) for name, results in found.items() for result in results]
+    return sorted(every, key=lambda each: str(each[2]["date"]))[::-1]
+
+
+def names() -> list[str]:
+    """Return the names of the recorded comparisons."""
+    return sorted({result["name"] for _, _, result in recorded()})
+
+
+def comparisons(shown: Sequence[str], tables: bool = True) -> str:
+    """Return for each name the newest comparison in full, and each earlier one in one line.
+
+    Args:
+        shown: names of comparisons.
+        tables: with a table of the arms.
+    """
+    parts = []
+    for name in shown:
+        own = [each for each in recorded() if each[2]["name"] == name]
+        for number, (machine, newest, result) in enumerate(own):
+            about = f"`{machine}`, {records.origin(result, newest)}"
+            sentences = result.get("printed") or report.sentences(judged(result))
+            if number:
+                before = (
+                    "Earlier, the same" if result["command"] == own[0][2]["command"] else f"Also, `{result['command']}`"
+                )
+                parts.append(f"{before} on {about}: {' '.join(sentences)}")
+                continue
+            parts += [f"### {name.capitalize().replace('-', ' ')}"] if len(shown) > 1 else []
+            parts += [f"    {result['command']}", f"On {about}:", "\n".join(f"- {each}" for each in sentences)]
+            if tables and "runs" in result:
+                heading, *rows = report.rows(judged(result))
+                parts.append(table(heading, rows))
+    return "\n\n".join(parts)
+
+
+# --- pictures ---
+
+
+def pictures() -> dict[Path, tuple[Result, Callable[[Result], None]]]:
+    """Return by picture the newest result that it can be drawn from, and what draws it."""
+    found: dict[Path, tuple[Result, Callable[[Result], None]]] = {}
+    for _, _, result in recorded():
+        if result["name"] == FRONT and "runs" in result:
+            found.setdefault(PICTURE, (result, draw))
+    outputs = [each for _, _, results in rows_of("documented") for each in results if "output" in each]
+    if outputs:
+        found[TERMINAL] = (sorted(outputs, key=lambda each: str(each["date"]))[-1], draw_terminal)
+    return found
+
+
+def origins() -> str:
+    """Return a line on each picture that is drawn from a result."""
+    lines = []
+    for path, (result, _) in pictures().items():
+        command = result["name"].split("`")[1] if path == TERMINAL else result["command"]
+        file = records.BENCH if path == TERMINAL else records.COMPARISONS
+        machines = [name for name, results in records.read(file).items() if result in results]
+        about = records.origin(result, str(result["date"]))
+        lines.append(f"- `{path.name}`: `{command}`; drawn from `results/{machines[0]}/{file}`; {about}.")
+    return "\n".join(lines)
+
+
+def digest(result: Result) -> str:
+    """Return what names a result: a hash of all that it says."""
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+
+
+def shows(path: Path) -> str:
+    """Return the digest of the result that a picture was drawn from; empty: of none."""
+    found = re.search(rb"Source\W+([0-9a-f]{64})", (PROJECT / path).read_bytes())
+    return found[1].decode() if found else ""
+
+
+def draw_terminal(result: Result) -> None:
+    """Draw what a command printed; a comment ``Source`` has the result's digest."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=110, file=io.StringIO())
+    console.print(Text(result["output"].rstrip()))
+    picture = console.export_svg(title=result["name"].split("`")[1], unique_id="terminal")
+    write_text(PROJECT / TERMINAL, f"{picture}\n<!-- Source: {digest(result)} -->\n")
+
+
+def draw(result: Result) -> None:
+    """Draw the plots of a comparison side by side; the picture's text chunk ``Source`` has the result's digest."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.image import imsave
+
+    drawn = plots.figures(judged(result))
+    tiles = []
+    for name in DRAWN:
+        if name in drawn:
+            title, figure = drawn[name]
+            figure.suptitle(title, fontsize=10)
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
+            tiles.append(np.asarray(canvas.buffer_rgba()))
+    tiles += [np.full_like(tiles[0], 255)] * (len(tiles) % 2)
+    lines = [np.hstack(tiles[first : first + 2]) for first in range(0, len(tiles), 2)]
+    imsave(PROJECT / PICTURE, np.vstack(lines), metadata={"Source": digest(result)})
+
+
+# --- README ---
+
+
+def advice() -> str:
+    """Return the sentence of each machine's advice for gpt2."""
+    lines = []
+    for path in sorted(records.RESULTS.glob("*/advice/gpt2.json")):
+        found = read_json(path)
+        if found["winner"] == found["baseline"]:
+            continue
+        low, high = (f"{found['speed'][end]:.2f}" for end in ("low", "high"))
+        equal = len(found["equal"])
+        also = f"; {equal} other settings are not clearly slower" if equal else ""
+        speed = f"{found['speed']['mean']:.2f}x [{low}, {high}] as fast as {found['baseline']}"
+        about = f"`{path.parts[-3]}`, {found['date']}, {found['git']['commit'][:9]}"
+        lines.append(f"> {found['winner']}: {speed}{also} ({about})")
+    return "\n".join(lines)
+
+
+def bf16_over_fp32() -> str:
+    """Return every result on the speed of bf16 in its own arithmetic: of claims, of the bench, of comparisons."""
+    lines: list[tuple[str, ...]] = []
+    for machine, outcomes in claims.read().items():
+        for record in chain.from_iterable(outcomes.values()):
+            for finding in record.get("findings", []):
+                of = finding["criterion"]
+                (arm, *further), over = of["arm"], of.get("over", [""])[0]
+                if of["measure"] == "speed" and not further and over and arm == over.replace("fp32", "bf16") != over:
+                    what = f"{arm.removesuffix('bf16').strip('_')} (claim {record['claim']})".strip()
+                    when = f"{record['date']}, {record['git']['commit'][:9]}"
+                    lines.append((what, machine, shown(finding), when))
+    for machine, newest, found in rows_of("precision"):
+        for result in found:
+            if result["name"].endswith("bf16 / fp32"):
+                what = f"{result['name'].partition(',')[0]} (bench)"
+                lines.append((what, machine, figure(result), records.origin(result, newest)))
+    for machine, newest, result in recorded():
+        for arm in judged(result).arms if "runs" in result else []:
+            if arm.label == "bf16" and result["baseline"] == "fp32" and (ratio := arm.speed.ratio):
+                shows = f"{ratio.mean:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}]"
+                lines.append((f"comparison {result['name']}", machine, shows, records.origin(result, newest)))
+    return table(("what is trained", "machine", "bf16 over fp32", "measured"), lines)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, __doc__))
