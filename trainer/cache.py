@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer.files import write_text
+
 T = TypeVar("T")
 
 
@@ -38,7 +40,5 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
     result = work()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"of": of, "result": result}), encoding="utf-8")
-        partial.replace(path)  # never a part of it under this name
+        write_text(path, json.dumps({"of": of, "result": result}))
     return result

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.files import BEST
+from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
@@ -56,10 +56,15 @@ def export_best(
         instead = "" if step is None else f" (those of step {step} are exported)"
         missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
     if step is not None:
-        shutil.rmtree(folder.path / SERVING, ignore_errors=True)  # of the weights that are replaced: a kill may follow
+        unfinished = folder.path / f".{BEST}.partial"
+        shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            trainer.recipe.export(model, trainer.datasets, folder.path / BEST)
+            for replaced in (SERVING, BEST):  # a kill may follow
+                remove_folder(folder.path / replaced)
+            trainer.recipe.export(model, trainer.datasets, unfinished)
+            unfinished.rename(folder.path / BEST)
         except (OSError, SafetensorError) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
             step = None
     model.eval()

@@ -52,7 +52,7 @@ def watching(arrived: Callable[[], None] | None = None) -> Iterator[None]:
     """Refuse answers of more than ``LARGEST_ANSWER`` in this thread, and call ``arrived`` when bytes of one arrive."""
     from urllib3.connection import HTTPConnection
 
-    HTTPConnection.response_class = _Answer  # type: ignore[attr-defined]  # http.client's way to give another
+    HTTPConnection.response_class = _Answer  # http.client's way to give another
     before = getattr(_thread, "arrived", None)
     _thread.arrived = arrived or before or (lambda: None)
     try:

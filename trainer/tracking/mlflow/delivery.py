@@ -135,7 +135,9 @@ class Delivery:
                 self._send_checkpoints(pause)
 
     def _send_metrics(self) -> None:
-        """Send the points of the log that the store lacks."""
+        """Send the points of the log that the store lacks; none if it was removed."""
+        if not (self._folder / METRICS_FILE).exists():
+            return
         with (self._folder / METRICS_FILE).open("rb") as file:
             while True:
                 file.seek(self._offset)
@@ -208,6 +210,9 @@ class Delivery:
 
     def _send_rest(self, status: str) -> None:
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
+        from mlflow.utils.file_utils import local_file_uri_to_path
+        from mlflow.utils.uri import is_local_uri
+
         paths = [path for name in ARTIFACTS if (path := self._folder / name).exists()]
         rest: dict[str, Callable[[], None]] = {path.name: partial(self._send_artifact, path) for path in paths}
         rest |= {"its description": self._send_description, "its checkpoints": self._send_checkpoints}
@@ -218,6 +223,9 @@ class Delivery:
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         self._client.set_terminated(self.run_id, status, int(ended_s * 1000))
+        if is_local_uri(place := self._checkpoints.run.info.artifact_uri):
+            for left in Path(local_file_uri_to_path(place)).rglob(".artifact.uploading.*"):
+                left.unlink()  # MLflow's, of a process that was killed
         for what, send in rest.items():
             self._progress(what, 0)  # outside of the try: it raises if nobody waits any more
             try:
