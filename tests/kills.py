@@ -75,7 +75,7 @@ class Job:
 
 
 GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=8", "recipe.dropout=0.1"]
-BIGNET = ["recipe=bignet", *DEFAULTS["bignet"], "steps=40"]
+BIGNET = ["recipe=bignet", *DEFAULTS["bignet"], "steps=24"]
 JOBS = {
     "bignet": Job([*BIGNET, "checkpoint.keep=2", "tracking.checkpoints=all"], own=("set-up",)),
     "gpt2: Muon, EMA, epochs, bf16, text": Job(
@@ -123,7 +123,7 @@ class Place:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         notes = self.folder.parent / "notes.txt"
         if not notes.exists():
-            notes.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+            notes.write_text("the quick brown fox jumps over the lazy dog. " * 30)
         self.log = self.folder / "log.txt"
         self.server: forks.Popen | None = None
         if self.job.served:
@@ -213,7 +213,7 @@ class Place:
         lines = self._lines() + self.draw.randint(1, 6)
         saves = self.draw.randint(1, 4) + len(list(self.outputs.glob("*/checkpoints/step-*")))
         own = moment in self.job.own and moment != "set-up"
-        event = self.draw.choice(("training", "saving", "delivery")) if own else moment
+        event = self.draw.choice(("training", "saving", *["delivery"] * (moment == "server"))) if own else moment
         happened: dict[str, Callable[[], bool]] = {
             "set-up": lambda: any(self.folder.glob(".mlflow.db.*.partial")) or (self.folder / "mlflow.db").exists(),
             "training": lambda: self._lines() >= lines,

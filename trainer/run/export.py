@@ -55,14 +55,13 @@ def export_best(
     if best is not None and config.checkpoint.enabled and step != best["step"]:
         instead = "" if step is None else f" (those of step {step} are exported)"
         missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
+    unfinished = folder.path / f".{BEST}.partial"
     if step is not None:
-        unfinished = folder.path / f".{BEST}.partial"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             for replaced in (SERVING, BEST):  # a kill may follow
                 remove_folder(folder.path / replaced)
             trainer.recipe.export(model, trainer.datasets, unfinished)
-            unfinished.rename(folder.path / BEST)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
@@ -77,6 +76,8 @@ def export_best(
                 text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
     except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
         terminal.warn("the complete model does not fit on the device; no sample is generated")
+    if step is not None:  # last: MLflow gets them as a model, or once as files
+        unfinished.rename(folder.path / BEST)
     return text, missing, test
 
 
