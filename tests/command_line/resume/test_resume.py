@@ -108,7 +108,7 @@ def test_a_run_whose_folder_is_gone_fails_at_once(
 
     def train_step(self: Trainer, microbatches: Any) -> Any:
         if self.step == 6:
-            while not list(run.glob("checkpoints/*/manifest.json")):  # of step 5
+            while not list(run.glob("checkpoints/step-*/manifest.json")):  # of step 5
                 time.sleep(0.01)
             shutil.rmtree(run) if how == "removed" else run.rename(folder / "kept")
         return step(self, microbatches)
