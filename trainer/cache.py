@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.files import write_text
-
 T = TypeVar("T")
 
 
@@ -38,6 +36,8 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
             result: T = known["result"]
             return result
     result = work()
+    from trainer.files import write_text  # which a trainer that finds all of it does not need
+
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"of": of, "result": result}))
