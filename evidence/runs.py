@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 from evidence.turns import in_turns
 from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError
-from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, write_json
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, remove_folder, write_json
 from trainer.tracking.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"
@@ -143,8 +142,7 @@ class Runner:
         if limit_s is not None and limit_s <= 0:
             raise OutOfTime
         folder = self.runs / _name(arm, seed)
-        if folder.exists():
-            shutil.rmtree(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
+        remove_folder(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)
         log = self.runs / f"{folder.name}.log"
         try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, redacted
-from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object
+from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object, remove_folder
 from trainer.tracking.mlflow.fetch import downloading, fetched_run
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def fetch(given: str, uri: str | None, output_dir: str) -> Path:
         for name in there.intersection(_FILES):
             client.download_artifacts(run_id, name, str(partial))
         _download_best(client, given, run, partial, in_run=BEST in there)
-        shutil.rmtree(target, ignore_errors=True)
+        remove_folder(target)
         partial.rename(target)
     return target
 

@@ -1,122 +1,323 @@
-"""Runs that are killed from outside with SIGKILL at random moments, resumed until done, and compared.
+"""Runs that are killed with SIGKILL at random moments, and MLflow's server with them, resumed until done, and compared.
 
-python -m tests.kills [kills=200] [seed=0]
+python -m tests.kills [kills=200] [seed=0] [workers=2] [table=FILE]        the table is also appended to the file
 
-Each run is compared with an uninterrupted one: the last checkpoint by bit (weights, optimizer, generators), the
-metric log line by line (without clocks), and MLflow's points, each exactly once. A moment is an event in the run
-folder (the database is being set up, a line is logged, the summary is written) and a random part of a second after it,
-so how fast the machine is decides only where the kill falls.
+Each run is compared with an uninterrupted one: the last checkpoint by bit (weights, optimizer, averages, generators),
+the metric log line by line (without clocks), MLflow's points, each exactly once, and the files that are there: none
+more, none less. A moment is an event outside (a line is logged, the summary is written) and a random part of a second
+after it, or a number of events inside (see tests/killed.py): a file is changed or removed, a module evaluates.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import random
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
+from typing import Any
 
-from evidence.certificate.certify import COMMON, DEFAULTS
+import psutil
+
+from evidence.certificate.certify import COMMON, DEFAULTS, SKIPPING
 from evidence.certificate.differences import metrics, ulps
-from tests import forks
+from tests import forks, shortcuts
+from tests.killed import KINDS
+from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
 from trainer.files import final_status
+from trainer.run.provenance import git_facts
 from trainer.tracking.mlflow.record import is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
-from trainer.tracking.sync import SyncStatus, send
 
 PROJECT = Path(__file__).resolve().parents[1]
-JOBS = {recipe: [f"recipe={recipe}", *DEFAULTS[recipe]] for recipe in ("gpt2", "resnet", "bignet")}
-JOBS["resnet"] += ["batch_size=4", "micro_batch_size=2", "checkpoint.every=5"]  # its checkpoints are 130 MB
 OPTIONS = [
     *(option for option in COMMON if option != "tracking=local"),
-    *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "resume=auto"),
+    *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.patience_s=3"),
+    *("resume=auto", "run_name=run"),
 ]
 CLOCKS = ("step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")
-PLAN = ("start", "set-up", "start", "training", "training", "saving", "closing", "delivery", "delivery", "training")
+PLAN = ("start", "training", "saving", "closing", "delivery", "sync", *KINDS, "file")
 LONGEST_S = 600
+SERVER = """
+import sys
+import uvicorn
+from mlflow.server.fastapi_app import app
+
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
 
 
-def disturbed(job: list[str], folder: Path, moments: Sequence[str], draw: random.Random) -> tuple[list[str], Path]:
-    """Run a job in this folder that is killed at each of these moments, then resumed until it is done.
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how."""
 
-    Returns:
-        The moments at which it was killed, since it may have ended before, and its run folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    killed = [moment for moment in moments if _killed_at(job, folder, moment, draw)]
-    return killed, _until_done(job, folder)
+    options: list[str]
+    ranks: int = 0
+    """Of torchrun; 0: no torchrun."""
+    served: bool = False
+    """MLflow is a server, which is killed too."""
+    own: tuple[str, ...] = ()
+    """Moments that only this one has."""
 
 
-def _killed_at(job: list[str], folder: Path, moment: str, draw: random.Random) -> bool:
-    """Start the job and kill it a random while after an event; False: it ended before."""
-    outputs, fraction = folder / "outputs", draw.random()
-    lines = _lines(outputs) + draw.randint(1, 6)
-    saves = draw.randint(1, 4) + len(list(outputs.glob("*/checkpoints/step-*")))
-    event: Callable[[], bool] = {
-        "start": lambda: True,
-        "set-up": lambda: any(folder.glob(".mlflow.db.*.partial")) or (folder / "mlflow.db").exists(),
-        "training": lambda: _lines(outputs) >= lines,
-        "saving": lambda: len(list(outputs.glob("*/checkpoints/*"))) >= saves,
-        "closing": lambda: any(outputs.glob("*/best")) or any(outputs.glob("*/plots")),
-        "delivery": lambda: any(outputs.glob("*/summary.json")),
-    }[moment]
-    process = _start(job, folder, folder / "log.txt")
-    began = time.monotonic()
-    while not event():
+GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=8", "recipe.dropout=0.1"]
+BIGNET = ["recipe=bignet", *DEFAULTS["bignet"], "steps=24"]
+JOBS = {
+    "bignet": Job([*BIGNET, "checkpoint.keep=2", "tracking.checkpoints=all"], own=("set-up",)),
+    "gpt2: Muon, EMA, epochs, bf16, text": Job(
+        [
+            *(*GPT2, "data=text", "data.path=../notes.txt", "data.tokenizer=chars", "data.valid_fraction=0.2"),
+            *("optimizer=muon", "ema=default", "precision=bf16", "epochs=2", "eval_every=auto", "batch_size=16"),
+        ],
+        own=("set-up",),
+    ),
+    "resnet: SGD, fp16 with a scaler": Job(
+        [
+            *("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "data=digits", "steps=24"),
+            *("optimizer=sgd", "optimizer.lr=0.01", "precision=fp16", *SKIPPING, "batch_size=4", "micro_batch_size=2"),
+        ],
+    ),
+    "gpt2: EMA, two ranks": Job(
+        [*GPT2, "data=synthetic", "data.vocab_size=64", "ema=default", "parallel=ddp", "steps=24"],
+        ranks=2,
+        own=("a rank", "all ranks", "torchrun"),
+    ),
+    "bignet: EMA, a server": Job(
+        [*BIGNET, "ema=default", "tracking.checkpoints=all", "tracking.register=net"],
+        served=True,
+        own=("server", "server", "server and run", "server down"),
+    ),
+}
+
+
+@dataclass
+class Place:
+    """A folder in which a job runs, and its server."""
+
+    job: Job
+    folder: Path
+    store: Path
+    """MLflow's empty database, to be copied."""
+    draw: random.Random = field(default_factory=random.Random)
+    counts: dict[str, int] = field(default_factory=dict)
+    """By kind, how many events an uninterrupted run has."""
+    set_up: bool = False
+    """Whether MLflow sets its database up, instead of a copy."""
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "tmp"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        notes = self.folder.parent / "notes.txt"
+        if not notes.exists():
+            notes.write_text("the quick brown fox jumps over the lazy dog. " * 30)
+        self.log = self.folder / "log.txt"
+        self.server: forks.Popen | None = None
+        if self.job.served:
+            shutil.copy(self.store, self.folder / "mlflow.db")
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                self.port = free.getsockname()[1]
+            self.serve()
+
+    @property
+    def outputs(self) -> Path:
+        return self.folder / "outputs"
+
+    def _environment(self) -> dict[str, str]:
+        own = {"MANTISSA_CACHE": str(self.folder / "cache"), "TMPDIR": str(self.folder / "tmp")}
+        own |= {} if self.set_up else {shortcuts.STORE: str(self.store)}
+        return {key: value for key, value in forked_environment().items() if key != shortcuts.STORE} | own
+
+    def serve(self) -> None:
+        """Start the server, or start it again."""
+        of = {
+            "FILE_STORE": f"sqlite:///{self.folder / 'mlflow.db'}",
+            "ARTIFACT_ROOT": "mlflow-artifacts:/",
+            "SERVE_ARTIFACTS": "true",
+            "ARTIFACT_DESTINATION": str(self.folder / "mlartifacts"),
+        }
+        environment = self._environment() | {f"_MLFLOW_SERVER_{key}": value for key, value in of.items()}
+        self.end_server()
+        with (self.folder / "tmp" / "server.txt").open("ab") as out:
+            command = [sys.executable, "-c", SERVER, str(self.port)]
+            self.server = forks.Popen(
+                command, cwd=self.folder / "tmp", env=environment, stdout=out, stderr=subprocess.STDOUT
+            )
+
+        def answers() -> bool:
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return True
+            return False
+
+        self.wait_for(answers, self.server, "the server")
+
+    def end_server(self) -> None:
+        """Kill the server, if it runs."""
+        if self.server and self.server.poll() is None:
+            self.server.kill()
+            self.server.wait()
+
+    def start(self, kill: str = "", script: str = "scripts/train.py") -> forks.Popen:
+        """Start the job; ``kill`` is for tests/killed.py."""
+        torchrun = [*FORKED_TORCHRUN, "--standalone", f"--nproc-per-node={self.job.ranks}"]
+        command = torchrun if self.job.ranks and "train" in script else [sys.executable]
+        command += [str(PROJECT / "tests" / "killed.py"), kill, "counts.json"] if kill else [str(PROJECT / script)]
+        if "train" in script:
+            address = [f"tracking.uri=http://127.0.0.1:{self.port}"] if self.job.served else []
+            command += [*OPTIONS, *self.job.options, *address]
+        with self.log.open("wb") as out:
+            return forks.Popen(
+                command,
+                cwd=self.folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_for(self, event: Callable[[], bool], process: forks.Popen, what: str) -> bool:
+        """Wait; False: the process has ended before."""
+        began = time.monotonic()
+        while not event():
+            if process.poll() is not None:
+                return False
+            assert time.monotonic() - began < LONGEST_S, f"{what}: nothing happens in {self.folder}"
+            time.sleep(0.002)
+        return True
+
+    def kill_at(self, moment: str) -> bool:
+        """Start the job and kill it, or the server, at this moment; False: it ended before."""
+        if moment in KINDS:
+            number = self.draw.randint(1, max(self.counts.get(moment, 20) // 2, 1))
+            rank = self.draw.randrange(self.job.ranks or 1) if moment == "evaluation" else 0
+            process = self.start(f"{moment}:{number}:{rank}")
+            return process.wait() != 0
+        if moment == "server down":
+            self.end_server()
+            moment = self.draw.choice(("training", "delivery", "start"))
+        lines = self._lines() + self.draw.randint(1, 6)
+        saves = self.draw.randint(1, 4) + len(list(self.outputs.glob("*/checkpoints/step-*")))
+        own = moment in self.job.own and moment != "set-up"
+        event = self.draw.choice(("training", "saving", *["delivery"] * (moment == "server"))) if own else moment
+        happened: dict[str, Callable[[], bool]] = {
+            "set-up": lambda: any(self.folder.glob(".mlflow.db.*.partial")) or (self.folder / "mlflow.db").exists(),
+            "training": lambda: self._lines() >= lines,
+            "saving": lambda: len(list(self.outputs.glob("*/checkpoints/*"))) >= saves,
+            "closing": lambda: any(self.outputs.glob("*/best")),
+            "delivery": lambda: any(self.outputs.glob("*/summary.json")),
+        }
+        process = self.start(script="scripts/sync.py" if moment == "sync" else "scripts/train.py")
+        ranks = self._ranks(process) if self.job.ranks and moment != "sync" else []
+        if not self.wait_for(happened.get(event, lambda: True), process, moment):
+            return False
+        time.sleep(self.draw.random() * {"start": 1.5, "set-up": 1.5, "sync": 1.5, "delivery": 0.8}.get(event, 0.3))
         if process.poll() is not None:
             return False
-        assert time.monotonic() - began < LONGEST_S, f"{moment}: nothing happens in {folder}"
-        time.sleep(0.002)
-    time.sleep(fraction * {"start": 2.0, "set-up": 1.5, "delivery": 0.8}.get(moment, 0.3))
-    if process.poll() is not None:
-        return False
-    process.kill()
-    process.wait()
-    return True
+        if moment.startswith("server"):
+            self.end_server()
+            if moment == "server":  # it comes back while the run goes on
+                time.sleep(self.draw.random())
+                self.serve()
+                process.wait()
+                return True
+        if moment == "a rank":
+            self.draw.choice(ranks).kill()
+            process.wait()
+        else:
+            process.kill()
+        if moment == "torchrun":  # the ranks go on without it, for a while
+            time.sleep(self.draw.random())
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        process.wait()
+        psutil.wait_procs(ranks)
+        if self.job.served and self.draw.random() < 0.7:
+            self.serve()
+        return True
+
+    def _ranks(self, torchrun: forks.Popen) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+
+        def all_there() -> bool:
+            with suppress(psutil.NoSuchProcess):
+                children = psutil.Process(torchrun.pid).children()
+                found[:] = [child for child in children if child.name().startswith("rank")]
+            return len(found) == self.job.ranks
+
+        self.wait_for(all_there, torchrun, "torchrun")
+        return found
+
+    def until_done(self) -> Path:
+        """Resume until the run has finished and MLflow has it; whoever leaves something undelivered has to say so."""
+        for _ in range(10):
+            if self.job.served and (not self.server or self.server.poll() is not None):
+                self.serve()
+            code = self.start().wait()
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+            assert code == 0, text
+            (finished,) = [path for path in self.outputs.iterdir() if final_status(path) == "FINISHED"]
+            if is_delivered(finished):
+                break
+            assert "python scripts/sync.py" in text, f"ended with something undelivered, and did not say so: {text}"
+        else:
+            raise AssertionError(f"not delivered after ten attempts: {text}")
+        # Those that were killed before their first checkpoint are never resumed.
+        assert self.start(script="scripts/sync.py").wait() == 0, self.log.read_text()
+        return finished
+
+    def _lines(self) -> int:
+        count = 0
+        for path in self.outputs.glob("*/metrics.jsonl"):
+            with suppress(OSError):
+                count += path.read_bytes().count(b"\n")
+        return count
 
 
-def _start(job: list[str], folder: Path, log: Path) -> forks.Popen:
-    with log.open("wb") as out:
-        command = [sys.executable, str(PROJECT / "scripts" / "train.py"), *job]
-        return forks.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+@contextmanager
+def placed(name: str, folder: Path, store: Path, **given: object) -> Iterator[Place]:
+    """A place for a job; its server ends with it."""
+    place = Place(JOBS[name], folder, store, **given)  # type: ignore[arg-type]
+    try:
+        yield place
+    finally:
+        place.end_server()
 
 
-def _until_done(job: list[str], folder: Path) -> Path:
-    """Resume until the run has finished and MLflow has it; whoever leaves something undelivered has to say so."""
-    log = folder / "log.txt"
-    for _ in range(10):
-        code = _start(job, folder, log).wait()
-        text = log.read_text(encoding="utf-8", errors="replace")
-        assert code == 0, text
-        (finished,) = [path for path in (folder / "outputs").iterdir() if final_status(path) == "FINISHED"]
-        if is_delivered(finished):
-            return finished
-        assert "python scripts/sync.py" in text, f"ended with something undelivered, and did not say so: {text}"
-    raise AssertionError(f"not delivered after ten attempts: {text}")
-
-
-def compared(whole: Path, killed: Path, last_step: int) -> list[str]:
-    """Return what differs between the run that nobody disturbed and the one that was killed."""
-    one, other = (load(run / "checkpoints", last_step) for run in (whole, killed))
+def compared(whole: Path, killed: Path) -> dict[str, list[str]]:
+    """Return what differs between the run that nobody disturbed and the one that was killed, by kind."""
+    last = saved_steps(whole / "checkpoints")[-1]
+    if saved_steps(killed / "checkpoints")[-1] != last:
+        return {"bits": ["the last checkpoint is of another step"]}
+    one, other = (load(run / "checkpoints", last) for run in (whole, killed))
     tensors, others = one.tensors(), other.tensors()
-    differences = [f"tensor {name}" for name in tensors.keys() ^ others.keys()]
-    differences += [f"tensor {name}" for name in tensors.keys() & others.keys() if ulps(tensors[name], others[name])]
+    bits = [f"tensor {name}" for name in tensors.keys() ^ others.keys()]
+    bits += [f"tensor {name}" for name in tensors.keys() & others.keys() if ulps(tensors[name], others[name])]
     if one.progress != other.progress:
-        differences.append("the checkpoint's progress")
-    if metrics(whole) != metrics(killed):
-        differences.append("metrics.jsonl")
-    if unlike := _exact(points(whole)) ^ _exact(points(killed)):
-        differences.append(f"MLflow's points {sorted(map(str, unlike))[:4]}")
-    return differences + undelivered(killed)
+        bits.append("the checkpoint's progress")
+    lines = ["metrics.jsonl"] * (metrics(whole) != metrics(killed))
+    stored, expected = _exact(points(killed)), _exact(points(whole))
+    # MLflow gets the best value whenever a run ends, also of one that has lost a rank.
+    unlike = (expected - stored) | {point for point in stored - expected if not point[0].startswith("best/")}
+    found = [f"MLflow's points {sorted(map(str, unlike))[:4]}"] * bool(unlike)
+    sent = [path.parent for path in killed.parent.glob("*/metrics.jsonl") if read_record(path.parent)]
+    found += [difference for run in sent for difference in undelivered(run)]
+    return {"bits": bits, "lines": lines, "points": found, "left over": left_over(whole, killed)}
 
 
 def undelivered(run: Path) -> list[str]:
@@ -135,63 +336,135 @@ def undelivered(run: Path) -> list[str]:
 def points(run: Path) -> list[tuple[str, int, float]]:
     """Return key, step and value of every point that MLflow has of a run, as often as it has it."""
     query = "select key, step, value from metrics where run_uuid = ? and key not like 'system/%'"
+    return [(key, step, value) for key, step, value in _asked(run, query, read_record(run)["run_id"])]
+
+
+def _asked(run: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
     with closing(sqlite3.connect(run.parents[1] / "mlflow.db")) as database:
-        return database.execute(query, (read_record(run)["run_id"],)).fetchall()
+        return database.execute(query, values).fetchall()
+
+
+def left_over(whole: Path, killed: Path) -> list[str]:
+    """Return which files are there more or less than in the place of the whole run, and what is open in MLflow.
+
+    A run that was killed before its first checkpoint stays as it was.
+    """
+    one, other = _files(whole), _files(killed)
+    if not (
+        killed.parents[1] / "mlflow.db-init.lock"
+    ).exists():  # what a server leaves that is killed is its own matter
+        other = {name for name in other if ".artifact.uploading." not in name}
+    found = [f"{name} is left over" for name in sorted(other - one)] + [
+        f"{name} is gone" for name in sorted(one - other)
+    ]
+    statuses = [status for (status,) in _asked(killed, "select status from runs where status = 'RUNNING'")]
+    return found + [f"{len(statuses)} runs are RUNNING in MLflow"] * bool(statuses)
+
+
+def _files(run: Path) -> set[str]:
+    """Name all files but those of other runs, with MLflow's ids replaced."""
+    own, here = read_record(run)["run_id"], run.parents[1]
+    others = {path.name for path in (here / "outputs").iterdir() if path.name[0] != "."} - {run.name}
+    others |= {each for (each,) in _asked(run, "select run_uuid from runs")} - {own} | {"tmp", "log.txt", "counts.json"}
+    names = {own: "ID", run.name: "run"}
+    names |= {
+        each: "MODEL" for (each,) in _asked(run, "select model_id from logged_models where source_run_id = ?", own)
+    }
+    places = [path.relative_to(here).parts for path in here.rglob("*")]
+    kept = [parts for parts in places if not others & set(parts)]
+    return {"/".join(names.get(part, part) for part in parts) for parts in kept}
 
 
 def _exact(stored: list[tuple[str, int, float]]) -> set[tuple[str, int, float]]:
     return {point for point in stored if not point[0].startswith(CLOCKS) and not point[0].endswith("_per_s")}
 
 
-def _lines(outputs: Path) -> int:
-    count = 0
-    for path in outputs.glob("*/metrics.jsonl"):
-        with suppress(OSError):
-            count += path.read_bytes().count(b"\n")
-    return count
+@dataclass
+class Campaign:
+    """Rounds of all jobs in turn, several at a time."""
 
+    folder: Path
+    seed: int
+    counted: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in JOBS})
+    """By job, the kills at each moment."""
+    differ: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in JOBS})
+    """By job, the rounds in which something differs, by kind."""
+    rounds: Counter[str] = field(default_factory=Counter)
 
-def job_of(recipe: str, steps: int, name: str) -> list[str]:
-    """Return the overrides of a job."""
-    return [*OPTIONS, *JOBS[recipe], f"steps={steps}", f"run_name={name}"]
+    def run(self, kills: int, workers: int) -> bool:
+        """Kill until there were so many, and return whether nothing differs."""
+        self.folder.mkdir()
+        os.environ[shortcuts.STORE] = str(self.folder / "empty.db")
+        self.store = shortcuts.migrated()
+        numbers, lock = iter(range(10**9)), threading.Lock()
+        with ThreadPoolExecutor(workers) as pool:
+            self.whole = dict(zip(JOBS, pool.map(self._undisturbed, JOBS), strict=True))
 
+            def work() -> None:
+                while sum(each.total() for each in self.counted.values()) < kills:
+                    with lock:
+                        number = next(numbers)
+                    self._round(number)
 
-def campaign(folder: Path, kills: int, seed: int, steps: int = 40) -> int:
-    """Kill runs of the recipes in turn until there were so many kills; return the number of rounds that differ."""
-    draw, counted, bad = random.Random(seed), Counter[str](), 0
-    jobs = {recipe: job_of(recipe, steps, "run") for recipe in JOBS}
-    whole = {recipe: disturbed(job, folder / f"{recipe}-whole", (), draw)[1] for recipe, job in jobs.items()}
-    for number, recipe in enumerate(itertools.cycle(JOBS)):
-        if counted.total() >= kills:
-            break
-        moments = [draw.choice(PLAN) for _ in range(min(draw.randint(1, 8), kills - counted.total()))]
-        if draw.random() < 0.5:
-            moments[0] = "set-up"  # which comes only once
-        here = folder / f"{recipe}-{number}"
-        here.mkdir(parents=True)
-        if "set-up" not in moments:
-            shutil.copy(whole[recipe].parents[1] / "mlflow.db", here)
-        killed, run = disturbed(jobs[recipe], here, moments, draw)
-        assert saved_steps(run / "checkpoints")[-1] == steps
-        differences = compared(whole[recipe], run, steps)
-        for left in sorted((here / "outputs").glob("*/tracking.json")):  # killed before a checkpoint, never resumed
-            outcome = send(left.parent)
-            differences += [outcome.message] * (outcome.status is SyncStatus.INCOMPLETE)
-            differences += undelivered(left.parent) if (left.parent / "metrics.jsonl").exists() else []
-        counted.update(killed)
-        bad += bool(differences)
-        if not differences:  # what is kept is to be looked at
+            for done in [pool.submit(work) for _ in range(workers)]:
+                done.result()
+        return not any(self.differ.values())
+
+    def _undisturbed(self, name: str) -> tuple[Path, dict[str, int]]:
+        with placed(name, self.folder / f"{list(JOBS).index(name)}-whole", self.store) as place:
+            process = place.start("file:0:0")
+            assert process.wait() == 0, place.log.read_text()
+            return place.until_done(), json.loads((place.folder / "counts.json").read_text())
+
+    def _round(self, number: int) -> None:
+        name = list(JOBS)[number % len(JOBS)]
+        draw, job, (whole, counts) = random.Random(f"{self.seed} {number}"), JOBS[name], self.whole[name]
+        moments = [draw.choice((*PLAN, *job.own * 2)) for _ in range(draw.randint(2, 6))]
+        set_up = "set-up" in moments
+        if set_up:  # which comes only once
+            moments = ["set-up", *(moment for moment in moments if moment != "set-up")]
+        here = self.folder / f"{number:03}"
+        with placed(name, here, self.store, draw=draw, counts=counts, set_up=set_up) as place:
+            try:
+                killed = [moment for moment in moments if place.kill_at(moment)]
+                found = compared(whole, place.until_done())
+            except AssertionError as error:
+                found = {"ended otherwise": [str(error)[-2000:]]}
+        self.rounds[name] += 1
+        self.counted[name].update(killed)
+        self.differ[name].update(kind for kind, differences in found.items() if differences)
+        if not any(found.values()):  # what is kept is to be looked at
             shutil.rmtree(here)
-        print(f"{here.name}: kills {', '.join(killed)}: {'; '.join(differences[:3]) or 'equal'}", flush=True)
-    print(f"{counted.total()} kills in {number} rounds ({dict(counted)}): {bad} rounds differ")
-    return bad
+        text = "; ".join(difference for differences in found.values() for difference in differences[:3])
+        print(f"{number:03} {name}: killed at {', '.join(killed) or 'no time'}: {text or 'equal'}", flush=True)
+
+    def table(self) -> str:
+        """Return the result as Markdown."""
+        kinds = ("bits", "lines", "points", "left over", "ended otherwise")
+        head = ("what was trained", "rounds", "kills", *kinds, "killed at")
+        rows = [head, ["---"] * len(head)]
+        for name, counted in self.counted.items():
+            at = ", ".join(f"{moment} {times}" for moment, times in sorted(counted.items()))
+            rows.append((name, self.rounds[name], counted.total(), *(self.differ[name][kind] for kind in kinds), at))
+        return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def main() -> int:
     """Run the long form in ``kills/``; the exit code is 1 where anything differed."""
-    forks.Popen = subprocess.Popen  # type: ignore[misc,assignment]  # not tests.shortcuts: MLflow's set-up is killed too
-    options = {"kills": "200", "seed": "0"} | dict(argument.split("=", 1) for argument in sys.argv[1:])
-    return int(campaign(Path("kills").resolve(), int(options["kills"]), int(options["seed"])) > 0)
+    began = time.monotonic()
+    given = {"kills": "200", "seed": "0", "workers": "2", "table": ""}
+    given |= dict(argument.split("=", 1) for argument in sys.argv[1:])
+    campaign = Campaign(Path("kills").resolve(), int(given["seed"]))
+    equal = campaign.run(int(given["kills"]), int(given["workers"]))
+    command = f"python -m tests.kills kills={given['kills']} seed={given['seed']} workers={given['workers']}"
+    took = f"{(time.monotonic() - began) / 60:.0f} minutes"
+    commit = git_facts().get("commit", "unknown")[:7]
+    text = f"`{command}`, commit {commit}, {date.today()}, {took}\n\n{campaign.table()}\n"
+    print(f"\n{text}")
+    if given["table"]:
+        with Path(given["table"]).open("a", encoding="utf-8") as file:
+            file.write(f"\n{text}")
+    return int(not equal)
 
 
 if __name__ == "__main__":

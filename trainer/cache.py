@@ -36,9 +36,9 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
             result: T = known["result"]
             return result
     result = work()
+    from trainer.files import write_text  # which a trainer that finds all of it does not need
+
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"of": of, "result": result}), encoding="utf-8")
-        partial.replace(path)  # never a part of it under this name
+        write_text(path, json.dumps({"of": of, "result": result}))
     return result

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,14 @@ def make_folder(path: Path, exist_ok: bool = True) -> None:
     path.mkdir(exist_ok=exist_ok)
     if not there:
         flush(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, if it is there, as a whole: a kill leaves no part under its name, and the next call the rest."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder.rename(old))
 
 
 def flush(path: Path) -> None:

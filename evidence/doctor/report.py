@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from evidence.doctor.plots import figures
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Diagnosis
 from mantissa.doctor.report import facts, page, tables
-from trainer.files import make_folder, write_json, write_text
+from trainer.files import make_folder, remove_folder, write_json, write_text
 from trainer.run.provenance import git_facts, versions
 
 PAGE, VERDICT = "report.html", "verdict.json"
@@ -54,8 +53,7 @@ def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:
     }
     texts = {PAGE: page(diagnosis, record, figures(diagnosis))}
     texts |= {f"{name}.csv": _csv(rows) for name, rows in tables(diagnosis).items()}
-    if folder.exists():
-        shutil.rmtree(folder)
+    remove_folder(folder)
     make_folder(folder)
     for name, text in texts.items():
         write_text(folder / name, text)

@@ -36,7 +36,7 @@ from trainer.checkpoint.schema import (
     sha256,
 )
 from trainer.errors import UserError, check_number
-from trainer.files import make_folder, write_json
+from trainer.files import make_folder, remove_folder, write_json
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded, local_part
 from trainer.parallel.world import World
@@ -172,10 +172,7 @@ def prune(folder: Path, keep: int) -> None:
     _clear_up(folder)
     saved = steps(folder)
     for step in set(saved[:-keep]) - {best_step(folder)}:
-        kept = path_of(folder, step)
-        # What a kill leaves of it under this name is no checkpoint, and is removed later.
-        removed = kept.rename(folder / f".{kept.name}.partial")
-        shutil.rmtree(removed)
+        remove_folder(path_of(folder, step))
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -207,7 +204,7 @@ def find_verified(folder: Path, step: int | None = None) -> Path:
     return path
 
 
-_PARTIAL = re.compile(rf"\.{STEP_NAME.pattern}\.partial")
+_PARTIAL = re.compile(rf"\.{STEP_NAME.pattern}\.(partial|old)")
 
 
 def _on_all_ranks(world: World, temporary: Path, work: Callable[[], Any] | None) -> list[Any]:
@@ -226,6 +223,8 @@ def _on_all_ranks(world: World, temporary: Path, work: Callable[[], Any] | None)
 
 
 def _prepare(folder: Path, temporary: Path) -> None:
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"{folder.parent} is gone")
     make_folder(folder)
     _clear_up(folder)
     temporary.mkdir()

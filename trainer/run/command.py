@@ -34,6 +34,7 @@ from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
 from trainer.run.start import train
 from trainer.run.sweep import Ended, Sweep
+from trainer.run.terminal import leave_unread
 
 _USAGE = """\
 python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
@@ -130,6 +131,7 @@ _PATIENCE = 60.0
 
 def _report(error: RunError | Interrupted) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
+    leave_unread()
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.files import BEST
+from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
@@ -55,11 +55,15 @@ def export_best(
     if best is not None and config.checkpoint.enabled and step != best["step"]:
         instead = "" if step is None else f" (those of step {step} are exported)"
         missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
+    unfinished = folder.path / f".{BEST}.partial"
     if step is not None:
-        shutil.rmtree(folder.path / SERVING, ignore_errors=True)  # of the weights that are replaced: a kill may follow
+        shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            trainer.recipe.export(model, trainer.datasets, folder.path / BEST)
+            for replaced in (SERVING, BEST):  # a kill may follow
+                remove_folder(folder.path / replaced)
+            trainer.recipe.export(model, trainer.datasets, unfinished)
         except (OSError, SafetensorError) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
             step = None
     model.eval()
@@ -72,6 +76,8 @@ def export_best(
                 text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
     except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
         terminal.warn("the complete model does not fit on the device; no sample is generated")
+    if step is not None:  # last: MLflow gets them as a model, or once as files
+        unfinished.rename(folder.path / BEST)
     return text, missing, test
 
 

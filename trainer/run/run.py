@@ -84,7 +84,7 @@ class Run:
         self.scores = Scores(self.config)
         self.first: StepRecord | None = None
         """The first step that this process took."""
-        self.began = time.time()
+        self.began = time.monotonic()
         masks = infinite_buffers(trainer.model)
         self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
         self.monitor = Monitor(
@@ -327,7 +327,7 @@ class Run:
             "processes": self.world.size,
             "checkpoints": self.writer.facts(),
             "skipped_steps": monitor.skipped_steps,  # of the whole run
-            "wall_time_s": time.time() - self.began,
+            "wall_time_s": time.monotonic() - self.began,
             "resume": self.command,
             "hardware": self.hardware.facts(),
             "versions": versions(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
@@ -17,6 +18,7 @@ from trainer.errors import Interrupted
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
 """The message after a signal that did not arrive during training."""
 
+_HANGUP = {signal.SIGHUP} if sys.platform != "win32" else set()
 _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 """Variables that torchrun and SLURM set."""
 
@@ -47,8 +49,9 @@ def _speaks() -> bool:
 class Signals:
     """While entered: in training, the first SIGINT or SIGTERM requests a stop, and a second one ends the run at once.
 
-    Under torchrun and SLURM further SIGTERMs are ignored: both send one to every process, and SIGKILL where that takes
-    too long. Before training there is nothing to save, so the first one ends the run. Others, such as USR1, request a
+    SIGHUP, which comes when the terminal is closed (often twice), requests a stop too, unless nohup ignores it. Under
+    torchrun and SLURM further SIGTERMs are ignored: both send one to every process, and SIGKILL where that takes too
+    long. Before training there is nothing to save, so the first one ends the run. Others, such as USR1, request a
     checkpoint.
     """
 
@@ -63,10 +66,11 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive_stop)
-            for number in self._save_on:
-                self._previous[number] = signal.signal(number, self._receive_save)
+            stops = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
+            handlers = dict.fromkeys(stops, self._receive_stop) | dict.fromkeys(self._save_on, self._receive_save)
+            for number, handler in handlers.items():
+                if number not in _HANGUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -74,7 +78,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _receive_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop is not None and number == signal.SIGTERM and _LAUNCHERS & os.environ.keys():
+        launched = number == signal.SIGTERM and _LAUNCHERS & os.environ.keys()
+        if self.stop is not None and (launched or number in _HANGUP):
             return
         if not self.training:
             raise Interrupted(OUTSIDE, number)

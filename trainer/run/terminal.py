@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import select
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.live import Live
@@ -51,7 +53,7 @@ class Terminal:
     def note(self, message: str | Text = "", style: str = "") -> None:
         """Show a line as it is, above the progress line."""
         text = message if isinstance(message, Text) else Text(message, style)
-        self.console.print(text, soft_wrap=not self.console.is_terminal)  # a file has no line width
+        self._show(self.console.print, text, soft_wrap=not self.console.is_terminal)  # a file has no line width
 
     def progress(self, step: int, steps: int, metrics: dict[str, float], unit: str) -> None:
         """Show the progress of training; called once per log interval, redrawn a few times a second at most."""
@@ -65,14 +67,31 @@ class Terminal:
             return
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
-            self._live.start()
-        self._live.update(Text(line, style="green", no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._show(self._live.start)
+        self._show(self._live.update, Text(line, style="green", no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def end_progress(self) -> None:
         """Remove the progress line."""
         if self._live is not None:
-            self._live.stop()
+            self._show(self._live.stop)
             self._live = None
+
+    def _show(self, write: Callable[..., object], *arguments: object, **options: object) -> None:
+        try:
+            write(*arguments, **options)
+        except OSError:  # nobody watches any more; training continues
+            leave_unread()
+
+
+def leave_unread() -> None:
+    """Discard from now on what goes to a terminal that was closed, or to a pipe without a reader."""
+    for descriptor in (1, 2):
+        polled = select.poll()
+        polled.register(descriptor, 0)  # reports an error or a hang-up
+        if polled.poll(0):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
 
 
 class _Shown(logging.Handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,12 @@ class MetricLog:
         self._file = path.open("ab", buffering=0)
         self._unwritten = bytearray()
         self._warned = False
+
+    def is_there(self) -> bool:
+        """Return whether the file still has its name: neither removed nor moved away, nor its folder."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        return False
 
     def append(self, line: str) -> None:
         """Write a line, and those before it that could not be written."""

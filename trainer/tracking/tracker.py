@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError, redacted
+from trainer.errors import RunError, UserError, redacted
 from trainer.files import METRICS_FILE, SUMMARY_FILE, final_status, write_json
 from trainer.tracking.metric_log import MetricLog, truncate
 from trainer.tracking.mlflow.addresses import explicit_uri, lasting_uri, tracking_uri, whole_uri
@@ -68,7 +68,15 @@ class Tracker:
         Args:
             step: the optimizer step of the values.
             metrics: Python numbers by name. A value that is not finite is logged as null, with ``<name>_nonfinite`` 1.
+
+        Raises:
+            RunError: the log was removed or moved away.
         """
+        if not self._log.is_there():
+            path = self.folder / METRICS_FILE
+            raise RunError(
+                f"{path} was removed or moved away while the run trained; put it back and resume, or start anew"
+            )
         if "step" in metrics or "time" in metrics:
             raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
         line = {"step": step, "time": time.time(), **countable(metrics)}
@@ -81,14 +89,16 @@ class Tracker:
         """
         from trainer.tracking.plots import plot_run
 
+        there = self._log.is_there()
         self._log.close()
         content = countable({"status": status, **summary})
         path = self.folder / SUMMARY_FILE
         try:
             try:
-                _tolerate(lambda: plot_run(self.folder), self.folder / "plots")
+                if there:
+                    _tolerate(lambda: plot_run(self.folder), self.folder / "plots")
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
-                written = _tolerate(lambda: write_json(path, content), path)
+                written = there and _tolerate(lambda: write_json(path, content), path)
         finally:
             if self._feed and (missing := self._feed.conclude(status, self._config.patience_s)):
                 log.warning("%s", how_to_send(self.folder, missing))

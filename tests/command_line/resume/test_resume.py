@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import pytest
 
 from tests import forks
 from tests.command_line.conftest import Start, Train
+from tests.helpers import PROJECT
 from trainer.files import read_json_lines
 from trainer.run.run import Run
 from trainer.run.scores import Score
@@ -78,6 +80,51 @@ def test_a_signal_saves_and_the_printed_command_resumes(start: Start, folder: Pa
     assert [point["step"] for point in logged(run) if "loss" in point] == [1, *range(3, 61, 3)]
     assert json.loads((run / "summary.json").read_text())["status"] == "FINISHED"
     assert [path.name for path in (folder / "outputs").iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("out", ["a terminal", "a pipe"])
+def test_a_closed_terminal_saves(out: str, folder: Path) -> None:
+    """The terminal is gone, or what read the pipe, and SIGHUP comes twice: from the kernel and from the shell."""
+    run, (reading, writing) = folder / "outputs" / NAME, os.openpty() if out == "a terminal" else os.pipe()
+    command = [sys.executable, str(PROJECT / "scripts" / "train.py"), *RUN, "steps=100000", "log_every=1"]
+    process = forks.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing)
+    os.close(writing)
+    wait_for_step(3, run, process)
+    os.close(reading)
+    wait_for_step(max(point["step"] for point in logged(run)) + 2, run, process)  # it trains on, unwatched
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+    assert process.wait() == 129
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "KILLED"
+    assert (run / "checkpoints" / f"step-{summary['step']:08d}").is_dir()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved away"])
+def test_a_run_whose_folder_is_gone_fails_at_once(
+    how: str, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, step = folder / "outputs" / NAME, Trainer.train_step
+
+    def train_step(self: Trainer, microbatches: Any) -> Any:
+        if self.step == 6:
+            while not list(run.glob("checkpoints/step-*/manifest.json")):  # of step 5
+                time.sleep(0.01)
+            shutil.rmtree(run) if how == "removed" else run.rename(folder / "kept")
+        return step(self, microbatches)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    done = train(*RUN)
+    assert done.code == 1
+    said = (
+        f"error: outputs/{NAME}/metrics.jsonl was removed or moved away while the run trained; put it back and resume"
+    )
+    assert said in done.err
+    assert not run.exists()
+    if how == "moved away":
+        monkeypatch.setattr(Trainer, "train_step", step)
+        (folder / "kept").rename(run)
+        assert "resumed after step 5" in train(*RUN, "resume=auto").out
 
 
 @pytest.mark.parametrize(("how", "left"), [("checkpoint=none", "1234"), ("checkpoint.keep=1", "5")])

@@ -185,6 +185,23 @@ def test_a_server_that_does_not_answer_neither_slows_nor_fails_a_run(
     assert json.loads((folder / "run" / "summary.json").read_text()) == {"status": "FINISHED", "loss": 1.0}
 
 
+def test_a_run_with_an_upload_that_hangs_is_not_running(
+    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what MLflow had begun to store when a process was killed does not stay."""
+    released = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.MlflowClient.log_artifact", lambda *_: released.wait())
+        tracked(folder / "run", patience_s=1.0)
+        assert runs(store) == [("run", "FINISHED")]
+        released.set()
+    artifacts = folder / "mlartifacts" / "e" / record(folder / "run")["run_id"] / "artifacts"
+    artifacts.mkdir(parents=True, exist_ok=True)
+    (artifacts / ".artifact.uploading.abc").touch()
+    assert send(folder / "run").status is SyncStatus.SENT
+    assert [path.name for path in artifacts.iterdir()] == ["summary.json"]
+
+
 def test_a_refused_run_is_reported_and_gets_what_it_missed(
     folder: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -122,7 +122,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_artifact", refuse)
-        patch.setattr("trainer.tracking.mlflow.feed.LAST_ATTEMPTS", 1)
+        patch.setattr("trainer.tracking.mlflow.feed.LONGEST_PAUSE_S", 0)
         done = train(*JOB, "steps=3")
     assert done.code == 0
     assert "lacks its checkpoints: the line is down" in done.out, done.out

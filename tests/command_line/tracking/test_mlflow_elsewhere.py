@@ -110,7 +110,7 @@ def test_what_is_refused_for_good_keeps_no_checkpoint_back(
             raise PermissionError("no folder may be sent")
         real(self, run_id, path, *place)
 
-    monkeypatch.setattr("trainer.tracking.mlflow.feed.LAST_ATTEMPTS", 1)
+    monkeypatch.setattr("trainer.tracking.mlflow.feed.LONGEST_PAUSE_S", 0)
     monkeypatch.setattr(MlflowClient, "log_artifact", refuse)
     path = folder / "a/run"
     trained(path, 1, 7)

@@ -104,7 +104,7 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
     run = [*BIGNET, "checkpoint=default", "steps=40", "log_every=1", "resume=auto"]
     path = Path("outputs/bignet-fp32-s0")
     retry = f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n"
-    monkeypatch.setattr("trainer.tracking.mlflow.feed.LAST_ATTEMPTS", 1)  # the pauses between them take seconds
+    monkeypatch.setattr("trainer.tracking.mlflow.feed.LONGEST_PAUSE_S", 0)  # one attempt
     real = MlflowClient.log_batch
 
     def half(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:

@@ -129,6 +129,31 @@ def test_the_export_has_the_averages_of_the_best_step_in_fp32(succeed: Train, fo
         assert torch.equal(tensor, saved[f"{name}.average"])
 
 
+def test_an_export_that_is_killed_leaves_no_weights_to_be_sent(
+    train: Train, succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither half of the new ones nor the old ones with another ``serving/``."""
+    export = BigNet.export
+
+    def killed(self: BigNet, model: Any, datasets: Any, folder: Path) -> None:
+        export(self, model, datasets, folder)
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise Killed
+
+    class Killed(Exception):
+        pass
+
+    succeed(*TINY, "steps=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(BigNet, "export", killed)
+        with pytest.raises(Killed):
+            train(f"resume={only_run(folder)}", "steps=4")
+    assert not {"best", "serving"} & {path.name for path in only_run(folder).iterdir()}
+    succeed(f"resume={only_run(folder)}", "steps=4")
+    assert load_file(only_run(folder) / "best" / "model.safetensors")
+    assert not list(only_run(folder).glob(".*.partial"))
+
+
 def test_the_test_text_is_evaluated_once_with_the_best_weights(train: Train, succeed: Train, folder: Path) -> None:
     (folder / "notes.txt").write_text("the quick brown fox jumps over the dog. " * 60)
     (folder / "test.txt").write_text("a lazy dog sleeps under the tree. " * 20)

@@ -37,6 +37,25 @@ def test_a_launcher_that_repeats_itself_does_not_keep_the_run_from_saving(
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.parametrize(("before", "requests"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_closed_terminal_requests_a_stop_unless_nohup_says_otherwise(before: signal.Handlers, requests: bool) -> None:
+    original = signal.signal(signal.SIGHUP, before)
+    try:
+        with Signals() as signals:
+            signals.training = True
+            signal.raise_signal(signal.SIGHUP)
+            try:
+                signal.raise_signal(signal.SIGHUP)  # the kernel's, and the shell's
+            except Interrupted:
+                pytest.fail("it ends the run without saving")
+            assert signals.stop == (signal.SIGHUP if requests else None)
+        with Signals(["HUP"]) as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert (signals.stop, signals.take_save()) == (None, requests)
+    finally:
+        assert signal.signal(signal.SIGHUP, original) is before
+
+
 def test_a_second_sigterm_of_a_user_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for launcher in ("LOCAL_RANK", "SLURM_JOB_ID"):
         monkeypatch.delenv(launcher, raising=False)

@@ -42,8 +42,8 @@ ARTIFACTS = (
 SESSION_TAG = "mantissa.session"
 """The tag that holds the name of the process that has trained a run last."""
 MODULES_FILE = "precision_modules.json"
-UPLOAD_BYTES_PER_S = 1e6
-"""The slowest upload of an artifact that still counts as progress."""
+UPLOAD_BYTES_PER_S = 1e4
+"""The slowest upload of an artifact that still counts as progress; MLflow itself ends one that stands still."""
 SET_UP_S = 60.0
 """How long the set-up of a new SQLite file may take; it reports no progress."""
 METRICS = "the last metrics"
@@ -81,7 +81,8 @@ class Delivery:
         """Bytes of the metric log that the store has."""
         self._model_id: str | None = None
         database = database_file(uri)
-        progress("this run", SET_UP_S if database and not database.exists() else 0)
+        if database and not database.exists():
+            progress("this run", SET_UP_S)
         self._client = connect(uri)
         progress("this run", 0)
         record = read_record(folder)
@@ -94,6 +95,7 @@ class Delivery:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             run = create_run(self._client, info.experiment, info.name, info.key, info.started_s)
         self.run_id = str(run.info.run_id)
+        self._ended = run.info.status != "RUNNING"
         self._checkpoints = CheckpointSender(self._client, run, folder, info.checkpoints)
         progress(METRICS, 0)
         # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
@@ -125,12 +127,17 @@ class Delivery:
     def send_new(self, pause: Callable[[], object]) -> None:
         """Send what is new of a run that is being trained, see ``elsewhere``; ``pause`` is called before each file."""
         if self.elsewhere is None:
+            if self._ended:
+                self._client.update_run(self.run_id, status="RUNNING")
+                self._ended = False
             self._send_metrics()
             if self._info.checkpoints == "all" and self._checkpoints.unsent():
                 self._send_checkpoints(pause)
 
     def _send_metrics(self) -> None:
-        """Send the points of the log that the store lacks."""
+        """Send the points of the log that the store lacks; none if it was removed."""
+        if not (self._folder / METRICS_FILE).exists():
+            return
         with (self._folder / METRICS_FILE).open("rb") as file:
             while True:
                 file.seek(self._offset)
@@ -181,8 +188,6 @@ class Delivery:
             params[valid_key(key)] = cut(text, MAX_PARAM_VAL_LENGTH)
         if session:
             tags[SESSION_TAG] = session
-            if run.info.status != "RUNNING":
-                self._client.update_run(self.run_id, status="RUNNING")
         if changed := [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]:
             tags["changed_on_resume"] = " ".join(changed)
         new = [Param(key, value) for key, value in params.items() if key not in known]
@@ -204,7 +209,10 @@ class Delivery:
             self._client.log_batch(self.run_id, metrics=new, synchronous=True)
 
     def _send_rest(self, status: str) -> None:
-        """Send the rest; what is refused, such as a model, keeps nothing else back, and the run ends all the same."""
+        """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
+        from mlflow.utils.file_utils import local_file_uri_to_path
+        from mlflow.utils.uri import is_local_uri
+
         paths = [path for name in ARTIFACTS if (path := self._folder / name).exists()]
         rest: dict[str, Callable[[], None]] = {path.name: partial(self._send_artifact, path) for path in paths}
         rest |= {"its description": self._send_description, "its checkpoints": self._send_checkpoints}
@@ -212,20 +220,21 @@ class Delivery:
         self._send_metrics()
         summary = read_object(self._folder / SUMMARY_FILE)
         self._send_points(summary_metrics(self._folder / METRICS_FILE, summary))
-        try:
-            for what, send in rest.items():
-                self._progress(what, 0)  # outside of the try: it raises if nobody waits any more
-                try:
-                    send()
-                except Exception as error:
-                    problems[what] = error
-            if problems:
-                self._progress(" and ".join(problems), 0)
-                raise next(iter(problems.values()))
-        finally:
-            files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
-            ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
-            self._client.set_terminated(self.run_id, status, int(ended_s * 1000))
+        files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
+        ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+        self._client.set_terminated(self.run_id, status, int(ended_s * 1000))
+        if is_local_uri(place := self._checkpoints.run.info.artifact_uri):
+            for left in Path(local_file_uri_to_path(place)).rglob(".artifact.uploading.*"):
+                left.unlink()  # MLflow's, of a process that was killed
+        for what, send in rest.items():
+            self._progress(what, 0)  # outside of the try: it raises if nobody waits any more
+            try:
+                send()
+            except Exception as error:
+                problems[what] = error
+        if problems:
+            self._progress(" and ".join(problems), 0)
+            raise next(iter(problems.values()))
 
     def _send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
         """Send the checkpoints that MLflow lacks, and new metrics meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import threading
 import time
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from trainer.errors import first_line, redacted
+from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
+from trainer.tracking.mlflow.answers import watching
 from trainer.tracking.mlflow.delivery import Delivery
 from trainer.tracking.mlflow.record import RunInfo
 
@@ -21,8 +23,10 @@ log = logging.getLogger("mantissa")
 MAX_BACKOFF_S = 60.0
 PAUSE_S = 2.0
 """Seconds between the files of a checkpoint while a run trains, because only one thread runs at a time."""
-LAST_ATTEMPTS = 3
-"""Number of attempts to complete a run if MLflow returns errors."""
+LONGEST_PAUSE_S = 5.0
+"""Between two attempts to complete a run if MLflow returns errors; the first pause has a second."""
+SYNC_PAUSES_S = 3.0
+"""The sum of these pauses where no run waits, whose patience limits it otherwise."""
 SYSTEM_METRICS_EVERY_S = 5.0
 
 
@@ -95,12 +99,12 @@ class Feed(threading.Thread):
 
     def run(self) -> None:
         """Send until everything is delivered or the caller no longer waits."""
-        attempts = LAST_ATTEMPTS
-        while attempts and not self._abandoned:
+        paused_s = pause_s = 0.0
+        while not self._abandoned:
             ending = self._ending.is_set()
-            attempts -= ending
             try:
-                self._deliver()
+                with watching(lambda: self._extend(0)):
+                    self._deliver()
                 return
             except DeliveryAbandoned:
                 return
@@ -116,8 +120,14 @@ class Feed(threading.Thread):
                     )
             if not ending:
                 self._ending.wait(min(self._flush_every_s * 2**self._failures, MAX_BACKOFF_S))
-            elif attempts:
-                time.sleep(1)
+                continue
+            # What is always refused lets everything else make progress: so the pauses have a limit, too.
+            most_s = self._patience_s if math.isfinite(self._patience_s) else SYNC_PAUSES_S
+            pause_s = min(2 * pause_s or 1, LONGEST_PAUSE_S, most_s - paused_s, self._deadline - time.monotonic())
+            if pause_s <= 0 or isinstance(self._problem, UserError):  # which no patience mends
+                return
+            time.sleep(pause_s)
+            paused_s += pause_s
 
     def _deliver(self) -> None:
         """Send what is new while the run trains, then the rest."""
@@ -162,6 +172,10 @@ class Feed(threading.Thread):
         if self._abandoned:
             raise DeliveryAbandoned
         self._lacks = what
+        self._extend(allowance_s)
+
+    def _extend(self, allowance_s: float) -> None:
+        """There is progress: wait for more of it from now on."""
         self._deadline = max(self._deadline, time.monotonic() + self._patience_s + allowance_s)
 
     def _missing(self, reason: str) -> str:

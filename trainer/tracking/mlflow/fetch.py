@@ -140,7 +140,8 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             if is_new_run:
                 print(f"MLflow has this run up to step {saved[-1]}; from step {step} on it is a new run there")
             _download(given, client, run_id, [each for each in saved if each <= step], partial)
-            if run.info.status == "FINISHED" and not is_new_run:
+            sent = {item.path for item in client.list_artifacts(run_id)}  # not all, if the upload was cut
+            if run.info.status == "FINISHED" and SUMMARY_FILE in sent and not is_new_run:
                 client.download_artifacts(run_id, SUMMARY_FILE, str(partial))
             write_json(partial / ORIGIN_FILE, origin)
             _describe(client, run, is_new_run, partial)

@@ -1,0 +1,149 @@
+"""How long a run that has ended waits for MLflow (trainer/tracking/mlflow/feed.py), by a clock that tests turn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+
+from trainer.errors import UserError
+from trainer.tracking.mlflow import answers, feed
+from trainer.tracking.mlflow.record import RunInfo
+
+
+class Clock:
+    """Stands for the module ``time``: to sleep takes no time, and the clock is turned."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(feed, "time", clock)
+    return clock
+
+
+def concluded(
+    monkeypatch: pytest.MonkeyPatch, attempt: Callable[[Callable[[str, float], None]], None], patience_s: float = 30.0
+) -> str | None:
+    """Conclude a feed whose attempts to deliver are replaced."""
+
+    class Delivery:
+        elsewhere = None
+
+        def __init__(self, folder: Path, uri: str, info: RunInfo, session: str | None, progress: Any) -> None:
+            attempt(progress)
+
+        def complete(self, status: str) -> None:
+            pass
+
+    monkeypatch.setattr(feed, "Delivery", Delivery)
+    return feed.Feed(Path("run"), "http://host", RunInfo("e", "run", {}, {})).conclude("FINISHED", patience_s)
+
+
+@pytest.mark.parametrize(("patience_s", "least_s"), [(30.0, 25.0), (7.0, 5.0), (math.inf, 3.0)])
+def test_a_store_that_refuses_is_asked_again_until_the_patience_ends(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, patience_s: float, least_s: float
+) -> None:
+    asked = []
+
+    def refuse(progress: Any) -> None:
+        asked.append(clock.now)
+        raise ConnectionError("503")
+
+    assert concluded(monkeypatch, refuse, patience_s) == "http://host lacks this run: 503"
+    assert least_s <= asked[-1] <= min(patience_s, feed.SYNC_PAUSES_S if math.isinf(patience_s) else patience_s)
+    assert max(later - earlier for earlier, later in itertools.pairwise(asked)) <= feed.LONGEST_PAUSE_S
+
+
+def test_a_store_that_comes_back_in_time_gets_the_run(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(progress: Any) -> None:
+        if clock.now < 20:
+            raise ConnectionError("refused")
+
+    assert concluded(monkeypatch, refuse) is None
+
+
+def test_what_is_always_refused_does_not_wait_for_ever(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(progress: Any) -> None:
+        progress("best", 1000.0)  # everything else arrives, which is progress
+        raise ValueError("too large")
+
+    assert concluded(monkeypatch, refuse) == "http://host lacks best: too large"
+    assert clock.now <= 30
+
+    def mistake(progress: Any) -> None:
+        raise UserError("it belongs to another program")
+
+    before = clock.now
+    assert "belongs" in str(concluded(monkeypatch, mistake))
+    assert clock.now == before
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[[Callable[[Any], None]], str]]:
+    """``server(answer)``: the address of one that answers by writing to a file."""
+    started = []
+
+    def serve(answer: Callable[[Any], None]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                answer(self.wfile)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        started.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=started[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{started[-1].server_port}"
+
+    yield serve
+    for each in started:
+        each.shutdown()
+        each.server_close()
+
+
+def test_each_part_of_an_answer_is_progress(server: Any) -> None:
+    """The server sends the next one when this one has been noticed: nothing here depends on time."""
+    arrived = threading.Semaphore(0)
+
+    def slowly(file: Any) -> None:
+        for number in range(5):
+            assert arrived.acquire(timeout=60)  # the headers come first
+            file.write(b"%d" % number)
+
+    with answers.watching(arrived.release):
+        assert urllib3.PoolManager().request("GET", server(slowly)).data == b"01234"
+
+
+def test_an_answer_that_would_fill_the_memory_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "LARGEST_ANSWER", 2**20)
+    sent = []
+
+    def endless(file: Any) -> None:
+        with suppress(OSError):  # the client hangs up
+            while True:
+                sent.append(file.write(bytes(2**16)))
+
+    address = server(endless)
+    with answers.watching(lambda: None), pytest.raises(urllib3.exceptions.ProtocolError, match="larger than 1 MiB"):
+        urllib3.PoolManager().request("GET", address, retries=False)
+    assert sum(sent) < 2**26  # the rest is in the system's buffers
