@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mantissa.compile import compile_in_place
 from trainer.errors import UserError, nearest
 
 MODES = ("off", "default", "max-autotune")
@@ -45,6 +44,8 @@ class Compile:
             return
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
+        from mantissa.compile import compile_in_place
+
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
         # of the first microbatch (pytorch issue 169545).
         for module in modules:
