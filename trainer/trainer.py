@@ -108,8 +108,9 @@ class Trainer(Generic[Config]):
         mixed = bool(self.fp32_modules or self.operator_calls)
         compiled = config.parallel.compiled(self.model, blocks)
         config.compile.apply(compiled, self.device, mixed, config.precision.rounds_as_eager)
+        rounded = None if config.precision.listed else config.precision.format.autocast
         self.replica = config.parallel.wrap(
-            self.model, blocks, self.device, accumulation_dtype(config.precision.format)
+            self.model, blocks, self.device, accumulation_dtype(config.precision.format), rounded
         )
         """The model as training's forward passes call it."""
         if self.world.rank:
