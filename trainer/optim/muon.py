@@ -101,11 +101,12 @@ class Muon(torch.optim.Optimizer):
         iteration magnifies where the gradient is singular.)
         """
         weight = weights[0]
-        for each in weights:
+        gradients = [each.grad for each in weights if each.grad is not None]
+        for each, its in zip(weights, gradients, strict=True):
             if "momentum_buffer" not in self.state[each]:
-                self.state[each]["momentum_buffer"] = torch.zeros_like(each.grad)
+                self.state[each]["momentum_buffer"] = torch.zeros_like(its)
         averages = [self.state[each]["momentum_buffer"] for each in weights]
-        average, gradient = _stack(averages), _stack([each.grad for each in weights])  # type: ignore[misc]
+        average, gradient = _stack(averages), _stack(gradients)
         if grad_scale is not None:  # of 16-bit gradients
             gradient = gradient.float().div_(grad_scale).to(gradient.dtype)
         moved = average.lerp(gradient, 1 - group["momentum"])
