@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import re
 
-# Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN and NCCL. (CUDA's allocator has an error type.)
+# Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN, NCCL, Triton and MPS. (CUDA's has a type.)
 _NO_MEMORY = re.compile(
     "can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc"
     # Not "a primitive descriptor": that is an operation that oneDNN does not have.
     "|could not create a (primitive(?! desc)|memory object)"
-    "|STATUS_ALLOC_FAILED|was unable to find an engine|CUDA error: out of memory|Cuda failure \\d* ?'out of memory'"
+    "|STATUS_ALLOC_FAILED|was unable to find an engine|(CUDA|HIP) error: out of memory|MPS backend out of memory"
+    "|Cuda failure \\d* ?'out of memory'|Triton Error \\[(CUDA|HIP)\\]: out of memory"
+    # The handle of cuBLAS, or a plan of cuDNN, finds no memory beside what torch's allocator holds.
+    "|BLAS_STATUS_NOT_INITIALIZED|No execution plans support the graph"
 )
 
 

@@ -55,6 +55,8 @@ class Step(ABC):
     """Of the run: names of operators that compute in fp32."""
     compiles: bool
     """Whether the run compiles its model."""
+    round_as_eager: bool = False
+    """See ``mantissa.compile.compile_in_place``."""
     device: torch.device
     microbatches: list[Batch]
     weights: dict[str, Tensor]

@@ -173,6 +173,10 @@ class Recipe:
         """Return the values of ``steps``, ``batch_size`` and ``micro_batch_size`` where they are ``auto``."""
         raise NotImplementedError
 
+    def saving_memory(self) -> list[Decision]:
+        """Return options that are still ``auto``, with values that need less memory on a GPU, and more time."""
+        return []
+
     def smaller(self) -> list[str]:
         """Return the overrides that choose smaller models of this family, the largest first."""
         return []

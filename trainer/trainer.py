@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 
@@ -106,9 +106,11 @@ class Trainer(Generic[Config]):
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
         mixed = bool(self.fp32_modules or self.operator_calls)
-        config.compile.apply(config.parallel.compiled(self.model, blocks), self.device, mixed)
+        compiled = config.parallel.compiled(self.model, blocks)
+        config.compile.apply(compiled, self.device, mixed, config.precision.rounds_as_eager)
+        rounded = None if config.precision.listed else config.precision.format.autocast
         self.replica = config.parallel.wrap(
-            self.model, blocks, self.device, accumulation_dtype(config.precision.format)
+            self.model, blocks, self.device, accumulation_dtype(config.precision.format), rounded
         )
         """The model as training's forward passes call it."""
         if self.world.rank:
@@ -267,7 +269,8 @@ class Trainer(Generic[Config]):
         """Return the names of the recipe's metrics, from a forward pass over a few samples."""
         self.model.eval()
         try:
-            sums = self._inspecting_forward(self.datasets.valid.batch([SampleId(0, None)])).metric_sums
+            with self.config.compile.graphs_kept():
+                sums = self._inspecting_forward(self.datasets.valid.batch([SampleId(0, None)])).metric_sums
         finally:
             self.model.train()
         return list(self.recipe.metrics(0.0, dict.fromkeys(sums, 0.0), 1))
@@ -290,8 +293,11 @@ class Trainer(Generic[Config]):
 
     @torch.no_grad()
     def _metrics(self, evaluation: Evaluation) -> dict[str, float]:
+        size, compile = self.plan.batching.micro_batch_size, self.config.compile
+
         def forward(batch: Batch) -> dict[str, Tensor]:
-            with self.config.precision.autocast(self.device):
+            whole = len(next(iter(batch.values()))) == size
+            with nullcontext() if whole else compile.graphs_kept(), self.config.precision.autocast(self.device):
                 output = self.recipe.loss(self.model, batch)
             return {"loss": output.loss_sum, **output.metric_sums}
 

@@ -66,6 +66,7 @@ class TrainerStep(Step):
             fp32_modules=config.precision.fp32_modules,
             fp32_ops=config.precision.fp32_ops or [],
             compiles=config.compile.mode != "off",
+            round_as_eager=config.precision.rounds_as_eager,
             device=trainer.device,
             microbatches=microbatches,
             weights={name: _copy(tensor) for name, tensor in kept.named_parameters()},

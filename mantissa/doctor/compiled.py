@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def compiled_trials(step: Step, time_left: Callable[[], float]) -> tuple[list[Fo
     noise = max(_difference(eager, _gradients(step.reference(wide))), torch.finfo(half or torch.float32).eps / 2)
     trials: list[FormatTrial] = []
     for backend in _BACKENDS:
-        if backend == _EMULATED and (half is None or trials[-1].status == OK):
+        if backend == _EMULATED and (half is None or step.round_as_eager or trials[-1].status == OK):
             continue
         if time_left() <= 0:
             trials.append(FormatTrial(backend, status=LEFT_OUT, why="left out: no time"))
@@ -67,25 +67,21 @@ def _difference(one: list[Tensor], other: list[Tensor]) -> float:
     return float((squares / size) ** 0.5) if size else 0.0
 
 
-@contextmanager
-def _options(backend: str) -> Iterator[None]:
-    """Let inductor draw eager's random numbers and, where asked, round as eager does."""
-    from torch._inductor import config
-
-    torch._dynamo.reset()
-    with config.patch(fallback_random=True, emulate_precision_casts=backend == _EMULATED):
-        yield
-    torch._dynamo.reset()
-
-
 def _compiled(step: Step, backend: str, block: int | None = None) -> list[Tensor]:
-    """Return the gradients with the modules that the run compiles, or with one block alone, compiled by a backend."""
+    """Return the gradients with the modules that the run compiles, or with one block alone, compiled by a backend.
+
+    The switches are the run's; inductor draws eager's random numbers and, where asked, rounds as eager does.
+    """
     passes = step.own()
     modules: list[nn.Module] = passes.compiled() if block is None else [passes.blocks()[block]]
-    with _options(backend):
-        for module in modules:
-            compile_in_place(module, backend="aot_eager" if backend == "aot_eager" else "inductor")
-        return _gradients(passes)
+    emulated = step.round_as_eager or backend == _EMULATED
+    options: dict[str, Any] = {"mixed": bool(passes.fp32_modules or step.fp32_ops), "round_as_eager": emulated}
+    torch._dynamo.reset()
+    for module in modules:
+        compile_in_place(module, backend.partition(",")[0], **options, fallback_random=True)
+    gradients = _gradients(passes)
+    torch._dynamo.reset()
+    return gradients
 
 
 def _first_block(step: Step, backend: str, eager: list[Tensor], allowed: float, time_left: Callable[[], float]) -> str:

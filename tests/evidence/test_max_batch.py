@@ -129,11 +129,20 @@ def test_out_of_memory_is_recognised_on_every_device() -> None:
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "CUDA error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`",
+        "HIP error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.",
+        "MPS backend out of memory (MPS allocated: 9.07 GB, other allocations: 1.2 MB, max allowed: 9.07 GB).",
     ):
         assert is_out_of_memory(RuntimeError(message)), message
     for other in (
         RuntimeError("could not create a primitive descriptor for the matmul primitive"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448."),
         ValueError("could not create a primitive"),
         OSError(errno.ENOENT, "No such file"),
     ):

@@ -94,9 +94,10 @@ def test_the_host_never_waits_between_log_steps(mode: str, clip: str, optimizer:
     assert steps_without_a_wait(on_gpu(*recipe, *options)) == 5
 
 
-@pytest.mark.parametrize("mode", HALVES, indirect=True)
-def test_nor_does_it_with_16_bit_weights(mode: str) -> None:
-    assert steps_without_a_wait(on_gpu(*GPT2, f"precision={mode}")) == 5
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("mode", ["bf16", *HALVES], indirect=True)
+def test_nor_does_it_with_16_bit_weights_and_with_muon(mode: str, optimizer: str) -> None:
+    assert steps_without_a_wait(on_gpu(*GPT2, f"precision={mode}", f"optimizer={optimizer}")) == 5
 
 
 def steps_without_a_wait(trainer: Trainer) -> int:
@@ -117,7 +118,7 @@ def steps_without_a_wait(trainer: Trainer) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16_master"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_skipped_fused_step_leaves_weights_and_state(optimizer: str, precision: str) -> None:
     options = (f"precision={precision}", "scaler.init=1024", f"optimizer={optimizer}", "optimizer.lr=0.001")
     trainer = on_gpu(*BIGNET, *options)
@@ -291,14 +292,17 @@ def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     assert session.ledger.at_peak["weights"] == weights
 
 
+@pytest.mark.filterwarnings("default")  # warnings of the compiler are not tested here
 @pytest.mark.parametrize("mode", ["fp8"], indirect=True)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_fp8_trains_as_bf16_does(mode: str, scaling: str) -> None:
+@pytest.mark.parametrize("compiled", ["'off'", "default"])
+def test_fp8_trains_as_bf16_does(mode: str, scaling: str, compiled: str) -> None:
+    """Compiled, fp8 by rows was NaN behind a fused RMS norm (pytorch issue 150859)."""
     pytest.importorskip("torchao.float8", reason="torchao is optional")
     llama = ("recipe=llama", "recipe.layers=2", "recipe.context=64", "data=synthetic", "data.vocab_size=500")
     losses = []
     for options in (["precision=bf16"], ["precision=fp8", f"precision.fp8_scaling={scaling}"]):
-        trainer = on_gpu(*llama, *options)
+        trainer = on_gpu(*llama, *options, f"compile={compiled}")
         losses.append(torch.stack([record.loss for record in fit(trainer)]))
     assert dtypes_in_use(trainer.model, trainer.optimizer)["fp8_modules"]
     assert torch.allclose(losses[0], losses[1], rtol=0.03)

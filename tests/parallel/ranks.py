@@ -195,6 +195,32 @@ def accumulation(mode: str) -> dict[str, Any]:
     }
 
 
+def gathered(mode: str) -> dict[str, Any]:
+    """Two steps in each precision, with weights gathered as autocast rounds them, and all in fp32."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, sent = getattr(dist, name), [0]
+
+    def counted(output: Tensor, given: Tensor, *rest: Any, **options: Any) -> Any:
+        sent[0] += given.nbytes
+        return gather(output, given, *rest, **options)
+
+    found: dict[str, Any] = {}
+    for precision in ("bf16", "fp16"):
+        states, outcomes = [], []
+        for operands in (parallel._operands, lambda _: set()):
+            with mock.patch.object(parallel, "_operands", operands):
+                trainer = trainer_of(compose(*TWO_STEPS, *GPT2, f"precision={precision}", f"parallel={mode}"))
+            block, sent[0] = trainer.model.get_submodule("gpt2.transformer.h.0"), 0
+            with mock.patch.object(dist, name, counted):
+                losses = [record.loss.item() for record in fit(trainer)]
+            outcomes.append({"bytes": sent[0]})
+            states.append([losses, trainer.evaluate(), *map(whole, trainer.model.parameters())])
+            block.unshard()  # type: ignore[operator]
+            outcomes[-1] |= {each: str(block.get_parameter(each).dtype) for each in ("mlp.c_fc.weight", "ln_1.weight")}
+        found[precision] = {"same bits": same_bits(*states), "rounded": outcomes[0], "fp32": outcomes[1]}
+    return found
+
+
 ACTIVATIONS = ("none", "blocks", "selective")
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "steps=2")
 VISION = (
@@ -273,6 +299,7 @@ def main() -> None:
     if case == "composition":
         found = {"composition": composition(modes)}
     if case == "all" and several:
+        found["gathered"] = gathered("fsdp")
         found["exchange"] = exchange()
     rank = dist.get_rank() if dist.is_initialized() else 0
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.parallel.conftest import Found
 from tests.parallel.ranks import flag_obeyed
@@ -65,6 +66,19 @@ def test_microbatches_of_16_bit_weights_add_up_in_fp32_on_every_rank(mode: str, 
         step = found["accumulation"][mode]
         assert step["cleared"]
         assert (torch.tensor(step["gradient"]) - expected).norm() < 3e-3 * expected.norm()
+
+
+@pytest.mark.skipif(
+    "param_dtype_override_fn" not in MixedPrecisionPolicy.__dataclass_fields__, reason="this torch gathers in one dtype"
+)
+def test_weights_are_gathered_as_autocast_rounds_them_and_no_bit_changes(ranks: Ranks) -> None:
+    for precision, dtype in (("bf16", "torch.bfloat16"), ("fp16", "torch.float16")):
+        for rank in ranks("all", 2):
+            found = rank["gathered"][precision]
+            assert found["same bits"]
+            assert found["rounded"]["bytes"] < 0.6 * found["fp32"].pop("bytes")  # embeddings are small here
+            assert found["rounded"]["mlp.c_fc.weight"] == dtype
+            assert {found["rounded"]["ln_1.weight"], *found["fp32"].values()} == {"torch.float32"}
 
 
 def test_results_and_errors_of_rank_0_reach_all_ranks(ranks: Ranks) -> None:

@@ -15,9 +15,7 @@ from recipes.gpt2 import GPT2, SHAPES, Shape
 from recipes.language import LossHead, TokenWindows, torch_can_chunk
 from tests.helpers import trainer_of
 from trainer.data.contract import SampleId
-from trainer.hardware import Hardware
 
-H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
 TINY = ["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4"]
 
 needs_chunking = pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")

@@ -9,6 +9,13 @@ import torch
 from torch import nn
 
 
+def has_fused_kernel(cls: type[torch.optim.Optimizer], device: torch.device) -> bool:
+    """Return whether this torch has a fused kernel of an optimizer for a device, such as CUDA's, ROCm's or MPS."""
+    name = f"_fused_{cls.__name__.lower()}_"
+    key = device.type.upper()
+    return hasattr(torch.ops.aten, name) and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+
+
 @functools.cache
 def fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> bool:
     """Test whether torch's fused form of an optimizer updates 16-bit weights on a CPU like fp32 weights.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.optim._muon import _adjust_lr
 
 from trainer.hardware import NATIVE, detect
 from trainer.parallel.shards import is_sharded, local_part, local_rows
@@ -70,63 +69,107 @@ class Muon(torch.optim.Optimizer):
             self._parts.append((False, torch.optim.AdamW(others, **shared, betas=betas, eps=eps, fused=fused)))
         super().__init__(groups, shared)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Torch's protocol: on a GPU the step takes ``found_inf`` and ``grad_scale``, so the host does not wait."""
+        others = [part for muon, part in self._parts if not muon]
+        on_gpu = self.param_groups[0]["params"][0].device.type != "cpu"
+        return on_gpu and all(getattr(part, "_step_supports_amp_scaling", False) for part in others)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step of both."""
+        """Take a step of both; where the flag ``found_inf`` is given, of all matrices of a shape at once."""
+        found_inf, grad_scale = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
         for muon, part in self._parts:
             part.param_groups = [group for group in self.param_groups if group["muon"] is muon]
             part.state = self.state
-            with _precision_of_iterations(part) if muon else nullcontext():
-                if muon and is_sharded(part.param_groups[0]["params"][0]):
-                    _step_of_sharded(part)
-                else:
-                    part.step()
+            if not muon:
+                part.found_inf, part.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
+                part.step()
+                continue
+            for group in part.param_groups:
+                for weights in _stacks(group["params"], stacked=found_inf is not None):
+                    self._step_of(weights, group, None if found_inf is None else found_inf > 0, grad_scale)
+
+    def _step_of(
+        self, weights: list[Tensor], group: dict[str, Any], skipped: Tensor | None, grad_scale: Tensor | None
+    ) -> None:
+        """Take the step of matrices of one shape, as ``torch.optim.Muon`` does that of each.
+
+        Of a matrix that is sharded by rows, each rank computes the whole update and takes its rows. (Torch's own step
+        of DTensors multiplies shards, dozens of exchanges for each matrix, and rounds to bf16 elsewhere, which the
+        iteration magnifies where the gradient is singular.)
+        """
+        weight = weights[0]
+        gradients = [each.grad for each in weights if each.grad is not None]
+        for each, its in zip(weights, gradients, strict=True):
+            if "momentum_buffer" not in self.state[each]:
+                self.state[each]["momentum_buffer"] = torch.zeros_like(its)
+        averages = [self.state[each]["momentum_buffer"] for each in weights]
+        average, gradient = _stack(averages), _stack(gradients)
+        if grad_scale is not None:  # of 16-bit gradients
+            gradient = gradient.float().div_(grad_scale).to(gradient.dtype)
+        moved = average.lerp(gradient, 1 - group["momentum"])
+        update = gradient.lerp(moved, group["momentum"]) if group["nesterov"] else moved
+        update = update.full_tensor() if is_sharded(update) else update  # type: ignore[attr-defined]
+        on_cpu = weight.device.type == "cpu"
+        dtype = torch.float32 if on_cpu and bf16_is_emulated() else torch.bfloat16
+        update = orthogonal(update.to(dtype, copy=True), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if is_sharded(weight):
+            first, count = local_rows(weight)
+            update = update[first : first + count]
+        moved, keep = local_part(moved), 1 - group["lr"] * group["weight_decay"]
+        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], weight.shape)
+        own, kept = [local_part(each) for each in weights], [local_part(each) for each in averages]
+        if skipped is None:
+            kept[0].copy_(moved)
+            own[0].mul_(keep).add_(update, alpha=-rate)
+            return
+        before = _stack(own)
+        after = before.mul(keep).add_(update, alpha=-rate)
+        for targets, old, new in ((kept, _stack(kept), moved), (own, before, after)):
+            chosen = torch.where(skipped, old, new)
+            torch._foreach_copy_(targets, chosen.unbind() if len(targets) > 1 else [chosen])
+
+
+_MOST = 2**25
+"""Elements of a stack, which takes a few times its memory during the step."""
+
+
+def _stacks(parameters: list[Tensor], stacked: bool) -> Iterator[list[Tensor]]:
+    """Yield parameters that have gradients, those of one shape and dtype together if ``stacked``."""
+    by_shape: dict[object, list[Tensor]] = {}
+    for number, each in enumerate(parameters):
+        if each.grad is not None:
+            alone = not stacked or is_sharded(each)
+            by_shape.setdefault(number if alone else (each.shape, each.dtype), []).append(each)
+    for found in by_shape.values():
+        count = max(1, _MOST // max(1, found[0].numel()))
+        for start in range(0, len(found), count):
+            yield found[start : start + count]
+
+
+def _stack(matrices: list[Tensor]) -> Tensor:
+    return torch.stack(matrices) if len(matrices) > 1 else matrices[0]
+
+
+def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return the nearest orthogonal matrix, roughly, of each ([n ×] rows × columns) by Newton-Schulz, in its dtype.
+
+    The operations are those of torch's Muon, so the bits are, too. The argument is overwritten.
+    """
+    a, b, c = coefficients
+    add = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 @functools.cache
 def bf16_is_emulated() -> bool:
     """Return whether this CPU computes bf16 without instructions for it."""
     return detect("cpu").support("bf16") != NATIVE
-
-
-def _precision_of_iterations(muon: torch.optim.Optimizer) -> AbstractContextManager[object]:
-    on_cpu = muon.param_groups[0]["params"][0].device.type == "cpu"
-    return _InFp32() if on_cpu and bf16_is_emulated() else nullcontext()
-
-
-class _InFp32(TorchFunctionMode):
-    """Gives torch's Muon an fp32 copy of a matrix where it asks for one in bf16, with which it then iterates."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is Tensor.bfloat16:  # torch 2.11; a copy, because it is changed in place
-            function, kwargs = Tensor.to, {"dtype": torch.float32, "copy": True}
-        elif function is Tensor.to and kwargs.get("dtype") == torch.bfloat16:
-            kwargs = {**kwargs, "dtype": torch.float32}
-        return function(*args, **kwargs)
-
-
-def _step_of_sharded(muon: torch.optim.Optimizer) -> None:
-    """Take Muon's step of matrices that are sharded by rows: each rank computes the whole update and takes its rows.
-
-    (Torch's own step of DTensors multiplies shards, dozens of exchanges for each matrix, and rounds to bf16 elsewhere,
-    which the iteration magnifies where the gradient is singular.)
-    """
-    for group in muon.param_groups:
-        lr, momentum = group["lr"], group["momentum"]
-        same = ("ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
-        options: dict[str, Any] = {"lr": lr, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-        options |= {key: group[key] for key in same}
-        for weight in group["params"]:
-            if weight.grad is None:
-                continue
-            state = muon.state[weight]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(weight.grad)
-            average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-            update = weight.grad.lerp(average, momentum) if group["nesterov"] else average
-            whole = nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device))
-            whole.grad = update.full_tensor()
-            torch.optim.Muon([whole], **options).step()
-            first, count = local_rows(weight)
-            local_part(weight).mul_(1 - lr * group["weight_decay"]).add_(whole[first : first + count])

@@ -14,7 +14,7 @@ from trainer.errors import UserError, nearest
 from trainer.optim.blocks import hidden_matrices, layer_factors
 from trainer.optim.classes import accepted_options, averages_itself, optimizer_class
 from trainer.optim.decay import decayed
-from trainer.optim.fused import fused_is_sound, start_momentum
+from trainer.optim.fused import fused_is_sound, has_fused_kernel, start_momentum
 from trainer.optim.groups import check_patterns, parameter_groups
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
@@ -156,7 +156,7 @@ class Optimizer:
                 f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
                 "wrongly on a CPU; use optimizer.fused=auto"
             )
-        possible = device.type in ("cuda", "cpu") and not (self._dampened or sharded or unsound)
+        possible = has_fused_kernel(kernel, device) and not (self._dampened or sharded or unsound)
         return self.fused is True or (self.fused == "auto" and possible)
 
     def _check_eps(self, cls: type[torch.optim.Optimizer]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from mantissa.compile import compile_in_place
 from trainer.errors import UserError, nearest
 
 MODES = ("off", "default", "max-autotune")
@@ -26,13 +26,16 @@ class Compile:
         if self.mode not in MODES:
             raise UserError(f"compile.mode={self.mode} is unknown{nearest(self.mode, MODES)} ({', '.join(MODES)})")
 
-    def apply(self, modules: list[nn.Module], device: torch.device, mixed: bool = False) -> None:
+    def apply(
+        self, modules: list[nn.Module], device: torch.device, mixed: bool = False, round_as_eager: bool = False
+    ) -> None:
         """Compile the modules in place, so that their parameters keep their names.
 
         Args:
             modules: of the model.
             device: where they are.
-            mixed: whether some of their operators compute in another dtype than autocast's.
+            mixed: see ``compile_in_place``.
+            round_as_eager: likewise.
 
         Raises:
             UserError: on a CPU without a C++ compiler, which torch.compile needs there.
@@ -41,26 +44,17 @@ class Compile:
             return
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
-        from torch._functorch import config
+        from mantissa.compile import compile_in_place
 
-        # torch would compile the backward pass under the autocast around the forward pass, where the gradients of what
-        # computes in fp32 would be multiplied in 16 bits. (The trainer's backward passes have none.)
-        config.backward_pass_autocast = "off" if mixed else "same_as_forward"
-        _avoid_wrong_gradients()
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
         # of the first microbatch (pytorch issue 169545).
         for module in modules:
-            compile_in_place(module, mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")
+            mode = None if self.mode == "default" else f"{self.mode}-no-cudagraphs"
+            compile_in_place(module, mode=mode, mixed=mixed, round_as_eager=round_as_eager)
 
+    def graphs_kept(self) -> AbstractContextManager[Any]:
+        """Return a context in which nothing is compiled: what has no graph yet runs eagerly.
 
-def _avoid_wrong_gradients() -> None:
-    """Disable the fusion that gives wrong LayerNorm gradients in torch 2.10 to 2.13 (pytorch issue 193061).
-
-    The environment variable of the same name is read when torch is imported, so setting it now has no effect; a user's
-    own setting of it stays.
-    """
-    if torch.__version__ >= "2.14" or "TORCHINDUCTOR_MIX_ORDER_REDUCTION" in os.environ:  # versions, not texts
-        return
-    from torch._inductor import config
-
-    config.triton.mix_order_reduction = False
+        For batches of other sizes than training has: torch would compile a second graph, for any size.
+        """
+        return nullcontext() if self.mode == "off" else torch.compiler.set_stance("eager_on_recompile")

@@ -52,7 +52,12 @@ class Parallel:
         return [model]
 
     def wrap(
-        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        device: torch.device,
+        accumulation: torch.dtype | None = None,
+        rounded: torch.dtype | None = None,
     ) -> nn.Module:
         """Return the module that forward passes of training call; parameters of ``model`` keep their names.
 
@@ -61,6 +66,7 @@ class Parallel:
             blocks: the model's repeated blocks, the units of sharding.
             device: where the model is.
             accumulation: the dtype in which gradients of microbatches are accumulated; None: that of the weights.
+            rounded: the dtype to which autocast rounds the operands of every matmul; None: it does not.
         """
         return model
 

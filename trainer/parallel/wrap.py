@@ -141,7 +141,12 @@ class DDP(SeveralProcesses):
     """Size of the buckets in which gradients are exchanged, in MiB."""
 
     def wrap(
-        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        device: torch.device,
+        accumulation: torch.dtype | None = None,
+        rounded: torch.dtype | None = None,
     ) -> nn.Module:
         ddp: Any = _Replica
         newer = "forward_sync_buffers"  # in torch 2.15
@@ -185,8 +190,9 @@ class FSDP(SeveralProcesses):
     """Free a block's gathered weights between forward and backward: less memory, one more all-gather. Those outside of
     the blocks are gathered once for both."""
     param_dtype: str | None = None
-    """``bf16``/``fp16``: FSDP2's own policy, which gathers and computes with weights cast to it (half the traffic;
-    gradients are still summed in fp32). None: weights are gathered in fp32 and only autocast decides, as elsewhere."""
+    """``bf16``/``fp16``: FSDP2's own policy, which gathers all weights cast to it and computes with them (gradients are
+    still summed in fp32). None: autocast decides, as elsewhere. From torch 2.15 on what it rounds to 16 bits is
+    gathered so: the same numbers for half the traffic."""
 
     def check(self, precision: Precision) -> None:
         if precision.format.half_weights and precision.fp32_modules:
@@ -211,14 +217,19 @@ class FSDP(SeveralProcesses):
             raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; remove one")
 
     def effective(self) -> dict[str, Any]:
-        return {"gathered_weights_dtype": self.param_dtype or "as weights_dtype"}
+        return {"gathered_weights_dtype": self.param_dtype or "16-bit operands of autocast; others as weights_dtype"}
 
     def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """Return the blocks: gathering their weights happens between them, outside of what is compiled."""
         return blocks or [model]
 
     def wrap(
-        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        device: torch.device,
+        accumulation: torch.dtype | None = None,
+        rounded: torch.dtype | None = None,
     ) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -232,6 +243,10 @@ class FSDP(SeveralProcesses):
             # Inputs are left to autocast: a batch of token ids or pixels has its own dtype.
             dtype = FORMATS[self.param_dtype].autocast
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        elif rounded is not None and "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__:
+            operands = _operands(model)
+            own: Any = {"param_dtype_override_fn": lambda each: None if each in operands else each.dtype}  # torch 2.15
+            policy = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False, **own)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         # The rest stays: backward needs the weights of the last layers first.
@@ -251,6 +266,20 @@ class FSDP(SeveralProcesses):
         replica.set_requires_gradient_sync(last)
         replica.set_is_last_backward(last)
         return nullcontext()
+
+
+def _operands(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are operands of matmuls or convolutions alone: autocast rounds each as a whole.
+
+    Not those of subclasses, nor of a layer whose forward was replaced (an fp32 island): they may do more with them. A
+    weight that is reparametrised has other names.
+    """
+    found: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
+    for module in model.modules():
+        plain = type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) or type(module).__name__ == "Conv1D"
+        for name, parameter in module.named_parameters(recurse=False):
+            found[plain and "forward" not in vars(module) and name in ("weight", "bias")].add(parameter)
+    return found[True] - found[False]
 
 
 def _free_gathered(model: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -168,6 +168,13 @@ class Precision:
         return FORMATS[self.mode]
 
     @property
+    def rounds_as_eager(self) -> bool:
+        """Whether a compiled model has to round wherever the eager one does: fp8 by rows is NaN behind a fused RMS norm
+        (pytorch issue 150859).
+        """
+        return self.fp8_scaling == SCALINGS[1]
+
+    @property
     def half(self) -> torch.dtype | None:
         """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
         return self.format.half

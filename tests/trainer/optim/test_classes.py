@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
@@ -126,3 +129,44 @@ def test_muon_iterates_in_fp32_where_the_cpu_emulates_bf16(
     update = -weight.detach().double()  # "original" leaves a matrix with more columns than rows as it is
     assert least <= ((update - exact).norm() / exact.norm()).item() < most
     assert torch.equal(weight.grad, gradient)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is called, which on a GPU are launches and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_given_a_flag_muon_stacks_equal_shapes_to_the_same_bits_and_waits_for_nothing(dtype: torch.dtype) -> None:
+    """As on a GPU, where the update hands over the flag, and the scale of 16-bit gradients."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (40, 24), (24, 24)] * 6 + [(24,)]
+    steps = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(3)]
+    results = []
+    for flagged in (True, False):
+        weights = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+        groups = [{"params": weights[:-1], "muon": True}, {"params": weights[-1:], "muon": False}]
+        optimizer = Muon(groups, lr=0.1, fused=True)
+        assert not optimizer._step_supports_amp_scaling  # on a CPU, where the host reads flags for nothing
+        for number, gradients in enumerate(steps):
+            bad = number == 1
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient * torch.inf if bad else gradient * 4 if flagged else gradient.clone()
+            optimizer.found_inf, optimizer.grad_scale = None, None  # type: ignore[attr-defined]
+            if flagged:
+                optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(bad)), torch.tensor(4.0)  # type: ignore[attr-defined]
+            with Operators() as seen:
+                if flagged or not bad:
+                    optimizer.step()
+        results.append((seen.calls, weights, [optimizer.state[weight] for weight in weights]))
+    (stacked, *flagged_state), (one_by_one, *state) = results
+    assert same_bits(flagged_state, state)
+    assert stacked.keys().isdisjoint({"_local_scalar_dense", "item", "nonzero"})
+    assert stacked.total() < one_by_one.total() / 3, (stacked, one_by_one)

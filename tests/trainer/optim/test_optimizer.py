@@ -8,6 +8,7 @@ from torch import nn
 from mantissa.formats import FORMATS
 from tests.helpers import trainer_of
 from trainer.errors import UserError
+from trainer.optim.classes import optimizer_class
 from trainer.optim.decay import decayed
 from trainer.optim.masters import masters_of
 from trainer.optim.optimizer import Optimizer
@@ -142,6 +143,19 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
 def test_what_the_class_refuses_is_reported(optimizer: Optimizer, message: str) -> None:
     with pytest.raises(UserError, match=message):
         optimizer.build(net(), CPU)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "Muon"])
+def test_the_fused_form_is_taken_where_torch_has_its_kernel(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch registers them for each kind of device alone; of Adagrad some versions have CPU's only."""
+    registered = {("aten::_fused_adamw_", "CUDA"), ("aten::_fused_adamw_", "MPS"), ("aten::_fused_adagrad_", "CPU")}
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *found: found in registered)
+    optimizer, parameters = Optimizer(name), list(net().parameters())
+    taken = optimizer._takes_fused(optimizer_class(name), parameters, torch.device(kind))
+    assert taken is (name != "Adagrad" and kind != "xpu")
 
 
 def test_fused_sgd_starts_with_a_momentum_that_a_skipped_first_step_leaves_at_zero() -> None:

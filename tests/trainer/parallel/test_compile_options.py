@@ -1,13 +1,44 @@
+"""How the run compiles, which the doctor does likewise; and that evaluation compiles one graph at most."""
+
 from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor
+from torch._functorch import config as functorch
 from torch.torch_version import TorchVersion
 
+from mantissa.doctor import compiled as doctor
+from tests.helpers import trainer_of
 from trainer.parallel.compile import Compile
+from trainer.precision.modes import Precision
 
 VARIABLE = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
+KEY = "triton.mix_order_reduction"
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What torch.compile was given."""
+    found: list[dict[str, Any]] = []
+
+    def compile(call: Any, **options: Any) -> Any:
+        found.append(options)
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with functorch.patch(backward_pass_autocast="same_as_forward"):
+        yield found
+
+
+def as_the_doctor(**step: Any) -> None:
+    """Compile as the doctor does for a run."""
+    passes = SimpleNamespace(fp32_modules=step.pop("fp32_modules", []), compiled=lambda: [torch.nn.Linear(1, 1)])
+    step = {"own": lambda: passes, "fp32_ops": [], "round_as_eager": False} | step
+    doctor._compiled(SimpleNamespace(**step), "inductor")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -18,18 +49,71 @@ VARIABLE = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
         ("2.13.1", None, "default", False),
         ("2.14.0", None, "default", True),
         ("2.15.0", None, "default", True),
-        ("2.11.0", None, "off", True),
         ("2.11.0", "1", "default", True),  # inductor has read it by itself
     ],
 )
 def test_the_fusion_that_gives_wrong_gradients_is_off_where_torch_has_the_bug(
-    version: str, typed: str | None, mode: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    typed: str | None,
+    mode: str,
+    fused: bool,
+    given: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """pytorch issue 193061: what counts is inductor's own flag, which no longer reads the environment."""
+    """pytorch issue 193061: what counts is inductor's own option, which no longer reads the environment."""
+    monkeypatch.setattr(doctor, "_gradients", lambda passes: [])
     monkeypatch.delenv(VARIABLE, raising=False)
     if typed is not None:
         monkeypatch.setenv(VARIABLE, typed)
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    with inductor.patch({"triton.mix_order_reduction": True}):
-        Compile(mode).apply([torch.nn.Linear(1, 1)], torch.device("cuda"))
-        assert inductor.triton.mix_order_reduction is fused
+    Compile(mode).apply([torch.nn.Linear(1, 1)], torch.device("cuda"))
+    as_the_doctor()
+    run, diagnosed = (each["options"] for each in given)
+    assert run.get(KEY, True) is diagnosed.get(KEY, True) is fused
+    assert run.get("max_autotune", False) is (mode == "max-autotune")
+    assert not any("cudagraphs" in key and value for key, value in run.items())
+    Compile("off").apply([torch.nn.Linear(1, 1)], torch.device("cuda"))
+    assert len(given) == 2
+
+
+def test_the_doctor_compiles_with_the_switches_of_the_run(
+    given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp8 by rows rounds as eager does (pytorch issue 150859); and what backward computes in where fp32 is mixed in."""
+    monkeypatch.setattr(doctor, "_gradients", lambda passes: [])
+    rounding = [Precision("fp8", fp8_scaling=scaling).rounds_as_eager for scaling in ("rowwise", "tensorwise")]
+    for mixed, rounds in ((False, rounding[0]), (True, rounding[1])):
+        Compile("default").apply([torch.nn.Linear(1, 1)], torch.device("cuda"), mixed, rounds)
+        as_the_doctor(fp32_modules=["head"] * mixed, round_as_eager=rounds)
+        run, diagnosed = (each["options"] for each in given[-2:])
+        assert diagnosed == run | {"fallback_random": True}
+        assert run["emulate_precision_casts"] is rounds
+        assert functorch.backward_pass_autocast == ("off" if mixed else "same_as_forward")
+    assert rounding == [True, False]
+
+
+def test_evaluation_compiles_one_graph_whatever_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[list[int]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        sizes = [each.shape[0] for each in inputs if isinstance(each, torch.Tensor) and each.dtype == torch.int64]
+        graphs.append(sizes[:1])
+        return graph
+
+    def compile_in_place(found: torch.nn.Module, **_: Any) -> None:
+        found.compile(backend=backend)
+
+    monkeypatch.setattr("mantissa.compile.compile_in_place", compile_in_place)
+    torch._dynamo.reset()
+    text = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
+    sizes = ("batch_size=4", "micro_batch_size=4", "eval_samples=10", "steps=4")
+    trainer, eager = (trainer_of(*text, *sizes, f"compile={mode}") for mode in ("default", "off"))
+    trainer.metric_names()  # one sample
+    scores = []
+    for each in (trainer, eager):
+        batches = each.batches()
+        for _ in range(2):
+            each.train_step(next(batches))
+            scores.append(each.evaluate()["loss"])  # 4, 4 and 2 samples
+    assert scores[:2] == pytest.approx(scores[2:], rel=1e-6)
+    assert graphs == [[4], [4]]  # with gradients, and without

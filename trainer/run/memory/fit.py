@@ -23,7 +23,7 @@ from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP
 from trainer.profiling.ledger import MIB, STEADY
-from trainer.recipe import Recipe
+from trainer.recipe import Decision, Recipe
 from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
 
 USABLE = 0.9
@@ -39,7 +39,8 @@ def fit_plan(
     """Return the resolved config with a microbatch that is forecast to fit into the free memory.
 
     A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
-    ``micro_batch_size`` that the user set is not changed; there is a warning.
+    ``micro_batch_size`` that the user set is not changed; there is a warning. On a GPU ``Recipe.saving_memory`` comes
+    first.
 
     Args:
         config: as composed.
@@ -57,16 +58,30 @@ def fit_plan(
         free //= launched_local_rank()[1]  # the processes of a machine share its memory
     free = -world.largest(-free)
 
-    def look() -> tuple[int, str]:
-        size = resolved.plan.batching.micro_batch_size
-        rough = rough_bytes(resolved.config.recipe, datasets, size)
+    def look() -> tuple[int, str, list[Decision]]:
+        batching, usable = resolved.plan.batching, int(USABLE * free)
+        rough = rough_bytes(resolved.config.recipe, datasets, batching.micro_batch_size)
         if rough is None or rough < free / 2:
-            return size, ""
+            return batching.micro_batch_size, "", []
         log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
-        return choose(config, resolved.plan.batching, int(USABLE * free), overrides)
+        saving = config.recipe.saving_memory() if hardware.is_gpu else []
+        if saving and _fits(config, batching, usable):
+            saving = []
+        frugal = replace(config, recipe=config.recipe.chosen(saving))
+        return *choose(frugal, batching, usable, overrides), saving
 
-    size, why = world.on_first(look)
-    return resolved.with_micro_batch_size(size, why) if why else resolved
+    size, why, saving = world.on_first(look)
+    chosen = replace(resolved.config, recipe=resolved.config.recipe.chosen(saving))
+    found = resolved._replace(config=chosen, decisions=[*resolved.decisions, *saving])
+    return found.with_micro_batch_size(size, why) if why else found
+
+
+def _fits(config: Config, batching: Batching, usable: int) -> bool:
+    """Return whether the microbatch of ``batching`` is forecast to fit; True where that cannot be forecast."""
+    try:
+        return needed_bytes(config, batching, batching.micro_batch_size) <= usable
+    except Exception:  # ``choose`` says why
+        return True
 
 
 def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:
@@ -166,6 +181,8 @@ def what_fits(overrides: Sequence[str], usable: float | None = None) -> str:
             usable = USABLE * min(available_bytes(hardware.device), required_bytes(config, typed))
             if batching.micro_batch_size > least:
                 alone.append(f"{KEY}={_largest(config, batching, usable) or least}")
+            if hardware.is_gpu:
+                alone += [f"{each.key}={str(each.value).lower()}" for each in config.recipe.saving_memory()]
             alone += [*blocks, *(["precision=bf16"] if config.precision.format.half is None else [])]
         else:
             smaller_models = [f"{smaller} {KEY}={least}" for smaller in resolved.config.recipe.smaller()]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.language import torch_can_chunk
 from tests.helpers import compose
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, RunError
-from trainer.hardware import detect
+from trainer.hardware import Hardware, detect
 from trainer.parallel.world import World
 from trainer.profiling.ledger import MIB, STEADY, Ledger
 from trainer.recipe import Decision
@@ -183,6 +184,37 @@ def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fit, "forecast", fails)
     plan, [choice] = fitted(monkeypatch, 1, *BIGNET)
     assert (plan.batching.micro_batch_size, choice.why) == (512, "CPU default")
+
+
+GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=8192"]
+
+
+@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+def test_on_a_gpu_the_logits_are_whole_where_they_are_forecast_to_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = [*GPT2, "batch_size=16", "micro_batch_size=16", "checkpoint=none"]
+    whole, chunked = (need_mib(*job, f"recipe.chunked_loss={form}") / USABLE for form in ("false", "true"))
+    assert chunked < 0.7 * whole
+    monkeypatch.setattr(Hardware, "is_gpu", True)
+
+    def planned(free_mib: float, *more: str) -> tuple[object, int]:
+        monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
+        config = compose(*job, *more, "device=cpu")
+        resolved = config.resolve(detect("cpu"))
+        datasets = resolved.config.recipe.datasets(resolved.config.data, 0)
+        fitted = fit_plan(config, resolved, detect("cpu"), World(), datasets, job)
+        assert [each.value for each in fitted.decisions if each.key.endswith("loss")] == [True] * (free_mib < whole)
+        before = {"recipe.chunked_loss": fitted.config.recipe.chunked_loss}  # a resumed run has its form again
+        again = as_before(RunFolder(tmp_path), before, config, resolved)
+        assert again.config.recipe.chunked_loss == fitted.config.recipe.chunked_loss
+        return fitted.config.recipe.chunked_loss, fitted.plan.batching.micro_batch_size
+
+    assert planned(1.01 * whole) == (False, 16)
+    assert planned(0.98 * whole) == planned(1.02 * chunked) == (True, 16)
+    chosen, size = planned(0.7 * chunked, "micro_batch_size=auto")
+    assert chosen is True
+    assert size < 16
 
 
 def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
