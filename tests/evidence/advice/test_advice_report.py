@@ -36,6 +36,10 @@ def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
     assert sentence(least) == (
         "bf16: 30% less memory, 2.9x [2.85, 2.95] as fast as fp32; bf16 + compile is not clearly larger"
     )
+    assert sentence(advice(stopped="not decided")).endswith(
+        "; not decided: another setting may be more than 5 % faster"
+    )
+    assert sentence(advice(stopped="budget")).endswith("; not all settings were measured")
     default = advice(winner="fp32", stopped="budget")
     default.entry("bf16").health = {"faults": ["a fault"]}
     assert sentence(default) == (
