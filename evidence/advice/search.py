@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -106,24 +106,24 @@ class Search:
         return self.reference if any(each.timed for each in self.entries.values()) else entry
 
     @property
-    def compile_s(self) -> float:
-        """Seconds to compile a candidate: the median of all that compile, since a single time is not exact."""
-        times = [entry.compiling_s() for entry in self.entries.values() if entry.candidate.compiles and entry.timed]
-        return statistics.median(times) if times else 0.0
+    def compile_s(self) -> list[float]:
+        """Seconds to compile, of each candidate that compiles; a single time is not exact. None does: 0."""
+        known = [entry for entry in self.entries.values() if entry.candidate.compiles and entry.timed]
+        return [entry.compiling_s() for entry in known] or [0.0]
 
-    def ratios(self, entry: Entry, turns: Sequence[Turn], whole: bool = True) -> list[float]:
-        """Return how many times as fast as the reference it is, by each turn.
-
-        With ``whole`` and goal=speed it is in a run of ``steps`` with the time to compile, unless all or none compile.
-        """
-        extra_s = self.compile_s / self.advice.steps if whole and self._mixed else 0.0
-        own_s = extra_s * entry.candidate.compiles
-        reference_s = extra_s * self.reference.candidate.compiles if extra_s else 0.0
+    def ratios(self, entry: Entry, turns: Sequence[Turn], compile_s: float = 0.0) -> list[float]:
+        """Return how many times as fast as the reference it is, by each turn, in a run with this time to compile."""
+        extra_s = compile_s / self.advice.steps
+        own_s, reference_s = (extra_s * each.candidate.compiles for each in (entry, self.reference))
         return [(turn[1] + reference_s) / (turn[0] + own_s) for turn in turns]
 
     def logs(self, entry: Entry, whole: bool = True) -> list[float]:
-        """Return the logarithms of its ratios in the search."""
-        return [math.log(each) for each in self.ratios(entry, entry.turns, whole)]
+        """Return the logarithms of its ratios in the search.
+
+        With ``whole`` and goal=speed they are of a run with the time to compile, unless all or none compile.
+        """
+        compile_s = statistics.median(self.compile_s) if whole and self._mixed else 0.0
+        return [math.log(each) for each in self.ratios(entry, entry.turns, compile_s)]
 
     def speed(self, entry: Entry, whole: bool = True) -> float:
         """Return the logarithm of its speed over the reference's.
@@ -338,9 +338,21 @@ class Search:
             pair_s = self.timer.clock() - began
 
     def _final_interval(self, entry: Entry, whole: bool) -> Interval | None:
-        """Return the speed by pairs of processes, the spread between them included; None: no final round."""
-        medians = [statistics.median(self.ratios(entry, pair, whole)) for pair in entry.final]
-        return ratio_interval(medians, self._levels[entry.label]) if len(medians) > 1 else None
+        """Return the speed by pairs of processes; None: no final round.
+
+        The spread between processes is included, and with ``whole`` that between times to compile.
+        """
+        if len(entry.final) < 2:
+            return None
+
+        def by(compile_s: float) -> Interval:
+            medians = [statistics.median(self.ratios(entry, pair, compile_s)) for pair in entry.final]
+            return ratio_interval(medians, self._levels[entry.label])
+
+        times = self.compile_s if whole and self._mixed else [0.0]
+        ends = by(min(times)), by(max(times))
+        low, high = min(each.low for each in ends), max(each.high for each in ends)
+        return replace(by(statistics.median(times)), low=low, high=high)
 
     def _unconfirmed(self, chosen: Entry) -> str:
         """Return why the final round does not confirm that a setting is better than the reference; empty: it does."""
@@ -419,4 +431,4 @@ class Search:
             if eager and eager.timed:
                 gain = math.exp(self.speed(entry, whole=False) - self.speed(eager, whole=False))
                 saved_s = statistics.median(entry.step_s) * (gain - 1)
-                entry.pays_after_steps = math.ceil(self.compile_s / saved_s) if gain > 1 else None
+                entry.pays_after_steps = math.ceil(statistics.median(self.compile_s) / saved_s) if gain > 1 else None
