@@ -174,7 +174,15 @@ class Search:
         """Return the standard error of its merit, that of the process included."""
         logs = self.logs(entry)
         blocks = float(np.var(logs, ddof=1)) / len(logs) if len(logs) > 1 else 0.0
-        return math.sqrt(blocks + PROCESS**2 / max(1, entry.processes))
+        return math.sqrt(blocks + self._between_processes() ** 2 / max(1, entry.processes))
+
+    def _between_processes(self) -> float:
+        """Return the spread between processes of one setting: ``PROCESS``, or what a final round shows where more."""
+        found = [PROCESS]
+        for pairs in (entry.final for entry in self.entries.values() if entry.timed and len(entry.final) > 1):
+            logs = [math.log(statistics.median(base_s / own_s for own_s, base_s in pair)) for pair in pairs]
+            found.append(float(np.std(logs, ddof=1)) / math.sqrt(2))  # a pair has two processes
+        return max(found)
 
     def choose(self) -> Entry:
         """Return the simplest of the settings that are as good as the best."""
