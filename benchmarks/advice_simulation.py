@@ -361,8 +361,8 @@ def table(record: dict[str, Any]) -> str:
             f"`{record['command']}` at commit {record['git'].get('commit', 'unknown')[:10]}, {record['date']}: "
             f"{record['searches']} searches of each kind in each row. Of all {finals} final rounds "
             f"{percent(covered, finals)} of the intervals hold the truth, of the {advised} of advised settings "
-            f"{percent(held, advised)}. Minutes: the mean of the longest tenth. Held out: nothing in the search was chosen "
-            "on this machine.",
+            f"{percent(held, advised)}. Minutes: the mean of the longest tenth. Held out: nothing in the search was "
+            "chosen on this machine.",
             "",
             *rows,
         ]

@@ -42,6 +42,8 @@ def sentence(advice: Advice) -> str:
         scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == BUDGET else ""
         run = f" in a run of {advice.steps} steps" if advice.mixed else ""
         default = "" if base.candidate.overrides else ", train.py's default"
+        if sum(entry.timed for entry in advice.entries) == 1 and advice.stopped == BUDGET:
+            return f"{base.label}{default}: no other setting was measured in {duration(advice.spent_s)} min"
         return f"{base.label}{default}: {setting} {better} here{scope}{run}{healthy}{others}"
     assert winner.interval is not None
     whole = winner.run_interval if advice.mixed else None

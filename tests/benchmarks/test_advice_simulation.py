@@ -44,3 +44,8 @@ def test_outcomes_are_appended_and_the_page_has_the_last(tmp_path: Path, monkeyp
     assert page.read_text().endswith(f"{table(lines[-1])}\n{advice_simulation.END}\n\nAfter.\n")
     main(["only=quiet: blocks 2 %, 8", "searches=1"])
     assert len(results.read_text().splitlines()) == 2, "a part is not kept"
+
+
+def test_the_committed_table_is_of_the_last_outcome() -> None:
+    last = advice_simulation.RESULTS.read_text(encoding="utf-8").splitlines()[-1]
+    assert table(json.loads(last)) in advice_simulation.PAGE.read_text(encoding="utf-8")
