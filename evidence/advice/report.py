@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, Advice, Entry
+from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, UNDECIDED, Advice, Entry
 from mantissa.display import duration, size
 from mantissa.page import COLORS, NOISE
 from mantissa.statistics import Interval
@@ -20,6 +20,7 @@ from trainer.tracking.plots import INK, QUIET, bare_figure
 ENDED = {
     AHEAD: "one setting is ahead",
     SEVERAL: "the best settings are equal",
+    UNDECIDED: "the times vary too much to decide; fresh=true measures again, best on a quieter machine",
     BUDGET: "there was no time for all of it; a larger budget_minutes continues from here",
 }
 
@@ -32,6 +33,8 @@ def sentence(advice: Advice) -> str:
     others = ""
     if number:  # the table marks them
         others = f"; {f'{number} other settings are' if number > 1 else f'{advice.equal[0]} is'} not clearly {worse}"
+    if advice.stopped == UNDECIDED:
+        others += "; not decided: another setting may be more than 5 % faster"
     included = f" in a run of {advice.steps} steps, compile time included"
     if winner is base:
         setting = "no setting" + " that can be advised" * any(entry.refused for entry in advice.entries)
@@ -39,6 +42,8 @@ def sentence(advice: Advice) -> str:
         scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == BUDGET else ""
         run = f" in a run of {advice.steps} steps" if advice.mixed else ""
         default = "" if base.candidate.overrides else ", train.py's default"
+        if sum(entry.timed for entry in advice.entries) == 1 and advice.stopped == BUDGET:
+            return f"{base.label}{default}: no other setting was measured in {duration(advice.spent_s)} min"
         return f"{base.label}{default}: {setting} {better} here{scope}{run}{healthy}{others}"
     assert winner.interval is not None
     whole = winner.run_interval if advice.mixed else None
@@ -53,7 +58,7 @@ def sentence(advice: Advice) -> str:
         said += f"; compiling pays after {winner.pays_after_steps} steps"
     if winner.candidate.compiles and whole is not None:
         said += f"; {_times(whole)} as fast{included}"
-    return said + others
+    return said + others + "; not all settings were measured" * (advice.stopped == BUDGET)
 
 
 def _times(speed: Interval) -> str:

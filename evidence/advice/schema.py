@@ -14,7 +14,7 @@ from trainer.files import read_object
 
 MEASURED, FAILED, LEFT_OUT = "measured", "failed", "left out"
 SPEED, MEMORY = GOALS = ("speed", "memory")
-AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
+AHEAD, SEVERAL, UNDECIDED, BUDGET = "one is ahead", "several are equal", "not decided", "budget"
 
 Turn = tuple[float, float]
 """Seconds of a step in two blocks that took turns: a candidate's, and the reference's."""
@@ -48,7 +48,7 @@ class Entry:
     run_speed: float | None = None
     """The same of whole runs of ``Advice.steps`` steps, the time to compile included; None for goal=memory."""
     interval: Interval | None = None
-    """Of ``speed``, 95 %, over pairs of fresh processes; None: no final round."""
+    """Of ``speed``, over pairs of fresh processes; None: no final round."""
     run_interval: Interval | None = None
     """The same of ``run_speed``."""
     compile_s: float = 0.0
@@ -122,7 +122,7 @@ class Advice:
     equal: list[str] = field(default_factory=list)
     """Labels of other candidates that are not clearly slower (or larger) than the winner."""
     stopped: str = ""
-    """Why it ended: ``one is ahead``, ``several are equal``, ``budget``."""
+    """Why it ended: ``one is ahead``, ``several are equal``, ``not decided``, ``budget``."""
     notes: list[str] = field(default_factory=list)
     """For the user, in sentences."""
 

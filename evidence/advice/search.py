@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from evidence.advice.candidates import COMPILE, Candidate, Space
 from evidence.advice.schema import (
@@ -18,6 +20,7 @@ from evidence.advice.schema import (
     MEMORY,
     SEVERAL,
     SPEED,
+    UNDECIDED,
     Advice,
     Entry,
     Turn,
@@ -44,9 +47,13 @@ HELPS = 0.01
 PROCESS = 0.017
 """Standard deviation between processes of one setting, relative, as measured on two machines: a difference between two
 settings counts in the search if it is twice what this and the blocks' own spread explain."""
-PAIRS, LEAST_PAIRS, FINAL_TURNS = 6, 3, 5
+PAIRS, LEAST_PAIRS, FINAL_TURNS = 8, 4, 7
 """Of fresh processes in the final round, at most and at least, and the turns of each. Their number depends on the time
 that is left and not on what they measure: otherwise the interval would be too narrow."""
+LEVELS = (0.97, 0.99, 0.99)
+"""Of the intervals of a call's final rounds, one after the other; a fault leads to a further one. All hold in 95 %."""
+NEAR = 1.05
+"""Nothing is decided where another setting may well be this many times as fast as the advised one."""
 FRESH_S = 6.0
 """That two new processes of Python take to import torch and the trainer, about."""
 MOST_FAULTS = 3
@@ -76,6 +83,8 @@ class Search:
         self.advice.notes = []
         self._mixed = COMPILE in self.space.choices and self.advice.goal == SPEED
         self._out_of_time = False
+        self._default = self.space.candidate().label
+        self._levels: dict[str, float] = {}  # of the final rounds' intervals, by label
 
     @property
     def spent_s(self) -> float:
@@ -87,32 +96,34 @@ class Search:
     @property
     def reference(self) -> Entry:
         """What ratios are over: the default; where it fails, the first candidate that works."""
-        working = [entry for entry in self.entries.values() if entry.timed]
-        default = self.space.candidate().label
-        return next((entry for entry in working if entry.label == default), working[0])
+        default = self.entries.get(self._default)
+        if default and default.timed:
+            return default
+        return next(entry for entry in self.entries.values() if entry.timed)
 
     def _beside(self, entry: Entry) -> Entry:
         """Return what a candidate takes turns with: itself, where nothing works yet."""
         return self.reference if any(each.timed for each in self.entries.values()) else entry
 
     @property
-    def compile_s(self) -> float:
-        """Seconds to compile a candidate: the median of all that compile, since a single time is not exact."""
-        times = [entry.compiling_s() for entry in self.entries.values() if entry.candidate.compiles and entry.timed]
-        return statistics.median(times) if times else 0.0
+    def compile_s(self) -> list[float]:
+        """Seconds to compile, of each candidate that compiles; a single time is not exact. None does: 0."""
+        known = [entry for entry in self.entries.values() if entry.candidate.compiles and entry.timed]
+        return [entry.compiling_s() for entry in known] or [0.0]
 
-    def ratio(self, entry: Entry, turn: Turn, whole: bool = True) -> float:
-        """Return how many times as fast as the reference it is, by one turn.
-
-        With ``whole`` and goal=speed it is in a run of ``steps`` with the time to compile, unless all or none compile.
-        """
-        extra_s = self.compile_s / self.advice.steps if whole and self._mixed else 0.0
-        own_s = turn[0] + extra_s * entry.candidate.compiles
-        return (turn[1] + extra_s * self.reference.candidate.compiles) / own_s
+    def ratios(self, entry: Entry, turns: Sequence[Turn], compile_s: float = 0.0) -> list[float]:
+        """Return how many times as fast as the reference it is, by each turn, in a run with this time to compile."""
+        extra_s = compile_s / self.advice.steps
+        own_s, reference_s = (extra_s * each.candidate.compiles for each in (entry, self.reference))
+        return [(turn[1] + reference_s) / (turn[0] + own_s) for turn in turns]
 
     def logs(self, entry: Entry, whole: bool = True) -> list[float]:
-        """Return the logarithms of its ratios in the search."""
-        return [math.log(self.ratio(entry, turn, whole)) for turn in entry.turns]
+        """Return the logarithms of its ratios in the search.
+
+        With ``whole`` and goal=speed they are of a run with the time to compile, unless all or none compile.
+        """
+        compile_s = statistics.median(self.compile_s) if whole and self._mixed else 0.0
+        return [math.log(each) for each in self.ratios(entry, entry.turns, compile_s)]
 
     def speed(self, entry: Entry, whole: bool = True) -> float:
         """Return the logarithm of its speed over the reference's.
@@ -162,8 +173,16 @@ class Search:
     def _error(self, entry: Entry) -> float:
         """Return the standard error of its merit, that of the process included."""
         logs = self.logs(entry)
-        blocks = statistics.variance(logs) / len(logs) if len(logs) > 1 else 0.0
-        return math.sqrt(blocks + PROCESS**2 / max(1, entry.processes))
+        blocks = float(np.var(logs, ddof=1)) / len(logs) if len(logs) > 1 else 0.0
+        return math.sqrt(blocks + self._between_processes() ** 2 / max(1, entry.processes))
+
+    def _between_processes(self) -> float:
+        """Return the spread between processes of one setting: ``PROCESS``, or what a final round shows where more."""
+        found = [PROCESS]
+        for pairs in (entry.final for entry in self.entries.values() if entry.timed and len(entry.final) > 1):
+            logs = [math.log(statistics.median(base_s / own_s for own_s, base_s in pair)) for pair in pairs]
+            found.append(float(np.std(logs, ddof=1)) / math.sqrt(2))  # a pair has two processes
+        return max(found)
 
     def choose(self) -> Entry:
         """Return the simplest of the settings that are as good as the best."""
@@ -190,6 +209,7 @@ class Search:
         if not working:
             raise self._nothing()
         first = max(working, key=self.merit).candidate
+        self._first = first  # what single changes are of
         singles = list(self.space.one_change(first, REACH))
         self._try("single change", singles)
         for change in self._helpful(first, singles):
@@ -289,7 +309,7 @@ class Search:
 
         Otherwise the reference; after a fault the next best setting, with a final round of its own.
         """
-        default, known = self.space.candidate().label, len(self._refused())
+        known = len(self._refused())
         while len(self._refused()) - known < MOST_FAULTS:
             chosen = self.choose()
             if chosen is not self.reference:
@@ -301,13 +321,13 @@ class Search:
                         f"{chosen.label} was the best until the final round, which did not confirm it: {why}"
                     )
                     chosen = self.reference
-            if chosen.label == default:
+            if chosen.label == self._default:
                 return chosen
             chosen.health = chosen.health or self.check_up(chosen)
             self._save()
             if not chosen.refused:
                 return chosen
-        if self.reference.label != default:
+        if self.reference.label != self._default:
             raise self._nothing()
         faults = len(self._refused())
         self.advice.notes.append(f"{faults} settings have a fault, so no further one is examined or advised")
@@ -316,6 +336,7 @@ class Search:
     def _final(self, chosen: Entry) -> None:
         """Time a setting beside the reference in pairs of fresh processes, which played no part in the choice."""
         self.show(f"final round, in fresh processes: {self.reference.label}, {chosen.label}")
+        self._levels[chosen.label] = LEVELS[min(len(self._levels), len(LEVELS) - 1)]
         pair_s = 0.0
         while chosen.timed and len(chosen.final) < PAIRS:
             if len(chosen.final) >= LEAST_PAIRS and self.spent_s + pair_s > self.budget_s:
@@ -325,9 +346,21 @@ class Search:
             pair_s = self.timer.clock() - began
 
     def _final_interval(self, entry: Entry, whole: bool) -> Interval | None:
-        """Return the speed by pairs of processes, the spread between them included; None: no final round."""
-        medians = [statistics.median(self.ratio(entry, turn, whole) for turn in pair) for pair in entry.final]
-        return ratio_interval(medians) if len(medians) > 1 else None
+        """Return the speed by pairs of processes; None: no final round.
+
+        The spread between processes is included, and with ``whole`` that between times to compile.
+        """
+        if len(entry.final) < 2:
+            return None
+
+        def by(compile_s: float) -> Interval:
+            medians = [statistics.median(self.ratios(entry, pair, compile_s)) for pair in entry.final]
+            return ratio_interval(medians, self._levels[entry.label])
+
+        times = self.compile_s if whole and self._mixed else [0.0]
+        ends = by(min(times)), by(max(times))
+        low, high = min(each.low for each in ends), max(each.high for each in ends)
+        return replace(by(statistics.median(times)), low=low, high=high)
 
     def _unconfirmed(self, chosen: Entry) -> str:
         """Return why the final round does not confirm that a setting is better than the reference; empty: it does."""
@@ -360,9 +393,37 @@ class Search:
         advice.notes = [*self.space.notes, *self._refused(), *advice.notes]
         if missed := winner.health.get("missed"):
             advice.notes.append(f"check-up of {winner.label}: {'; '.join(missed)}")
-        advice.stopped = BUDGET if self._out_of_time else SEVERAL if len(contenders) > 1 else AHEAD
+        decided = SEVERAL if len(contenders) > 1 else AHEAD
+        advice.stopped = BUDGET if self._out_of_time else UNDECIDED if self._open(winner) else decided
         advice.spent_s = self.spent_s
         self.save()
+
+    def _open(self, winner: Entry) -> bool:
+        """Return whether a setting may be faster than the winner by more than ``NEAR``, within a standard error.
+
+        That is one that was measured, or the winner with a further change that was measured alone.
+        """
+        if self.advice.goal == MEMORY:
+            return False
+        known = [entry for entry in self.entries.values() if entry.timed]
+        if winner is self.reference and any(
+            each.run_interval and each.run_interval.high > NEAR for each in known if not each.refused
+        ):
+            return True
+
+        standing = {entry.label: (self.merit(entry), self._error(entry)) for entry in known}
+
+        def open_over(other: Entry, entry: Entry) -> bool:
+            (one, error), (than, than_error) = standing[other.label], standing[entry.label]
+            return one - than + math.hypot(error, than_error) > math.log(NEAR)
+
+        def further(entry: Entry) -> bool:
+            own, had = set(entry.candidate.overrides), set(first.candidate.overrides)
+            return len(own ^ had) == 1 and not own - had <= set(winner.candidate.overrides)
+
+        first = self.entries[self._first.label]
+        others = [each for each in known if each is not winner and not each.final and not each.refused]
+        return any(open_over(each, winner) or (further(each) and open_over(each, first)) for each in others)
 
     def _describe(self, entry: Entry) -> None:
         """Add to an entry what follows from its times."""
@@ -378,4 +439,4 @@ class Search:
             if eager and eager.timed:
                 gain = math.exp(self.speed(entry, whole=False) - self.speed(eager, whole=False))
                 saved_s = statistics.median(entry.step_s) * (gain - 1)
-                entry.pays_after_steps = math.ceil(self.compile_s / saved_s) if gain > 1 else None
+                entry.pays_after_steps = math.ceil(statistics.median(self.compile_s) / saved_s) if gain > 1 else None

@@ -14,7 +14,7 @@ from evidence.advice import report
 from evidence.advice.report import picture, print_advice, sentence
 from evidence.advice.schema import Advice
 from tests.evidence.advice.machine import Machine
-from tests.evidence.advice.made import advice
+from tests.evidence.advice.made import advice, measured
 from trainer.tracking.plots import bare_figure
 
 
@@ -36,6 +36,12 @@ def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
     assert sentence(least) == (
         "bf16: 30% less memory, 2.9x [2.85, 2.95] as fast as fp32; bf16 + compile is not clearly larger"
     )
+    assert sentence(advice(stopped="not decided")).endswith(
+        "; not decided: another setting may be more than 5 % faster"
+    )
+    assert sentence(advice(stopped="budget")).endswith("; not all settings were measured")
+    alone = advice(winner="fp32", stopped="budget", entries=[measured("fp32", 1.0, 1000, interval=None)])
+    assert sentence(alone) == "fp32, train.py's default: no other setting was measured in 3:00 min"
     default = advice(winner="fp32", stopped="budget")
     default.entry("bf16").health = {"faults": ["a fault"]}
     assert sentence(default) == (

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from evidence.advice.schema import AHEAD, BUDGET, FAILED, LEFT_OUT, SEVERAL, Advice, Entry, _entry
-from evidence.advice.search import FINAL_TURNS, LEAST_PAIRS, MOST_FAULTS, PAIRS
+from evidence.advice.search import FINAL_TURNS, LEAST_PAIRS, LEVELS, MOST_FAULTS, PAIRS
 from mantissa.statistics import ratio_interval
 from tests.evidence.advice.machine import SPACE, Machine, every, new, space, times
 from trainer.errors import RunError
@@ -41,7 +41,9 @@ def test_the_changes_that_help_are_combined_and_the_ratio_is_of_fresh_processes(
     assert sorted(here.fresh) == sorted([BEST, "fp32"] * PAIRS), "new processes of both"
     ratios = [statistics.median(base / own for own, base in pair) for pair in best.final]
     assert all(len(pair) == FINAL_TURNS for pair in best.final)
-    assert best.interval == ratio_interval(ratios), "one number for each pair of processes, so their spread counts"
+    assert best.interval == ratio_interval(ratios, LEVELS[0]), (
+        "one number for each pair of processes, so their spread counts"
+    )
     assert best.interval.low < 1 / (0.5 * 0.6 * 0.8) < best.interval.high
     assert best.compile_s == pytest.approx(10, rel=0.05)
     assert best.pays_after_steps == pytest.approx(10 / (0.02 * 0.5 * 0.8 * 0.4), rel=0.05)
@@ -84,7 +86,7 @@ def test_a_choice_that_fresh_processes_do_not_confirm_is_not_advised() -> None:
     (note,) = found.notes
     assert note.startswith("bf16 was the best until the final round, which did not confirm it: 0.91x")
     assert entries(found)["bf16"].speed == pytest.approx(1 / 1.1, rel=0.02)
-    slightly = Machine(times({"bf16": 0.5}), between=0.03, final=lambda label: 1.96 if label == "bf16" else 1.0)
+    slightly = Machine(times({"bf16": 0.5}), between=0.03, final=lambda label: 1.94 if label == "bf16" else 1.0)
     found = slightly.advise(among=PAIR)
     interval = entries(found)["bf16"].interval
     assert interval is not None
@@ -115,6 +117,21 @@ def test_compiling_must_be_faster_in_a_whole_run_of_fresh_processes() -> None:
     assert compiled.run_interval is not None
     assert compiled.interval.low > 1.1
     assert compiled.run_interval.high < 1.0
+
+
+def test_the_interval_of_a_whole_run_has_the_spread_of_the_times_to_compile() -> None:
+    search = Machine(noise=0.001).search(steps=6000)
+    search.run()
+    best = winner(search.advice)
+    assert best.candidate.compiles
+    assert best.interval is not None
+    assert best.run_interval is not None
+    best.warm_up_s[0] += 5  # of 10 s, in a run of 39 s
+    assert search._final_interval(best, whole=False) == best.interval
+    wider = search._final_interval(best, whole=True)
+    assert wider is not None
+    assert wider.low < 0.95 * best.run_interval.low
+    assert wider.high >= 0.99 * best.run_interval.high
 
 
 def test_what_fails_or_hangs_is_named_and_the_others_go_on() -> None:
