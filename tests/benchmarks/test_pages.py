@@ -27,7 +27,7 @@ from trainer.hardware import detect
 from trainer.profiling.ledger import CATEGORIES
 
 RUN = "run: python benchmarks/pages.py"
-ELSEWHERE = {"results", "power"}
+ELSEWHERE = {"results", "power", "simulation"}
 """Blocks of other commands, which have tests of their own."""
 
 NUMBER = r"[-+−]?\d[\d.,]*"
