@@ -18,6 +18,7 @@ from trainer.files import BEST
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
+from trainer.seals import seal_folder
 from trainer.tracking.mlflow.models import SERVING
 from trainer.tracking.mlflow.serving import write_serving
 from trainer.trainer import Trainer
@@ -59,6 +60,7 @@ def export_best(
         shutil.rmtree(folder.path / SERVING, ignore_errors=True)  # of the weights that are replaced: a kill may follow
         try:
             trainer.recipe.export(model, trainer.datasets, folder.path / BEST)
+            seal_folder(folder.path / BEST)
         except (OSError, SafetensorError) as error:
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
             step = None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command_line.conftest import Train
+from trainer.run_folder import RunFolder
 
 # Options of groups other than the default ones, lists, dictionaries and text that Hydra would read as something else.
 RUN = [
@@ -96,25 +99,90 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-00000004"
 
 
-def test_a_record_that_does_not_fit_is_no_traceback(run: Path, train: Train) -> None:
+def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) -> None:
     before = recorded(run)
     for change, reported in (
         ({"recipe": "gone"}, "config.json names recipe=gone, which this version does not have"),
         ({"recipe.gone": 1}, "recipe.gone is not a key of the config"),
-        ({"recipe.width": "wide"}, "config.json: recipe.width must be a whole number"),
         ({"recipe.width": {"a": [1]}}, "recipe.width"),
-        ({"steps": None}, "steps"),
         ({"clip": 5}, "config.json names clip=5, which"),
     ):
-        (run / "config.json").write_text(json.dumps(before | change))
+        RunFolder(run).mark_launch(before | change)
+        RunFolder(run).write_config(before | change)
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
         assert reported in done.err
-    for content in ("{", "[]"):
-        (run / "config.json").write_text(content)
-        done = train("resume=elsewhere/1e3", "steps=8")
-        assert (done.code, done.err.count("\n")) == (2, 1), done.err
-        assert "config.json cannot be read" in done.err or "is no object" in done.err
+
+
+def edited(name: str, old: str, new: str) -> Callable[[Path], object]:
+    def edit(run: Path) -> None:
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new, 1))
+
+    return edit
+
+
+def from_elsewhere(run: Path) -> None:
+    """A config that is whole, and another run's."""
+    flat = recorded(run)
+    (run / "config.json").write_text(json.dumps(flat | {"seed": 4}))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "learning rate": ("config.json", edited("config.json", '"optimizer.lr": ', '"optimizer.lr": 1')),
+    "seed": ("config.json", from_elsewhere),
+    "batch size": ("config.json", edited("config.json", '"batch_size": 4', '"batch_size": 8')),
+    "steps": ("config.json", edited("config.json", '"steps": 4', '"steps": 6')),
+    "type": ("config.json", edited("config.json", '"seed": 3', '"seed": 3.0')),
+    "no JSON": ("config.json", lambda run: (run / "config.json").write_text("{")),
+    "nested": ("config.json", lambda run: (run / "config.json").write_text("[" * 200_000)),
+    "huge": ("config.json", lambda run: os.truncate(run / "config.json", 2**36)),
+    "pipe": ("config.json", lambda run: [(run / "config.json").unlink(), os.mkfifo(run / "config.json")]),
+    "emptied": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").write_bytes(b"")),
+    "no history": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").unlink()),
+    "cut": ("metrics.jsonl", lambda run: os.truncate(run / "metrics.jsonl", 200)),
+    "text": ("metrics.jsonl", edited("metrics.jsonl", '"loss": ', '"loss": "abc", "lost": ')),
+    "device": (
+        "metrics.jsonl",
+        lambda run: [(run / "metrics.jsonl").unlink(), os.symlink("/dev/zero", run / "metrics.jsonl")],
+    ),
+    "score": ("manifest.json", edited("checkpoints/step-00000004/manifest.json", '"score": ', '"score": -')),
+    "launch": ("launch.json", edited("launch.json", '"folder": "', '"folder": "/elsewhere')),
+    "key": ("tracking.json", edited("tracking.json", '"key": "', '"key": "0')),
+    "best": ("best", lambda run: (run / "best").rename(run / "gone") and (run / "best").symlink_to(run / "gone")),
+    "a folder": ("summary.json", lambda run: [(run / "summary.json").unlink(), (run / "summary.json").mkdir()]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_after_the_run_wrote_it_is_named(change: str, run: Path, train: Train) -> None:
+    name, apply = CHANGES[change]
+    apply(run)
+    saved = sorted(run.rglob("*"))
+    done = train("resume=elsewhere/1e3", "steps=8")
+    assert (done.code, done.err.count("\n"), done.err[:6]) == (2, 1, "error:"), done.err
+    assert name in done.err
+    assert sorted(run.rglob("*")) == saved
+
+
+def test_a_kill_before_the_first_checkpoint_of_a_resumed_run_refuses_nothing(
+    run: Path, train: Train, succeed: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config differs from the one that the checkpoint has the hash of; before, after, and twice."""
+
+    def killed(*of: object) -> None:
+        raise SystemExit("killed")
+
+    before, after = "trainer.run_folder.RunFolder.write_config", "trainer.run.report.show_start"
+    for place, option in ((before, "loader=pinned"), (after, "loader=pinned"), (after, "checkpoint.keep=9")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, killed)
+            with pytest.raises(SystemExit):
+                train("resume=elsewhere/1e3", "steps=8", option)
+    assert recorded(run)["checkpoint.keep"] == 9
+    succeed("resume=elsewhere/1e3")
+    assert recorded(run)["steps"] == 8
 
 
 def test_the_printed_command_resumes_a_folder_of_any_name(
