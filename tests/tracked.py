@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from trainer.checkpoint.schema import FORMAT, KINDS
-from trainer.seals import RunningHash, sha256, write_sealed
+from trainer.seals import RunningHash, read_sealed, sha256, write_sealed
 from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
@@ -67,8 +67,7 @@ def save(path: Path, step: int, score: float | None = None) -> Path:
 
 def record(path: Path) -> dict[str, Any]:
     """What a run's folder knows of MLflow."""
-    content: dict[str, Any] = json.loads((path / "mlflow.json").read_text())
-    return content
+    return read_sealed(path / "mlflow.json")
 
 
 def asked(uri: str, query: str, *values: str) -> list[Any]:

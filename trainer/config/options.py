@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
-from trainer.errors import RunError, UserError, nearest
+from trainer.errors import RunError, UserError, nearest, redacted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,7 +44,7 @@ def run(
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redacted(f"error: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\ninterrupted" + "; run the same command again to continue" * continues, file=sys.stderr)
