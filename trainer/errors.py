@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
 
@@ -62,6 +63,35 @@ class Interrupted(KeyboardInterrupt):
 
     def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int]]:
         return type(self), (str(self), self.exit_code - 128)
+
+
+LARGEST = 99_999_999
+"""Of any whole number but a seed: the names of checkpoints have eight digits."""
+_MOST = {
+    "threads": 1024,
+    "loader.workers": 1024,
+    "loader.prefetch": 1024,
+    "parallel.bucket_mb": 2**16,
+    "batch_size": 2**24,
+    "micro_batch_size": 2**24,
+    "epochs": 1e6,
+    "seed": 2**32 - 1,
+    "recipe.layers": 4096,
+    "recipe.width": 2**16,
+    "recipe.context": 2**24,
+    "recipe.image_size": 2**14,
+    "tracking.flush_every_s": 86400,
+    "tracking.patience_s": 1e7,
+}
+"""What more of, or larger, starves or overflows any machine, before its memory can be forecast."""
+
+
+def check_largest(options: Mapping[str, object]) -> None:
+    """Raise UserError where an option, by its dotted key, is absurdly large."""
+    for key, value in options.items():
+        most = _MOST.get(key, LARGEST if type(value) is int else math.inf)
+        if isinstance(value, int | float) and value > most:
+            raise UserError(f"{key}={value!s:.20} must be at most {most:.0f}")
 
 
 def check_number(key: str, value: int | str | None, least: int = 1) -> None:

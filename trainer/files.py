@@ -178,8 +178,11 @@ def flush(path: Path) -> None:
 def check_output_dir(output_dir: str) -> None:
     """Refuse, with a UserError, an output folder that cannot be made or written, before anything else is done."""
     path = Path(output_dir).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
+    try:
+        while not path.exists():
+            path = path.parent
+    except OSError as error:
+        raise UserError(f"output_dir={output_dir:.60} cannot be written ({error.strerror}); choose another") from None
     if not path.is_dir():
         raise UserError(f"output_dir={output_dir}: {path} is a file; choose another with output_dir=…")
     if not os.access(path, os.W_OK | os.X_OK):

@@ -17,7 +17,7 @@ import recipes
 from recipes.huggingface import is_kept
 from trainer.config.init_from import adopt
 from trainer.config.schema import Config
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_largest, nearest
 from trainer.files import PROJECT
 from trainer.optim.classes import accepted_options, optimizer_class
 from trainer.parallel import wrap  # noqa: F401  # choices of a config group are found below its class
@@ -88,6 +88,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     kept += _fine_tuned(composed, given)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    check_largest(flatten(config))
     return replace(config, source=source, preset=(*dropped, *kept))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
@@ -78,13 +80,27 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
             trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
             Scores(trainer.config).check_known(trainer.metric_names)
-            if folder is None:
-                folder = world.on_first(partial(_begun, resolved, datasets, stack))
-            return run_class(trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions).train()
+            with _written(resolved.config.output_dir):
+                if folder is None:
+                    folder = world.on_first(partial(_begun, resolved, datasets, stack))
+                run = run_class(trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions)
+            return run.train()
         except Exception as error:
             if is_out_of_memory(error):
                 raise MemoryRanOut(error, resolved.plan.batching.micro_batch_size) from error
             raise
+
+
+@contextmanager
+def _written(output_dir: str) -> Iterator[None]:
+    """Make one sentence of what the disk refuses while a run's folder is made, or written again."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"output_dir={output_dir} cannot be written ({why}); free disk space, or choose another with output_dir=…"
+        ) from error
 
 
 def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path | None, str]:
