@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -197,3 +198,57 @@ def test_the_printed_command_resumes_a_folder_of_any_name(
     command = json.loads((folder / odd / "1e3" / "summary.json").read_text())["resume"]
     assert shlex.split(command) == ["python", "scripts/train.py", quoted]
     assert "already complete (5 steps)" in train(*shlex.split(command)[2:]).out
+
+
+@pytest.mark.parametrize("place", ["config.json", "tokenizer", ".lock"])
+def test_a_full_disk_at_the_start_is_one_sentence(
+    place: str, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def full(path: Any, *rest: Any, **given: Any) -> int:
+        if place in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return opened(path, *rest, **given)
+
+    monkeypatch.setattr(os, "open", full)
+    if place == "tokenizer":
+        monkeypatch.setattr("trainer.data.contract.Datasets.keep", lambda self, folder: full(place))
+    done = train(*RUN)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "output_dir=outputs cannot be written (No space left on device); free disk space, or choose" in done.err
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        "threads=1000000", "loader.workers=100000", "steps=1000000000", "steps=" + "9" * 5000, "batch_size=1000000000",
+        "epochs=1e300", "checkpoint.keep=100000000000", "recipe.layers=1000000", "log_every=10000000000",
+        "tracking.flush_every_s=1e300", "eval_samples=1000000000000", "early_stopping.patience=1000000000",
+        "output_dir=" + "a" * 300,
+    ],
+)  # fmt: skip
+def test_absurd_values_are_refused_before_anything_is_made(absurd: str, train: Train, folder: Path) -> None:
+    kept = [each for each in RUN if not (absurd.startswith("epochs") and each.startswith("steps="))]
+    done = train(*kept, absurd)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert absurd.partition("=")[0] in done.err
+    assert "must be at most" in done.err or "File name too long" in done.err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "uri", ["nonsense", "http://bob:[x@host", "http://host:99999999", "http:///path", "me:s3cret@host"]
+)
+def test_an_invalid_address_in_the_environment_matters_only_with_mlflow(
+    uri: str, train: Train, succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    done = train(*RUN, "tracking=mlflow")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "MLFLOW_TRACKING_URI" in done.err
+    assert not any(secret in done.err for secret in ("[x", "s3cret"))
+    assert not (folder / "outputs").exists()
+    if uri == "nonsense":
+        succeed(*RUN)
+        assert (folder / "outputs" / "1e3" / "tracking.json").stat().st_mode & 0o777 == 0o600

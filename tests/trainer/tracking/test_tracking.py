@@ -165,8 +165,8 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert database_file("http://tracker:5000") is None
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "here")
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
-        Tracking()
-    Tracking(mlflow=False)
+        tracking_uri()
+    Tracking()  # of a config that is not composed yet, and may be tracking=local
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,11 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("https://s3cret@host/a", "https://***@host/a"),
         ("http://host/a?x=1&access_token=s3cret&y=2", "http://host/a?x=1&access_token=***&y=2"),
         ("http://me:s3@cret@h:5000/api, http://h:5000/a@b", "http://me:***@h:5000/api, http://h:5000/a@b"),
+        ("other://s3cret@host", "other://***@host"),
+        ("tracking.uri=me:s3/cret@host", "tracking.uri=me:***@host"),
+        ("http://me:[s3cret@host", "http://me:***@host"),
+        ("http://host?password=s3#cret", "http://host?password=***"),
+        ("models:/name@champion, sqlite:////home/me@x/m.db", "models:/name@champion, sqlite:////home/me@x/m.db"),
     ],
 )
 def test_secrets_in_addresses_are_not_shown(text: str, shown: str) -> None:

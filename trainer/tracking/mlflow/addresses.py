@@ -32,7 +32,7 @@ def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     known = uri in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in plugins))
     if known and _is_readable(uri, kind):
         return uri
-    remedy = "sqlite:///file.db" if found else f"sqlite:///{uri}"
+    remedy = "sqlite:///file.db" if found else f"sqlite:///{redacted(uri)}"
     raise UserError(f"{key}={redacted(uri)} is not a URI that MLflow supports; use {remedy} or http://host:port")
 
 
