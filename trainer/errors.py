@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
 
@@ -67,31 +66,6 @@ class Interrupted(KeyboardInterrupt):
 
 LARGEST = 99_999_999
 """Of any whole number but a seed: the names of checkpoints have eight digits."""
-_MOST = {
-    "threads": 1024,
-    "loader.workers": 1024,
-    "loader.prefetch": 1024,
-    "parallel.bucket_mb": 2**16,
-    "batch_size": 2**24,
-    "micro_batch_size": 2**24,
-    "epochs": 1e6,
-    "seed": 2**32 - 1,
-    "recipe.layers": 4096,
-    "recipe.width": 2**16,
-    "recipe.context": 2**24,
-    "recipe.image_size": 2**14,
-    "tracking.flush_every_s": 86400,
-    "tracking.patience_s": 1e7,
-}
-"""What more of, or larger, starves or overflows any machine, before its memory can be forecast."""
-
-
-def check_largest(options: Mapping[str, object]) -> None:
-    """Raise UserError where an option, by its dotted key, is absurdly large."""
-    for key, value in options.items():
-        most = _MOST.get(key, LARGEST if type(value) is int else math.inf)
-        if isinstance(value, int | float) and value > most:
-            raise UserError(f"{key}={value!s:.20} must be at most {most:.0f}")
 
 
 def check_number(key: str, value: int | str | None, least: int = 1) -> None:
@@ -100,6 +74,8 @@ def check_number(key: str, value: int | str | None, least: int = 1) -> None:
         raise UserError(f"{key}={value} must be a whole number, or auto")
     if isinstance(value, int) and value < least:
         raise UserError(f"{key}={value} must be at least {least}")
+    if isinstance(value, int) and value > LARGEST:
+        raise UserError(f"{key}={value:.6g} must be at most {LARGEST}")
 
 
 _SECRETS = (

@@ -75,6 +75,8 @@ def damage(folder: Path, step: int) -> str | None:
         for name, expected in sorted(manifest.sha256.items()):
             if name.endswith(".safetensors"):
                 safe_open(folder / name, "pt")  # before all of it is read: its size has to be that of its header
+            else:
+                _read(folder / name, read_json)  # likewise, see its limit
             if sha256(folder / name) != expected:
                 raise InvalidCheckpoint(f"{name} does not match its SHA-256")
         if manifest.step != step:

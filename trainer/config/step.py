@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
-from trainer.errors import UserError, check_largest, check_number
+from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
 from trainer.optim.ema import Ema
 from trainer.optim.optimizer import Optimizer
@@ -118,7 +118,7 @@ class StepConfig:
             if typed == "auto":
                 decisions.append(Decision(key, auto, why))
             value: int = auto if typed == "auto" else typed
-            check_largest({key: value})
+            check_number(key, value)
             numbers[key] = value
             return value
 

@@ -115,7 +115,7 @@ def put_what_is_no_file(draw: Draw, folder: Path) -> None:
 
 def make_it_huge(draw: Draw, folder: Path) -> None:
     """As many bytes as fill the memory of a reader that takes the whole file; none of them on the disk."""
-    os.truncate(folder / "manifest.json", 2**36)
+    os.truncate(folder / draw.choice(ALL), 2**36)
 
 
 def add_a_file(draw: Draw, folder: Path) -> None:
