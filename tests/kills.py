@@ -28,7 +28,7 @@ from evidence.certificate.differences import metrics, ulps
 from tests import forks
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
-from trainer.files import final_status
+from trainer.seals import final_status
 from trainer.tracking.mlflow.record import is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
 from trainer.tracking.sync import SyncStatus, send
