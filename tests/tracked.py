@@ -38,7 +38,7 @@ def saved_at(path: Path, step: int | None) -> dict[str, Any] | None:
         return None
     found, log = RunningHash(), path / "metrics.jsonl"
     for line in log.read_bytes().splitlines(keepends=True) if log.exists() else ():
-        if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+        if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
             found.update(line)
     return found.facts()
 
