@@ -16,7 +16,8 @@ from typing import Any
 from evidence.turns import in_turns
 from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError
-from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, remove_folder, write_json
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, remove_folder
+from trainer.seals import beginning, read_sealed, sealed_or_empty, write_sealed
 from trainer.tracking.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"
@@ -124,8 +125,10 @@ class Runner:
         """Return the outcome of a run that has finished or diverged before."""
         folder = self.runs / _name(arm, seed)
         try:
-            known = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
+            known = read_sealed(folder / OUTCOME_FILE)
             outcome = Outcome(arm.label, seed, folder, **known)
+            if log := outcome.summary.get("log"):
+                beginning(folder / METRICS_FILE, log)
         except (OSError, ValueError, TypeError):
             return None
         return outcome if outcome.finished or outcome.exit_code == DIVERGED else None
@@ -151,13 +154,12 @@ class Runner:
             raise OutOfTime from None
         if code in (130, 143):
             raise KeyboardInterrupt
-        summary = folder / SUMMARY_FILE
-        found = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+        found = sealed_or_empty(folder / SUMMARY_FILE)
         failure = _last_error(log) if code else ""
         outcome = Outcome(arm.label, seed, folder, code, failure, time.monotonic() - began, found)
         if folder.exists():
             record = {"exit_code": code, "failure": failure, "wall_time_s": outcome.wall_time_s, "summary": found}
-            write_json(folder / OUTCOME_FILE, record)
+            write_sealed(folder / OUTCOME_FILE, record)
         return outcome
 
     def run_all(self, arms: list[Arm], seeds: list[int]) -> list[Outcome]:

@@ -21,6 +21,7 @@ from trainer.errors import UserError, first_line
 from trainer.files import BEST, read_object
 from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder
+from trainer.seals import check_folder
 
 _CLASSES = {
     "gpt2": "AutoModelForCausalLM",
@@ -158,6 +159,7 @@ def _in_folder(given: str, path: Path) -> Exported:
             f"run={given}: config.json names a model of type {name:.60}, which no recipe has; "
             f"use a folder of one of {', '.join(known)}"
         )
+    check_folder(path, f"run={given}")
     return Exported(given, path, config, None, name)
 
 
@@ -170,4 +172,5 @@ def _of_run(given: str, run: RunFolder) -> Exported:
         else:
             remedy = f"it has not ended; finish it with:\n  python scripts/train.py resume={run.path}"
         raise UserError(f"run={given} has no weights in {best}: {remedy}")
+    check_folder(best, f"run={given}")
     return Exported(given, best, config, run, str(recorded.get("recipe")))

@@ -12,8 +12,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from trainer.checkpoint.schema import FORMAT, KINDS, sha256
-from trainer.files import write_json
+from trainer.checkpoint.schema import FORMAT, KINDS
+from trainer.seals import RunningHash, read_sealed, sha256, write_sealed
 from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
@@ -29,7 +29,18 @@ def open_tracker(path: Path, resume_step: int | None = None, **options: Any) -> 
     run["checkpoints"] = config["checkpoints"] = options.pop("checkpoints", "last")
     for key, value in options.items():
         (config if key in OPTIONS else run)[key] = value
-    return Tracker(Tracking(**config), path, RunInfo(name=path.name, **run), resume_step)
+    return Tracker(Tracking(**config), path, RunInfo(name=path.name, **run), saved_at(path, resume_step))
+
+
+def saved_at(path: Path, step: int | None) -> dict[str, Any] | None:
+    """What a checkpoint of this step knows of the metric log in a folder; None: there is none."""
+    if step is None:
+        return None
+    found, log = RunningHash(), path / "metrics.jsonl"
+    for line in log.read_bytes().splitlines(keepends=True) if log.exists() else ():
+        if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
+            found.update(line)
+    return found.facts()
 
 
 def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> Tracker:
@@ -49,14 +60,14 @@ def save(path: Path, step: int, score: float | None = None) -> Path:
     for kind in KINDS:
         save_file({}, folder / f"{kind}.safetensors")
     hashes = {file.name: sha256(file) for file in folder.iterdir()}
-    write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes})
+    run = {"config": None, "log": saved_at(path, step)}
+    write_sealed(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes} | run)
     return folder
 
 
 def record(path: Path) -> dict[str, Any]:
     """What a run's folder knows of MLflow."""
-    content: dict[str, Any] = json.loads((path / "mlflow.json").read_text())
-    return content
+    return read_sealed(path / "mlflow.json")
 
 
 def asked(uri: str, query: str, *values: str) -> list[Any]:

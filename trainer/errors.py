@@ -64,22 +64,38 @@ class Interrupted(KeyboardInterrupt):
         return type(self), (str(self), self.exit_code - 128)
 
 
+LARGEST = 99_999_999
+"""Of any whole number but a seed: the names of checkpoints have eight digits."""
+
+
 def check_number(key: str, value: int | str | None, least: int = 1) -> None:
     """Raise UserError where an option is neither a whole number of at least ``least``, nor ``auto``, nor left out."""
     if isinstance(value, str) and value != "auto":
         raise UserError(f"{key}={value} must be a whole number, or auto")
     if isinstance(value, int) and value < least:
         raise UserError(f"{key}={value} must be at least {least}")
+    if isinstance(value, int) and value > LARGEST:
+        raise UserError(f"{key}={value:.6g} must be at most {LARGEST}")
+
+
+_SECRETS = (
+    # user:PASSWORD@, with any characters in it; digits before a slash are a port
+    (re.compile(r"(://[^\s:/@]*):(?!\d+[/?#])\S*@"), r"\1:***@"),
+    (re.compile(r"(?<![^\s='\"])([^\s:/@='\"]+):(?![/\s])[^\s@]+@"), r"\1:***@"),  # without a scheme
+    # TOKEN@; of a database it is the user
+    (re.compile(r"(?<![\w+.-])(?!(?:postgresql|mysql|mssql)\b)([a-z][\w+.-]*://)[^\s:/@*]+@", re.I), r"\1***@"),
+    (re.compile(r"([?&;][^\s=&]*(?:token|passw|pwd|secret|api_?key|auth)[^\s=&]*)=[^\s&]+", re.I), r"\1=***"),
+)
 
 
 def redacted(text: str) -> str:
-    """Return a text with ``***`` in place of what is secret in the addresses in it.
+    """Return a text with ``***`` in place of what is secret in the addresses in it, of any scheme or none.
 
-    That is ``scheme://user:PASSWORD@host``, ``http://TOKEN@host`` and queries such as ``?token=TOKEN``.
+    That is ``scheme://user:PASSWORD@host``, ``scheme://TOKEN@host`` and queries such as ``?token=TOKEN``.
     """
-    text = re.sub(r"(://[^\s:/@]*):(?!\d+[/?#])\S*@", r"\1:***@", text)  # the digits are a port
-    text = re.sub(r"(https?://)[^\s:/@]+@", r"\1***@", text)
-    return re.sub(r"([?&][^\s=&]*(?:token|password|secret|api_?key)[^\s=&]*)=[^\s&]+", r"\1=***", text, flags=re.I)
+    for pattern, kept in _SECRETS:
+        text = pattern.sub(kept, text)
+    return text
 
 
 def first_line(error: BaseException) -> str:
@@ -87,7 +103,7 @@ def first_line(error: BaseException) -> str:
 
     Errors of MLflow, SQLAlchemy and the Hub have many lines, and some repeat the address with its password.
     """
-    text = redacted(str(error).strip())
+    text = redacted(str(error).strip()[:4000])  # a longer one could take the patterns seconds
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Atomic file writes, strict JSON reading, locks, this repository's folder, and names in a run's."""
+"""Atomic file writes, JSON of limited size, locks, this repository's folder, and names in a run's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from trainer.errors import UserError
 PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
 
-# What a run's folder holds, beside config.json and checkpoints/
+# What a run's folder holds, beside checkpoints/
+CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 PRECISION_FILE = "precision.json"
@@ -34,22 +35,44 @@ BEST = "best"
 """The folder with the exported best weights."""
 
 
-_LARGEST_JSON = 64 * 2**20
-"""Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB."""
+_LARGEST_JSON = 16 * 2**20
+"""Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB. As objects they take up
+to 20 times as much memory."""
+_LONGEST_LINE = 1 << 20
+"""Bytes of a line that ``read_json_lines`` accepts."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut."""
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut.
+
+    With ``private`` only its owner can read it.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.unlink(missing_ok=True)  # of a killed process; a link would be written through
+    mode = 0o600 if private else 0o666
+    with open(partial, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(text)
     flush(partial)  # otherwise some file systems could keep the new name and lose the content
     partial.replace(path)
     flush(path.parent)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file as a whole."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+def write_json(path: Path, content: Any, private: bool = False) -> None:
+    """Replace a JSON file as a whole; ``private``: see ``write_text``."""
+    write_text(path, json.dumps(content, indent=2) + "\n", private)
+
+
+def regular(path: Path) -> os.stat_result:
+    """Return what the system knows of a file that can be read to its end.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is a folder, or a pipe or a device, which could be read for ever.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is not a regular file")
+    return found
 
 
 def read_json(path: Path) -> Any:
@@ -57,14 +80,14 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON, is larger than 64 MiB, or is no file (a pipe or a device could be read for ever).
+        ValueError: it is not JSON, is larger than 16 MiB, or is no file (see ``regular``).
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError("it is not a regular file")
-    if found.st_size > _LARGEST_JSON:
+    if regular(path).st_size > _LARGEST_JSON:
         raise ValueError(f"it is larger than {_LARGEST_JSON // 2**20} MiB")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -80,18 +103,54 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file with one on each line, such as a run's ``metrics.jsonl``; none if there is no file.
 
     An incomplete last line (after a kill) is skipped.
+
+    Raises:
+        UserError: a line holds something else.
     """
-    if path.exists():
+    if not path.exists():
+        return
+    try:
+        regular(path)
         with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)
+            while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
+                yield json_line(line)
+            if len(line) == _LONGEST_LINE:
+                raise ValueError("a line is longer than 1 MiB")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it") from None
 
 
-def final_status(folder: Path) -> str | None:
-    """Return the status in a run's summary; None: the run was killed before it could write one."""
-    status = read_object(folder / SUMMARY_FILE).get("status")
-    return status if status in ("FINISHED", "FAILED", "KILLED") else None
+def json_line(line: bytes) -> dict[str, Any]:
+    """Return the object on a line of ``metrics.jsonl``. Raises ValueError where it is none."""
+    try:
+        content = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("a line is no object")
+    return content
+
+
+_FOLDERS = (BEST, TOKENIZER, "checkpoints", "evaluation", "failure", "plots", "profile", "serving")
+"""Of a run; its files are the names with an ending, and ``.lock``."""
+
+
+def check_entries(folder: Path) -> None:
+    """Refuse a run's folder with links, pipes or devices in it: reading may not end, and writing may leave the folder.
+
+    Raises:
+        UserError: names the entry; also a folder in the place of a file, the reverse, or JSON that is too large.
+    """
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            found = (path := Path(place, name)).lstat()
+            is_folder, own = stat.S_ISDIR(found.st_mode), place == str(folder)
+            if not (is_folder or stat.S_ISREG(found.st_mode)):
+                raise UserError(f"{path} is no file and no folder; put a real one in its place, or remove it")
+            if own and is_folder != (name in _FOLDERS) and (name in _FOLDERS or path.suffix or name == ".lock"):
+                raise UserError(f"{path} should be a {'folder' if name in _FOLDERS else 'file'}; restore or remove it")
+            if own and path.suffix in (".json", ".yaml") and found.st_size > _LARGEST_JSON:
+                raise UserError(f"{path} is larger than {_LARGEST_JSON // 2**20} MiB; restore or remove it")
 
 
 def make_folder(path: Path, exist_ok: bool = True) -> None:
@@ -128,8 +187,11 @@ def flush(path: Path) -> None:
 def check_output_dir(output_dir: str) -> None:
     """Refuse, with a UserError, an output folder that cannot be made or written, before anything else is done."""
     path = Path(output_dir).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
+    try:
+        while not path.exists():
+            path = path.parent
+    except OSError as error:
+        raise UserError(f"output_dir={output_dir:.60} cannot be written ({error.strerror}); choose another") from None
     if not path.is_dir():
         raise UserError(f"output_dir={output_dir}: {path} is a file; choose another with output_dir=…")
     if not os.access(path, os.W_OK | os.X_OK):

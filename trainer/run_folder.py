@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.schema import InvalidCheckpoint, read_manifest
 from trainer.errors import UserError
-from trainer.files import SUMMARY_FILE, TOKENIZER, make_folder, read_json, read_object, write_json, write_text
+from trainer.files import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    TOKENIZER,
+    check_entries,
+    make_folder,
+    read_json,
+    read_object,
+    write_json,
+    write_text,
+)
 from trainer.parallel.world import launch_id, launched_processes, restarted
+from trainer.seals import digest, read_sealed, sealed_or_empty, write_sealed
 
 SAME = "same"
 """``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
@@ -80,10 +93,16 @@ class RunFolder:
             )
         return cls(path)
 
-    def mark_launch(self) -> None:
-        """Note from which folder the run was started, and by which torchrun, whose restart finds it again by that."""
-        launch = {"launch": launch_id()} if launched_processes() else {}
-        self.write(_LAUNCH_FILE, {"folder": str(Path.cwd())} | launch)
+    def mark_launch(self, flat: dict[str, Any]) -> None:
+        """Note how the run is started, before ``write_config``.
+
+        That is: from which folder, by which torchrun, whose restart finds it again by that, and the hashes of the
+        config that is there and of ``flat``, which replaces it: the next checkpoint has the hash of the new one.
+        """
+        launch: dict[str, Any] = {"launch": launch_id()} if launched_processes() else {}
+        before = [digest(recorded)] if (recorded := read_object(self.path / CONFIG_FILE)) else []
+        launch |= {"folder": str(Path.cwd()), "configs": [*before, digest(flat)]}
+        write_sealed(self.path / _LAUNCH_FILE, launch)
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
@@ -91,11 +110,11 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; empty if it cannot be read."""
-        return read_object(self.path / SUMMARY_FILE)
+        return sealed_or_empty(self.path / SUMMARY_FILE)
 
     def write_config(self, flat: dict[str, Any]) -> None:
         """Record the resolved config, as JSON and, for people, as YAML."""
-        self.write("config.json", flat)
+        self.write(CONFIG_FILE, flat)
         write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
 
     def config(self) -> dict[str, Any]:
@@ -106,14 +125,21 @@ class RunFolder:
         is in this one, as is the config of a pretrained model whose folder is no longer there.
 
         Raises:
-            UserError: the file cannot be read.
+            UserError: the file cannot be read, or is not as the run wrote it.
         """
+        check_entries(self.path)
         try:
-            recorded = read_json(self.path / "config.json")
+            recorded = read_json(self.path / CONFIG_FILE)
             if not isinstance(recorded, dict):
                 raise ValueError("it has no keys")
+            known = self._configs()
+            if known and digest(recorded) not in known:
+                raise ValueError("it was changed after it was written")
         except (OSError, ValueError) as error:
-            raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
+            raise UserError(
+                f"{self.path / CONFIG_FILE} cannot be read ({error}); restore it, or start a new run from the weights "
+                f"with init_from={self.path}"
+            ) from error
         own = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)
@@ -127,6 +153,22 @@ class RunFolder:
             recorded["recipe.pretrained"] = str(own)
         return recorded
 
+    def _configs(self) -> set[str]:
+        """Return the hashes of the configs that the run has written last; none where it was not started here.
+
+        Raises:
+            UserError: the note of its start is damaged.
+        """
+        path, known = self.path / _LAUNCH_FILE, set[str]()
+        for step in reversed(checkpoint.steps(self.checkpoints)):
+            with suppress(InvalidCheckpoint):  # damaged: reported when it is read
+                known = {read_manifest(checkpoint.path_of(self.checkpoints, step)).config or ""} - {""}
+                break
+        try:
+            return known.union(read_sealed(path)["configs"] if path.exists() else [])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); restore it, or remove it") from None
+
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""
         return key == "data.path" and not self._original(recorded).exists()
@@ -138,7 +180,7 @@ class RunFolder:
     @property
     def _started(self) -> Path:
         """The folder that the run was last started in; the present one where that is not known."""
-        return Path(str(read_object(self.path / _LAUNCH_FILE).get("folder", "")))
+        return Path(str(sealed_or_empty(self.path / _LAUNCH_FILE).get("folder", "")))
 
 
 def same_place(key: str, before: Any, now: Any) -> bool:
@@ -164,7 +206,7 @@ def to_continue(output_dir: str, name: str, resume: str | None) -> RunFolder | N
     """Return the run of this name with a checkpoint that torchrun's restart, or ``resume=auto``, continues."""
     saved = [folder for folder in named(output_dir, name) if checkpoint.steps(folder.checkpoints)]
     if restarted():
-        launches = {folder: read_object(folder.path / _LAUNCH_FILE).get("launch") for folder in saved}
+        launches = {folder: sealed_or_empty(folder.path / _LAUNCH_FILE).get("launch") for folder in saved}
         if ours := [folder for folder, launch in launches.items() if launch == launch_id()]:
             return ours[0]
     return saved[0] if saved and resume == "auto" else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from trainer.errors import UserError
 from trainer.files import in_use, read_object, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
+from trainer.seals import read_sealed, write_sealed
 
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
 NULL = "null"
@@ -189,14 +189,16 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
     try:
         comparison.folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = read_sealed(path)
             if different := [key for key in plan if plan[key] != before.get(key)]:
                 raise UserError(
                     f"{comparison.folder} holds a comparison with another {different[0]} "
                     f"({before.get(different[0])} there, {plan[different[0]]} here); give this one a name=…"
                 )
         else:
-            write_json(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex})
+            write_sealed(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex})
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it, or give this comparison a name=…") from None
     except OSError as error:
         raise UserError(f"output_dir={comparison.output_dir} cannot be written ({error.strerror})") from None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evidence.comparison.compare import PLAN_FILE, Result
 from evidence.runs import Outcome
 from trainer.errors import first_line
+from trainer.seals import read_sealed
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
 from trainer.tracking.mlflow.store import connect, publish
@@ -56,7 +56,7 @@ def _parent(
     client: MlflowClient, result: Result, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
 ) -> str:
     comparison = result.comparison
-    plan = json.loads((comparison.folder / PLAN_FILE).read_text(encoding="utf-8"))
+    plan = read_sealed(comparison.folder / PLAN_FILE)
     run = publish(
         client,
         client.get_experiment(delivered[0][1]["experiment_id"]).name,

@@ -212,7 +212,7 @@ MISTAKES = {
     "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",
-    "run=damaged": "the weights in damaged/best cannot be read",
+    "run=damaged": "damaged/best/model.safetensors is not as the run wrote it",
 }
 
 

@@ -28,6 +28,7 @@ from trainer.optim.state import (
     weight_copies,
 )
 from trainer.parallel.shards import is_sharded, local_part, local_rows
+from trainer.seals import RunningHash
 
 
 class CheckpointReader:
@@ -46,6 +47,8 @@ class CheckpointReader:
         self._moments = _TensorFiles(path, self._manifest.files("optimizer"))
         self.step: int = self._state.step
         self.progress: dict[str, Any] = self._state.progress
+        self.log: dict[str, Any] = self._manifest.log or RunningHash().facts()
+        """``bytes`` and ``sha256`` of the run's metric log when this was saved."""
 
     def restore(
         self,

@@ -1,14 +1,14 @@
 """The files of a checkpoint, and whether they are whole: their names, ``manifest.json`` and ``state.json``.
 
-The manifest holds the SHA-256 of every other file. What passes is what a run wrote; whether it fits the run that is
-resumed is checked by ``reader``.
+The manifest holds the SHA-256 of every other file, of the run's options and of its metric log so far, and its own.
+What passes is what a run wrote; whether it fits the run that is resumed is checked by ``reader``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from trainer.files import read_json
+from trainer.seals import read_sealed, sha256
 
-FORMAT = 2
+FORMAT = 3
 STEP_NAME = re.compile("step-[0-9]{8}")
 """The name of a checkpoint's folder."""
 MANIFEST_FILE = "manifest.json"
@@ -38,6 +39,10 @@ class Manifest:
     score: float | None
     sha256: dict[str, str]
     """By the name of the file."""
+    config: str | None
+    """``seals.digest`` of the run's config.json; None: no run has written it."""
+    log: dict[str, Any] | None
+    """``bytes`` and ``sha256`` of the run's metrics.jsonl when this was saved."""
 
     def files(self, kind: str) -> list[str]:
         """Return the files of one kind, in the order of the ranks that wrote them."""
@@ -68,25 +73,21 @@ def damage(folder: Path, step: int) -> str | None:
         manifest = read_manifest(folder)
         _check_files(folder, manifest)
         for name, expected in sorted(manifest.sha256.items()):
+            if name.endswith(".safetensors"):
+                safe_open(folder / name, "pt")  # before all of it is read: its size has to be that of its header
+            else:
+                _read(folder / name, read_json)  # likewise, see its limit
             if sha256(folder / name) != expected:
                 raise InvalidCheckpoint(f"{name} does not match its SHA-256")
-            if name.endswith(".safetensors"):
-                safe_open(folder / name, "pt")
         if manifest.step != step:
             raise InvalidCheckpoint(f"{MANIFEST_FILE} is of step {manifest.step}")
     except InvalidCheckpoint as refused:
         return str(refused)
     except SafetensorError:
-        return f"{name} is not a safetensors file"
+        return f"{name} does not match its SHA-256"
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
     return None
-
-
-def sha256(path: Path) -> str:
-    """Return the hash of a file as 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def rank_file(kind: str, rank: int, ranks: int) -> str:
@@ -95,30 +96,15 @@ def rank_file(kind: str, rank: int, ranks: int) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest. No hash protects it, so its values are checked.
+    """Return a checkpoint's manifest.
 
     Raises:
-        InvalidCheckpoint: it cannot be read, or is of another format.
+        InvalidCheckpoint: it cannot be read, was changed, or is of another format.
     """
-    content = _read(folder / MANIFEST_FILE)
-    if content.get("format") != FORMAT:
-        raise InvalidCheckpoint(
-            f"{MANIFEST_FILE}: it has format {content.get('format')!r:.60}, this version reads {FORMAT}"
-        )
-    step, score, hashes = content.get("step"), content.get("score"), content.get("sha256")
-    known = content.keys() == {"format", "step", "score", "sha256"}
-    if not (known and type(step) is int and isinstance(score, int | float | None) and isinstance(hashes, dict)):
-        raise InvalidCheckpoint(f"{MANIFEST_FILE} does not hold a step, a score and the SHA-256 of files")
-    manifest = Manifest(step, score, hashes)
-    names = {STATE_FILE}
-    for kind in KINDS:
-        parts = manifest.files(kind)
-        if not parts or parts != [rank_file(kind, rank, len(parts)) for rank in range(len(parts))]:
-            raise InvalidCheckpoint(f"{MANIFEST_FILE}: the files of {kind} are not one, or one for each rank")
-        names.update(parts)
-    if wrong := sorted(hashes.keys() ^ names):  # one that leads out of the folder, for example
-        raise InvalidCheckpoint(f"{MANIFEST_FILE}: {wrong[0]!r:.80} is missing, or is not a file of a checkpoint")
-    return manifest
+    content = _read(folder / MANIFEST_FILE, read_sealed)
+    if content.pop("format", None) != FORMAT:
+        raise InvalidCheckpoint(f"{MANIFEST_FILE} is of another version than this one, which reads format {FORMAT}")
+    return Manifest(**content)
 
 
 def read_state(folder: Path) -> State:
@@ -127,7 +113,7 @@ def read_state(folder: Path) -> State:
     Raises:
         InvalidCheckpoint: it cannot be read.
     """
-    content = _read(folder / STATE_FILE)
+    content = _read(folder / STATE_FILE, read_json)
     try:
         return State(content["step"], content["ties"], **content["optimizer"], progress=content["progress"])
     except (KeyError, TypeError):
@@ -149,12 +135,10 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             raise InvalidCheckpoint(f"{name} is not a regular file")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     try:
-        content = read_json(path)
+        content: dict[str, Any] = read(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidCheckpoint(f"{path.name} cannot be read ({reason:.120})") from None
-    if not isinstance(content, dict):
-        raise InvalidCheckpoint(f"{path.name} has no keys")
     return content

@@ -1,10 +1,11 @@
 """Checkpoints on the disk: everything needed to resume a run exactly, in safetensors and JSON only.
 
 A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``,
-``state.json``, and ``manifest.json`` that holds the SHA-256 of the others. Where the weights are sharded
-(``parallel=fsdp``) each rank writes its own, ``model-00002-of-00004.safetensors``: the rows of a tensor follow one
-another in the order of the files, so any number of ranks can read what any other number wrote. A checkpoint is written
-to a temporary folder, flushed to the disk and renamed, so a folder with its final name is complete.
+``state.json``, and ``manifest.json`` that holds the SHA-256 of the others and of the run's config and metric log.
+Where the weights are sharded (``parallel=fsdp``) each rank writes its own, ``model-00002-of-00004.safetensors``: the
+rows of a tensor follow one another in the order of the files, so any number of ranks can read what any other number
+wrote. A checkpoint is written to a temporary folder, flushed to the disk and renamed, so a folder with its final name
+is complete.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from trainer.checkpoint.schema import (
     damage,
     rank_file,
     read_manifest,
-    sha256,
 )
 from trainer.errors import UserError, check_number
-from trainer.files import make_folder, remove_folder, write_json
+from trainer.files import make_folder, remove_folder
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded, local_part
 from trainer.parallel.world import World
+from trainer.seals import sha256, write_sealed
 
 Flush = Callable[[Path], None]
 """Writes what the system still buffers of a file or folder to the disk."""
@@ -91,15 +92,20 @@ class Snapshot:
     """Named contiguous tensors by the name of their file."""
     state: str
     """JSON; only rank 0 writes it."""
+    run: dict[str, Any]
+    """``config`` and ``log`` of the manifest, see ``schema.Manifest``; only rank 0 writes them."""
 
     @classmethod
-    def of(cls, training: dict[str, Any], progress: dict[str, Any], world: World) -> Snapshot:
+    def of(
+        cls, training: dict[str, Any], progress: dict[str, Any], world: World, run: dict[str, Any] | None = None
+    ) -> Snapshot:
         """Collect this rank's tensors, mostly without copying.
 
         Args:
             training: see ``state.training_state``; tied weights are saved once.
             progress: JSON types; what else the run needs to continue.
             world: the processes that save together.
+            run: ``config`` and ``log`` of the manifest; None: no run saves it.
         """
         weights, ties = untie(training["model"])
         step, rng, tensors, rest = (training[key] for key in ("step", "rng", "optimizer", "optimizer_options"))
@@ -111,7 +117,7 @@ class Snapshot:
             files[rank_file("optimizer", *own)] = _local(tensors, world)
         progress = progress | {"loss_scale": training["loss_scale"]}
         state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
-        return cls(step, files, json.dumps(state))
+        return cls(step, files, json.dumps(state), run or {"config": None, "log": None})
 
     @property
     def bytes(self) -> int:
@@ -138,7 +144,7 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     on_all_ranks(partial(_prepare, folder, temporary) if world.first else None)
     parts = on_all_ranks(partial(_write_tensors, snapshot, temporary, flush))
     hashes = {name: value for part in parts for name, value in part.items()}
-    manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes}
+    manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes} | snapshot.run
     on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest, flush) if world.first else None)
     return target
 
@@ -245,7 +251,7 @@ def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any
     """Write the state and the manifest, to which the hash of the state is added, and give the folder its name."""
     (temporary / STATE_FILE).write_text(state, encoding="utf-8")
     manifest["sha256"] = {STATE_FILE: sha256(temporary / STATE_FILE)} | manifest["sha256"]
-    write_json(temporary / MANIFEST_FILE, manifest)
+    write_sealed(temporary / MANIFEST_FILE, manifest)
     for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
         flush(path)
     if target.is_dir() and not (target / MANIFEST_FILE).exists():  # copied in part, for example: no checkpoint

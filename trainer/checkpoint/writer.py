@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,20 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, training: dict[str, Any], progress: dict[str, Any], score: float | None) -> float:
+    def save(
+        self,
+        training: dict[str, Any],
+        progress: dict[str, Any],
+        score: float | None,
+        run: dict[str, Any] | None = None,
+    ) -> float:
         """Save the state of the training and return how long it had to wait, in seconds.
 
         Args:
             training: see ``optim.state.training_state``.
             progress: JSON types; what else the run needs to continue.
             score: of the weights at this step (the lowest is kept as the best); None if they were not evaluated.
+            run: see ``Snapshot.of``.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
@@ -66,7 +73,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         self.finish()
         self._refuse_nonfinite(training["step"], training["model"])
-        snapshot = Snapshot.of(training, progress, self.world)
+        snapshot = Snapshot.of(training, progress, self.world, run)
         if self.options.background:
             snapshot = self._copy(snapshot)
             # A daemon: a process that has to stop at once does not wait for it.
@@ -125,7 +132,7 @@ class CheckpointWriter:
                 files[file][name] = host
         if waits:
             torch.cuda.synchronize()
-        return Snapshot(snapshot.step, files, snapshot.state)
+        return replace(snapshot, files=files)
 
     def _write(self, snapshot: Snapshot, score: float | None) -> None:
         began = time.perf_counter()
@@ -133,6 +140,9 @@ class CheckpointWriter:
             with contextlib.suppress(OSError, AttributeError):  # a lower priority than training; only on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
+            if snapshot.run["log"]:  # else a power cut could take what the manifest has the hash of
+                with contextlib.suppress(OSError):
+                    files.flush(self.folder.parent / files.METRICS_FILE)
             checkpoint.write(self.folder, snapshot, score, self.world, self.flush)
             self.saved += 1
             self.prune()

@@ -20,7 +20,7 @@ from trainer.config.recorded import base
 from trainer.config.registration import CONF as CONF
 from trainer.config.registration import build
 from trainer.config.schema import Config
-from trainer.errors import UserError
+from trainer.errors import LARGEST, UserError
 
 # Hydra's flags. Their values are not checked, because none begins with a dash.
 _FLAGS = {
@@ -104,6 +104,8 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
             raise UserError(
                 f"{argument}: write {intended_key(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
             )
+        if typed.lstrip("+-").isdecimal() and len(typed) > 20:  # of some, Python refuses to make a number
+            raise UserError(f"{key}={typed:.20}… must be at most {LARGEST}")
         override = _parsed(argument) if equals else None
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if override else []
         if choices and override and not isinstance(override.value(), str | list | Sweep):

@@ -12,7 +12,6 @@ from torch import nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.schema import sha256
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -20,6 +19,7 @@ from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZE
 from trainer.optim.classes import averages_itself
 from trainer.recipe import Decision, FirstWeights, Recipe
 from trainer.run_folder import NO_FOLDER, RunFolder, default_name, to_continue
+from trainer.seals import check_folder, sealed_or_empty, sha256
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class InitFrom(FirstWeights):
                 remedy += "; a folder that save_pretrained wrote is opened with recipe.pretrained"
             raise UserError(f"init_from={given}: this is not the folder of a run; {remedy}")
         saved = checkpoint.best_step(path / "checkpoints")
-        best = read_object(path / SUMMARY_FILE).get("best")
+        best = sealed_or_empty(path / SUMMARY_FILE).get("best")
         step = int(best["step"]) if isinstance(best, dict) else saved
         if any((path / BEST).glob("*.safetensors")) and step is not None and (exports or saved in (None, step)):
             return cls(path, config, step, exported=True)
@@ -75,6 +75,7 @@ class InitFrom(FirstWeights):
             UserError: the weights do not fit the model, or are damaged.
         """
         if self.exported:
+            check_folder(self.path / BEST, f"init_from={self.path}")
             weights = recipe.exported(self.path / BEST)
         else:
             saved = load(self.path / "checkpoints", self.step)
@@ -91,7 +92,7 @@ class InitFrom(FirstWeights):
         """Return what is recorded about it: the run, the step, and the hash of each file of weights."""
         folder = self.path / BEST if self.exported else checkpoint.path_of(self.path / "checkpoints", self.step)
         files = sorted(folder.glob("*.safetensors" if self.exported else "model*.safetensors"))
-        sent = read_object(self.path / RECORD_FILE).get("run_id")
+        sent = sealed_or_empty(self.path / RECORD_FILE).get("run_id")
         return {
             "run": self.path.name,
             "folder": str(self.path.absolute()),

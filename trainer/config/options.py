@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
-from trainer.errors import RunError, UserError, nearest
+from trainer.errors import LARGEST, RunError, UserError, nearest, redacted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,7 +44,7 @@ def run(
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redacted(f"error: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\ninterrupted" + "; run the same command again to continue" * continues, file=sys.stderr)
@@ -119,6 +119,8 @@ def _value(key: str, text: str, wanted: Any, default: Any) -> Any:
         least = min(1, default)
         if not (text.isascii() and text.isdigit()) or int(text) < least:
             raise UserError(f"{key}={text} must be a whole number of at least {least}")
+        if len(text) > len(str(LARGEST)):
+            raise UserError(f"{key}={text:.20} must be at most {LARGEST}")
         return int(text)
     if wanted is float:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import pkgutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ import recipes
 from recipes.huggingface import is_kept
 from trainer.config.init_from import adopt
 from trainer.config.schema import Config
-from trainer.errors import UserError, nearest
+from trainer.errors import LARGEST, UserError, nearest
 from trainer.files import PROJECT
 from trainer.optim.classes import accepted_options, optimizer_class
 from trainer.parallel import wrap  # noqa: F401  # choices of a config group are found below its class
@@ -88,7 +89,35 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     kept += _fine_tuned(composed, given)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    check_largest(flatten(config))
     return replace(config, source=source, preset=(*dropped, *kept))
+
+
+_MOST = {
+    "threads": 1024,
+    "loader.workers": 1024,
+    "loader.prefetch": 1024,
+    "parallel.bucket_mb": 2**16,
+    "batch_size": 2**24,
+    "micro_batch_size": 2**24,
+    "epochs": 1e6,
+    "seed": 2**32 - 1,
+    "recipe.layers": 4096,
+    "recipe.width": 2**16,
+    "recipe.context": 2**24,
+    "recipe.image_size": 2**14,
+    "tracking.flush_every_s": 86400,
+    "tracking.patience_s": 1e7,
+}
+"""What more of, or larger, starves or overflows any machine, before its memory can be forecast."""
+
+
+def check_largest(options: Mapping[str, object]) -> None:
+    """Raise UserError where an option, by its dotted key, is absurdly large."""
+    for key, value in options.items():
+        most = _MOST.get(key, LARGEST if type(value) is int else math.inf)
+        if isinstance(value, int | float) and value > most:
+            raise UserError(f"{key}={value!s:.20} must be at most {most:.0f}")
 
 
 def by_key(overrides: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
 from trainer.run_folder import default_name
+from trainer.tracking.mlflow.addresses import explicit_uri
 from trainer.tracking.options import Tracking
 
 
@@ -77,6 +78,8 @@ class Config(RunConfig, StepConfig):
         resolved = super().resolve(hardware, world)
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(f"run_name={self.name} must be the name of a folder, without a slash")
+        if self.tracking.mlflow:
+            explicit_uri(self.tracking.uri)  # or the environment's, which a default of the group would not tell apart
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
         return resolved._replace(config=replace(resolved.config, run_name=self.name))

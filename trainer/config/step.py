@@ -118,6 +118,7 @@ class StepConfig:
             if typed == "auto":
                 decisions.append(Decision(key, auto, why))
             value: int = auto if typed == "auto" else typed
+            check_number(key, value)
             numbers[key] = value
             return value
 

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
 from trainer.config.schema import Config
-from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory
+from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes
 from trainer.run.memory.fit import out_of_memory
 from trainer.run.run import Run
@@ -143,7 +143,7 @@ def _report(error: RunError | Interrupted) -> int:
         else:
             prefix = f"rank {rank}: {prefix}"
     if speaks:
-        print(f"{prefix}{error}", file=sys.stderr, flush=True)
+        print(redacted(f"{prefix}{error}"), file=sys.stderr, flush=True)
     elif not isinstance(error, Interrupted):
         # torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first.
         atexit.register(time.sleep, _PATIENCE)

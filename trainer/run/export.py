@@ -18,6 +18,7 @@ from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
+from trainer.seals import seal_folder
 from trainer.tracking.mlflow.models import SERVING
 from trainer.tracking.mlflow.serving import write_serving
 from trainer.trainer import Trainer
@@ -62,6 +63,7 @@ def export_best(
             for replaced in (SERVING, BEST):  # a kill may follow
                 remove_folder(folder.path / replaced)
             trainer.recipe.export(model, trainer.datasets, unfinished)
+            seal_folder(unfinished)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")

@@ -39,6 +39,7 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     """Write every option into the run folder, and return them by dotted key."""
     options = flatten(config)
     options["tracking.uri"] = options["tracking.uri"] and redacted(options["tracking.uri"])
+    folder.mark_launch(options)
     folder.write_config(options)
     return options
 
@@ -81,7 +82,7 @@ def open_tracker(
     options: dict[str, Any],
     manifest: dict[str, Any],
     git: dict[str, str],
-    resume_step: int | None,
+    saved: dict[str, Any] | None,
 ) -> Tracker:
     """Open the metric log, with MLflow behind it.
 
@@ -91,7 +92,7 @@ def open_tracker(
         options: of the run by dotted key; params in MLflow.
         manifest: see ``precision_manifest``.
         git: the commit, where the project is in a repository.
-        resume_step: optimizer steps of the checkpoint that the run continues from; None: a new run.
+        saved: see ``Tracker``; None: a new run.
     """
     config = trainer.config
     hardware = {f"hardware.{name}": value for name, value in trainer.hardware.facts().items()}
@@ -125,7 +126,7 @@ def open_tracker(
         checkpoints=config.tracking.checkpoints,
         register=config.tracking.register,
     )
-    return Tracker(config.tracking, folder, info, resume_step)
+    return Tracker(config.tracking, folder, info, saved)
 
 
 def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolder, progress: dict[str, Any]) -> None:

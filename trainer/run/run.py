@@ -35,6 +35,7 @@ from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
+from trainer.seals import digest
 from trainer.tracking.tracker import Tracker
 from trainer.trainer import StepRecord, Trainer
 
@@ -107,12 +108,12 @@ class Run:
         self.tracker: Tracker | None = None
         if self.world.first:
             options = write_config(folder, self.config)
+            self._config_hash = digest(options)
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
             folder.write("precision.json", self.manifest)
             forget_failure(folder)
-            folder.mark_launch()
-            resume_step = saved.step if saved else None
-            self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, resume_step)
+            log = saved.log if saved else None
+            self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, log)
         profiler = self.config.profiler if self.world.first else Profiler()
         recorder = partial(MemoryLedger, trainer.model, trainer.optimizer, trainer.average.held().values())
         self.profiler = profiler.start(folder.path, trainer.device, recorder)
@@ -234,7 +235,8 @@ class Run:
     def _save(self, score: Score | None) -> None:
         self._log_diagnostics()  # else a run that is resumed from here would lack them
         rank = None if score is None else self.scores.rank(score)
-        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank))
+        run = {"config": self._config_hash, "log": self.tracker.written} if self.tracker else None
+        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank, run))
 
     def _progress(self) -> dict[str, Any]:
         return self.scores.state_dict() | {"monitor": self.monitor.state_dict(), "data": self.fingerprint}

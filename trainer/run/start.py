@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
@@ -16,7 +18,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
-from trainer.files import SOURCE_FILE, TOKENIZER, final_status, in_use, read_object
+from trainer.files import METRICS_FILE, SOURCE_FILE, TOKENIZER, check_entries, in_use, read_object
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.run.memory.fit import fit_plan
@@ -27,6 +29,8 @@ from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.run_folder import SAME, RunFolder
+from trainer.seals import beginning, final_status
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo
 from trainer.tracking.tracker import finish_delivery
 
 
@@ -57,6 +61,7 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
         folder = world.on_first(partial(earlier_folder, config, resolved))
         saved = None
         if folder is not None:
+            world.on_first(partial(check_entries, folder.path))
             world.on_first(partial(stack.enter_context, in_use(folder.path)))
             resolved = as_before(folder, world.on_first(folder.config), config, resolved)
             checkpoint, complete = world.on_first(partial(_left, folder, config, resolved))
@@ -75,13 +80,27 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
             trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
             Scores(trainer.config).check_known(trainer.metric_names)
-            if folder is None:
-                folder = world.on_first(partial(_begun, resolved, datasets, stack))
-            return run_class(trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions).train()
+            with _written(resolved.config.output_dir):
+                if folder is None:
+                    folder = world.on_first(partial(_begun, resolved, datasets, stack))
+                run = run_class(trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions)
+            return run.train()
         except Exception as error:
             if is_out_of_memory(error):
                 raise MemoryRanOut(error, resolved.plan.batching.micro_batch_size) from error
             raise
+
+
+@contextmanager
+def _written(output_dir: str) -> Iterator[None]:
+    """Make one sentence of what the disk refuses while a run's folder is made, or written again."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"output_dir={output_dir} cannot be written ({why}); free disk space, or choose another with output_dir=…"
+        ) from error
 
 
 def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path | None, str]:
@@ -104,6 +123,15 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
     if saved.step > steps or (saved.step == steps and finished):
         fewer = f"steps={steps} is below that; " if saved.step > steps else ""
         return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
+    if (folder.path / TRACKING_FILE).exists():
+        RunInfo.read(folder.path)  # raises where it is damaged
+    try:
+        beginning(folder.path / METRICS_FILE, saved.log)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder.path / METRICS_FILE} cannot be continued ({error}); restore it, or start a new run from the "
+            f"weights with init_from={folder.path}"
+        ) from None
     scores = Scores(resolved.config)
     scores.load_state_dict(saved.progress)
     if finished and scores.exhausted:

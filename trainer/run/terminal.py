@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mantissa.display import duration, loss, quantity
+from trainer.errors import redacted
 
 Rows = Iterable[tuple[str, str]]
 
@@ -102,7 +103,7 @@ class _Shown(logging.Handler):
         self.terminal = terminal
 
     def emit(self, record: logging.LogRecord) -> None:
-        (self.terminal.warn if record.levelno >= logging.WARNING else self.terminal.note)(record.getMessage())
+        (self.terminal.warn if record.levelno >= logging.WARNING else self.terminal.note)(redacted(record.getMessage()))
 
 
 def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -> str:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from trainer.errors import UserError
-from trainer.files import write_text
+from trainer.seals import RunningHash, beginning
 
 log = logging.getLogger("mantissa")
 
 
 class MetricLog:
-    """Appends lines to a file. If the disk is full, lines are kept in memory and retried; nothing is raised."""
+    """Appends lines to a file. If the disk is full, lines are kept in memory and retried; nothing is raised.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        saved: of a run that is resumed: ``written`` when its checkpoint was saved; what follows in the file is removed.
+    """
+
+    def __init__(self, path: Path, saved: dict[str, Any] | None = None) -> None:
         self._path = path
+        self._hash = RunningHash()
+        if saved is not None and path.exists():
+            self._hash = beginning(path, saved)
+            os.truncate(path, saved["bytes"])
         self._file = path.open("ab", buffering=0)
         self._unwritten = bytearray()
         self._warned = False
@@ -34,6 +42,11 @@ class MetricLog:
         self._unwritten += line.encode() + b"\n"
         self._write()
 
+    @property
+    def written(self) -> dict[str, Any]:
+        """``bytes`` and ``sha256`` of what is in the file."""
+        return self._hash.facts()
+
     def close(self) -> None:
         """Try to write the remaining lines, and close the file."""
         if self._file.closed:
@@ -47,7 +60,9 @@ class MetricLog:
     def _write(self) -> None:
         try:
             while self._unwritten:
-                del self._unwritten[: self._file.write(self._unwritten)]  # on a nearly full disk, only a part
+                count = self._file.write(self._unwritten)  # on a nearly full disk, only a part
+                self._hash.update(self._unwritten[:count])
+                del self._unwritten[:count]
         except OSError as error:
             if not self._warned:
                 log.warning(
@@ -56,24 +71,3 @@ class MetricLog:
                     error.strerror,
                 )
             self._warned = True
-
-
-def truncate(path: Path, step: int) -> None:
-    """Remove the lines after ``step`` from a metric log, and an incomplete last line.
-
-    Raises:
-        UserError: another line is damaged.
-    """
-    if not path.exists():
-        return
-    *lines, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    kept = []
-    for number, line in enumerate(lines, 1):
-        try:
-            keep = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}, is damaged; remove that line and resume again") from None
-        if keep:
-            kept.append(line + "\n")
-    if torn or len(kept) < len(lines):
-        write_text(path, "".join(kept))

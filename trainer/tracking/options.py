@@ -50,5 +50,5 @@ class Tracking:
             )
         if self.register and not self.mlflow:
             raise UserError("tracking.register has no effect with tracking=local; remove one of them")
-        if self.mlflow:
+        if self.mlflow and self.uri:
             explicit_uri(self.uri)

@@ -7,17 +7,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import RunError, UserError, redacted
-from trainer.files import METRICS_FILE, SUMMARY_FILE, final_status, write_json
-from trainer.tracking.metric_log import MetricLog, truncate
+from trainer.files import METRICS_FILE, SUMMARY_FILE
+from trainer.seals import final_status, write_sealed
+from trainer.tracking.metric_log import MetricLog
 from trainer.tracking.mlflow.addresses import explicit_uri, lasting_uri, tracking_uri, whole_uri
 from trainer.tracking.mlflow.feed import Feed, how_to_send
-from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record, reopen
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record, refuse_changed, reopen
 from trainer.tracking.options import Tracking
 
 log = logging.getLogger("mantissa")
@@ -26,31 +26,29 @@ log = logging.getLogger("mantissa")
 class Tracker:
     """Logs the metrics of one run. Only rank 0 has one."""
 
-    def __init__(self, config: Tracking, folder: Path, info: RunInfo, resume_step: int | None = None) -> None:
+    def __init__(self, config: Tracking, folder: Path, info: RunInfo, saved: dict[str, Any] | None = None) -> None:
         """Open the log and start feeding MLflow in the background.
 
         Args:
             config: the ``tracking`` group.
             folder: the run's own; of a new run it has no log yet.
             info: what MLflow gets when the run begins; its ``uri`` is set here.
-            resume_step: the optimizer step of the checkpoint of a resumed run; metrics logged after it are removed.
-
-        Raises:
-            UserError: a resumed run's log is damaged.
+            saved: ``written`` when the checkpoint of a resumed run was saved; metrics logged after it are removed.
         """
         self.folder = folder
         self._config = config
         path, before = folder / METRICS_FILE, None
-        if resume_step is not None:
-            with suppress(UserError):  # lost to a full disk
+        if saved is not None:
+            if (folder / TRACKING_FILE).exists():
                 before = RunInfo.read(folder)
                 info = replace(info, key=before.key, started_s=before.started_s)
+            else:  # lost to a full disk
+                info = replace(info, key=read_record(folder).get("key", info.key))
         uri = _store_of(config, before) if config.mlflow else None
         info = replace(info, uri=uri and lasting_uri(uri))
-        if resume_step is not None:
-            truncate(path, resume_step)
+        if saved is not None:
             _tolerate(lambda: reopen(folder), folder)
-        self._log = MetricLog(path)
+        self._log = MetricLog(path, saved)
         _tolerate(lambda: info.write(folder), folder / TRACKING_FILE)
         self._feed: Feed | None = None
         if uri:
@@ -61,6 +59,11 @@ class Tracker:
     def run_id(self) -> str | None:
         """MLflow's id of this run, as soon as MLflow has created it; it is also in ``mlflow.json``."""
         return read_record(self.folder).get("run_id") if self._feed else None
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """``bytes`` and ``sha256`` of the metric log."""
+        return self._log.written
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line, with the time, to ``metrics.jsonl``, from which the feed uploads it.
@@ -91,14 +94,14 @@ class Tracker:
 
         there = self._log.is_there()
         self._log.close()
-        content = countable({"status": status, **summary})
+        content = countable({"status": status, **summary, "log": self.written})
         path = self.folder / SUMMARY_FILE
         try:
             try:
                 if there:
                     _tolerate(lambda: plot_run(self.folder), self.folder / "plots")
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
-                written = there and _tolerate(lambda: write_json(path, content), path)
+                written = there and _tolerate(lambda: write_sealed(path, content), path)
         finally:
             if self._feed and (missing := self._feed.conclude(status, self._config.patience_s)):
                 log.warning("%s", how_to_send(self.folder, missing))
@@ -122,6 +125,7 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
         return
     try:
         info = RunInfo.read(folder)
+        refuse_changed(folder)
         uri = _store_of(config, info)
     except UserError as error:
         log.warning("%s", error)

@@ -5,7 +5,6 @@ The long form, with all kinds of kills: python -m tests.kills kills=500
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sqlite3
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.kills import compared, placed, undelivered
+from trainer.seals import read_sealed, sha256, write_sealed
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
@@ -51,9 +51,9 @@ def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
     database.close()
     assert undelivered(killed) == ["('lr', 12) is not in MLflow", "('loss', 8) 2 times in MLflow"]
     rng = killed / "checkpoints" / "step-00000024" / "rng.safetensors"
-    before = hashlib.sha256(rng.read_bytes()).hexdigest()
     states = load_file(rng)
     save_file({name: state + 1 if state.dtype == torch.uint8 else state for name, state in states.items()}, rng)
-    manifest = rng.with_name("manifest.json")
-    manifest.write_text(manifest.read_text().replace(before, hashlib.sha256(rng.read_bytes()).hexdigest()))
+    manifest = read_sealed(rng.with_name("manifest.json"))
+    manifest["sha256"][rng.name] = sha256(rng)
+    write_sealed(rng.with_name("manifest.json"), manifest)
     assert any(difference.startswith("tensor rng/") for difference in compared(whole, killed)["bits"])

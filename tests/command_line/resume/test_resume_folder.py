@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command_line.conftest import Train
+from trainer.run_folder import RunFolder
 
 # Options of groups other than the default ones, lists, dictionaries and text that Hydra would read as something else.
 RUN = [
@@ -96,25 +100,90 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-00000004"
 
 
-def test_a_record_that_does_not_fit_is_no_traceback(run: Path, train: Train) -> None:
+def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) -> None:
     before = recorded(run)
     for change, reported in (
         ({"recipe": "gone"}, "config.json names recipe=gone, which this version does not have"),
         ({"recipe.gone": 1}, "recipe.gone is not a key of the config"),
-        ({"recipe.width": "wide"}, "config.json: recipe.width must be a whole number"),
         ({"recipe.width": {"a": [1]}}, "recipe.width"),
-        ({"steps": None}, "steps"),
         ({"clip": 5}, "config.json names clip=5, which"),
     ):
-        (run / "config.json").write_text(json.dumps(before | change))
+        RunFolder(run).mark_launch(before | change)
+        RunFolder(run).write_config(before | change)
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
         assert reported in done.err
-    for content in ("{", "[]"):
-        (run / "config.json").write_text(content)
-        done = train("resume=elsewhere/1e3", "steps=8")
-        assert (done.code, done.err.count("\n")) == (2, 1), done.err
-        assert "config.json cannot be read" in done.err or "is no object" in done.err
+
+
+def edited(name: str, old: str, new: str) -> Callable[[Path], object]:
+    def edit(run: Path) -> None:
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new, 1))
+
+    return edit
+
+
+def from_elsewhere(run: Path) -> None:
+    """A config that is whole, and another run's."""
+    flat = recorded(run)
+    (run / "config.json").write_text(json.dumps(flat | {"seed": 4}))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "learning rate": ("config.json", edited("config.json", '"optimizer.lr": ', '"optimizer.lr": 1')),
+    "seed": ("config.json", from_elsewhere),
+    "batch size": ("config.json", edited("config.json", '"batch_size": 4', '"batch_size": 8')),
+    "steps": ("config.json", edited("config.json", '"steps": 4', '"steps": 6')),
+    "type": ("config.json", edited("config.json", '"seed": 3', '"seed": 3.0')),
+    "no JSON": ("config.json", lambda run: (run / "config.json").write_text("{")),
+    "nested": ("config.json", lambda run: (run / "config.json").write_text("[" * 200_000)),
+    "huge": ("config.json", lambda run: os.truncate(run / "config.json", 2**36)),
+    "pipe": ("config.json", lambda run: [(run / "config.json").unlink(), os.mkfifo(run / "config.json")]),
+    "emptied": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").write_bytes(b"")),
+    "no history": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").unlink()),
+    "cut": ("metrics.jsonl", lambda run: os.truncate(run / "metrics.jsonl", 200)),
+    "text": ("metrics.jsonl", edited("metrics.jsonl", '"loss": ', '"loss": "abc", "lost": ')),
+    "device": (
+        "metrics.jsonl",
+        lambda run: [(run / "metrics.jsonl").unlink(), os.symlink("/dev/zero", run / "metrics.jsonl")],
+    ),
+    "score": ("manifest.json", edited("checkpoints/step-00000004/manifest.json", '"score": ', '"score": -')),
+    "launch": ("launch.json", edited("launch.json", '"folder": "', '"folder": "/elsewhere')),
+    "key": ("tracking.json", edited("tracking.json", '"key": "', '"key": "0')),
+    "best": ("best", lambda run: (run / "best").rename(run / "gone") and (run / "best").symlink_to(run / "gone")),
+    "a folder": ("summary.json", lambda run: [(run / "summary.json").unlink(), (run / "summary.json").mkdir()]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_after_the_run_wrote_it_is_named(change: str, run: Path, train: Train) -> None:
+    name, apply = CHANGES[change]
+    apply(run)
+    saved = sorted(run.rglob("*"))
+    done = train("resume=elsewhere/1e3", "steps=8")
+    assert (done.code, done.err.count("\n"), done.err[:6]) == (2, 1, "error:"), done.err
+    assert name in done.err
+    assert sorted(run.rglob("*")) == saved
+
+
+def test_a_kill_before_the_first_checkpoint_of_a_resumed_run_refuses_nothing(
+    run: Path, train: Train, succeed: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config differs from the one that the checkpoint has the hash of; before, after, and twice."""
+
+    def killed(*of: object) -> None:
+        raise SystemExit("killed")
+
+    before, after = "trainer.run_folder.RunFolder.write_config", "trainer.run.report.show_start"
+    for place, option in ((before, "loader=pinned"), (after, "loader=pinned"), (after, "checkpoint.keep=9")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, killed)
+            with pytest.raises(SystemExit):
+                train("resume=elsewhere/1e3", "steps=8", option)
+    assert recorded(run)["checkpoint.keep"] == 9
+    succeed("resume=elsewhere/1e3")
+    assert recorded(run)["steps"] == 8
 
 
 def test_the_printed_command_resumes_a_folder_of_any_name(
@@ -129,3 +198,57 @@ def test_the_printed_command_resumes_a_folder_of_any_name(
     command = json.loads((folder / odd / "1e3" / "summary.json").read_text())["resume"]
     assert shlex.split(command) == ["python", "scripts/train.py", quoted]
     assert "already complete (5 steps)" in train(*shlex.split(command)[2:]).out
+
+
+@pytest.mark.parametrize("place", ["config.json", "tokenizer", ".lock"])
+def test_a_full_disk_at_the_start_is_one_sentence(
+    place: str, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def full(path: Any, *rest: Any, **given: Any) -> int:
+        if place in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return opened(path, *rest, **given)
+
+    monkeypatch.setattr(os, "open", full)
+    if place == "tokenizer":
+        monkeypatch.setattr("trainer.data.contract.Datasets.keep", lambda self, folder: full(place))
+    done = train(*RUN)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "output_dir=outputs cannot be written (No space left on device); free disk space, or choose" in done.err
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        "threads=1000000", "loader.workers=100000", "steps=1000000000", "steps=" + "9" * 5000, "batch_size=1000000000",
+        "epochs=1e300", "checkpoint.keep=100000000000", "recipe.layers=1000000", "log_every=10000000000",
+        "tracking.flush_every_s=1e300", "eval_samples=1000000000000", "early_stopping.patience=1000000000",
+        "output_dir=" + "a" * 300,
+    ],
+)  # fmt: skip
+def test_absurd_values_are_refused_before_anything_is_made(absurd: str, train: Train, folder: Path) -> None:
+    kept = [each for each in RUN if not (absurd.startswith("epochs") and each.startswith("steps="))]
+    done = train(*kept, absurd)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert absurd.partition("=")[0] in done.err
+    assert "must be at most" in done.err or "File name too long" in done.err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "uri", ["nonsense", "http://bob:[x@host", "http://host:99999999", "http:///path", "me:s3cret@host"]
+)
+def test_an_invalid_address_in_the_environment_matters_only_with_mlflow(
+    uri: str, train: Train, succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    done = train(*RUN, "tracking=mlflow")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "MLFLOW_TRACKING_URI" in done.err
+    assert not any(secret in done.err for secret in ("[x", "s3cret"))
+    assert not (folder / "outputs").exists()
+    if uri == "nonsense":
+        succeed(*RUN)
+        assert (folder / "outputs" / "1e3" / "tracking.json").stat().st_mode & 0o777 == 0o600

@@ -14,7 +14,8 @@ from mlflow import MlflowClient
 from tests.command_line.conftest import Result, Start, Train
 from tests.helpers import PROJECT
 from tests.tracked import asked, once, open_tracker, points, record, runs, tracked
-from trainer.files import in_use, write_json
+from trainer.files import in_use
+from trainer.seals import write_sealed
 from trainer.tracking.sync import SyncStatus, send
 
 SYNC = PROJECT / "scripts" / "sync.py"
@@ -197,7 +198,7 @@ def test_sync_reports_what_it_did_with_each_run(
     assert points(store)["missed"] == once(5)
     assert set(runs(store)) == {("missed", "FINISHED"), ("damaged", "RUNNING")}
 
-    write_json(training / "summary.json", {"status": "FAILED"})
+    write_sealed(training / "summary.json", {"status": "FAILED", "log": None})
     code, said = sync("outputs/local", "outputs/missed", "outputs/training")
     assert code == 0, said
     assert "missed: already complete" in said

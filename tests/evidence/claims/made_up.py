@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from evidence.claims.reproduce import Reproduction
 from tests.helpers import CPU
+from trainer.seals import write_sealed
 
 SPEED = {"fp32": 100.0, "bf16": 250.0}
 CLAIM = {
@@ -68,7 +68,7 @@ class Machine:
             "step": 3,
             "hardware": {"device": "cpu"},
         }
-        (folder / "summary.json").write_text(json.dumps(summary))
+        write_sealed(folder / "summary.json", summary)
         return 0
 
 

@@ -6,7 +6,6 @@ shapes and types.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -30,6 +29,7 @@ from trainer.determinism import random_state
 from trainer.errors import UserError
 from trainer.optim.state import training_state
 from trainer.parallel.world import World
+from trainer.seals import read_sealed, sha256, write_sealed
 
 NAME = "step-00000006"
 LEARNT = ("model.safetensors", "optimizer.safetensors")
@@ -63,15 +63,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def write(folder: Path, name: str, content: bytes | str) -> None:
     """Write a file, and its hash into the manifest."""
     (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    if name != "manifest.json":
-        edit(folder, "manifest.json", lambda manifest: manifest["sha256"].update({name: digest}))
+    manifest = read_sealed(folder / "manifest.json")
+    manifest["sha256"][name] = sha256(folder / name)
+    write_sealed(folder / "manifest.json", manifest)
 
 
 def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     content = json.loads((folder / name).read_text())
     change(content)
-    write(folder, name, json.dumps(content))
+    if name == "manifest.json":
+        (folder / name).write_text(json.dumps(content))
+    else:
+        write(folder, name, json.dumps(content))
 
 
 def edit_tensors(folder: Path, name: str, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -112,14 +115,12 @@ def put_what_is_no_file(draw: Draw, folder: Path) -> None:
 
 def make_it_huge(draw: Draw, folder: Path) -> None:
     """As many bytes as fill the memory of a reader that takes the whole file; none of them on the disk."""
-    os.truncate(folder / "manifest.json", 2**36)
+    os.truncate(folder / draw.choice(ALL), 2**36)
 
 
 def add_a_file(draw: Draw, folder: Path) -> None:
     name = draw.choice(["notes.txt", "model.pt", "model-00001-of-00002.safetensors"])
     (folder / name).write_bytes(b"x")
-    if draw.random() < 0.5:
-        write(folder, name, b"x")
 
 
 def name_a_file_elsewhere(draw: Draw, folder: Path) -> None:
@@ -128,11 +129,14 @@ def name_a_file_elsewhere(draw: Draw, folder: Path) -> None:
 
 
 def change_the_manifest(draw: Draw, folder: Path) -> None:
-    """No hash protects it."""
-    key = draw.choice(["format", "step", "score", "sha256"])
-    value = draw.choice([True, "6", "", [], {}, [6], {"a": 1}, float("nan"), 10**30, 99])
-    good = key == "score" and isinstance(value, int | float)
-    edit(folder, "manifest.json", lambda manifest: manifest.pop(key) if good else manifest.update({key: value}))
+    """Its own hash protects it, also a score that would make another checkpoint the best."""
+    key = draw.choice(["format", "step", "score", "sha256", "config", "log", "seal"])
+    value = draw.choice([True, "6", "", [], {}, [6], {"a": 1}, float("nan"), 10**30, 99, 0.25])
+    edit(
+        folder,
+        "manifest.json",
+        lambda manifest: draw.choice([manifest.pop, lambda key: manifest.update({key: value})])(key),
+    )
 
 
 def rename(draw: Draw, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import entry_points
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trainer.errors import UserError, redacted
 
@@ -28,10 +29,19 @@ def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     scheme, found, rest = uri.partition("://")
     kind = scheme.partition("+")[0]
     plugins = entry_points(group="mlflow.tracking_store").names
-    if uri in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in plugins)):
+    known = uri in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in plugins))
+    if known and _is_readable(uri, kind):
         return uri
-    remedy = "sqlite:///file.db" if found else f"sqlite:///{uri}"
+    remedy = "sqlite:///file.db" if found else f"sqlite:///{redacted(uri)}"
     raise UserError(f"{key}={redacted(uri)} is not a URI that MLflow supports; use {remedy} or http://host:port")
+
+
+def _is_readable(uri: str, kind: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        return parts.port != 0 and (kind not in ("http", "https") or bool(parts.hostname))  # the port raises, too
+    except ValueError:
+        return False
 
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:

@@ -16,19 +16,19 @@ from trainer.files import (
     IMAGES_FILE,
     METRICS_FILE,
     PRECISION_FILE,
-    RECORD_FILE,
     SOURCE_FILE,
     SUMMARY_FILE,
     TOKENIZER,
+    json_line,
     read_json_lines,
     read_object,
-    write_json,
 )
+from trainer.seals import sealed_or_empty
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import log_datasets
 from trainer.tracking.mlflow.models import log_best
-from trainer.tracking.mlflow.record import RunInfo, read_record
+from trainer.tracking.mlflow.record import RunInfo, read_record, write_record
 from trainer.tracking.mlflow.results import NOTE_TAG, Point, description, points, summary_metrics
 from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
 
@@ -109,6 +109,7 @@ class Delivery:
             "run_id": self.run_id,
             "experiment_id": run.info.experiment_id,
             "tracking_uri": lasting_uri(uri),
+            "key": info.key,
             "sessions": sessions if self.elsewhere is None else record.get("sessions", []),
         }
         self._write_record()  # before MLflow has the session, which is then never mistaken for another folder's
@@ -145,7 +146,7 @@ class Delivery:
                 lines = [line for line in file.readlines(READ_BYTES) if line.endswith(b"\n")]
                 if not lines:
                     return
-                self._send_points([point for line in lines for point in points(json.loads(line))])
+                self._send_points([point for line in lines for point in points(json_line(line))])
                 self._offset += sum(map(len, lines))
 
     def complete(self, status: str) -> None:
@@ -218,7 +219,7 @@ class Delivery:
         rest |= {"its description": self._send_description, "its checkpoints": self._send_checkpoints}
         problems: dict[str, Exception] = {}
         self._send_metrics()
-        summary = read_object(self._folder / SUMMARY_FILE)
+        summary = sealed_or_empty(self._folder / SUMMARY_FILE)
         self._send_points(summary_metrics(self._folder / METRICS_FILE, summary))
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
@@ -271,4 +272,4 @@ class Delivery:
 
     def _write_record(self) -> None:
         with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again
-            write_json(self._folder / RECORD_FILE, self._record)
+            write_record(self._folder, self._record)

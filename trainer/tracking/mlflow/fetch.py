@@ -17,7 +17,6 @@ from trainer.checkpoint.schema import MANIFEST_FILE, damage
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (
     IMAGES_FILE,
-    RECORD_FILE,
     SOURCE_FILE,
     SUMMARY_FILE,
     TOKENIZER,
@@ -30,7 +29,7 @@ from trainer.files import (
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri, tracking_uri
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
 from trainer.tracking.mlflow.delivery import SESSION_TAG
-from trainer.tracking.mlflow.record import RunInfo, read_record
+from trainer.tracking.mlflow.record import RunInfo, read_record, write_record
 from trainer.tracking.mlflow.store import KEY_TAG, connect, find_run
 
 if TYPE_CHECKING:
@@ -208,7 +207,8 @@ def _describe(client: MlflowClient, run: Any, is_new_run: bool, partial: Path) -
         return
     replace(info, key=tags[KEY_TAG], started_s=run.info.start_time / 1000).write(partial)
     record: dict[str, Any] = {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "tracking_uri": uri}
+    record["key"] = tags[KEY_TAG]
     record["sessions"] = [tags[SESSION_TAG]] if SESSION_TAG in tags else []
     if run.info.status == "FINISHED":  # until it is continued there is nothing to send
         record["delivered"] = True
-    write_json(partial / RECORD_FILE, record)
+    write_record(partial, record)

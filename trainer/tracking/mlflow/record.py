@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.errors import UserError
-from trainer.files import RECORD_FILE, SUMMARY_FILE, read_object, write_json
+from trainer.files import BEST, METRICS_FILE, RECORD_FILE, SUMMARY_FILE, check_entries
+from trainer.seals import beginning, check_folder, read_sealed, sealed_or_empty, write_sealed
 from trainer.tracking.mlflow.addresses import lasting_uri
 
 TRACKING_FILE = "tracking.json"
@@ -46,24 +47,52 @@ class RunInfo:
         """
         path = folder / TRACKING_FILE
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls(**read_sealed(path))
         except FileNotFoundError:
             raise UserError(f"{folder} is not a run folder (it has no {TRACKING_FILE})") from None
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} cannot be read ({error}); the run cannot be sent without it") from None
+            raise UserError(
+                f"{path} cannot be read ({error}); restore it, or remove it: then MLflow gets a new run"
+            ) from None
 
     def write(self, folder: Path) -> None:
         """Write ``tracking.json``."""
-        write_json(folder / TRACKING_FILE, asdict(self))
+        write_sealed(folder / TRACKING_FILE, asdict(self), private=True)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the ``sessions`` that have trained the
-    run here, and once MLflow has all of it ``delivered`` (true), with ``continued_elsewhere`` where that is another's.
+    """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the run's ``key``, the ``sessions`` that
+    have trained the run here, and once MLflow has all of it ``delivered`` (true), with ``continued_elsewhere`` where
+    that is another's.
 
-    Empty if MLflow has not answered yet, or the file is damaged: then the run is found by its key.
+    Empty if MLflow has not answered yet, or the file is damaged or another run's: then the run is found by its key.
     """
-    return read_object(folder / RECORD_FILE)
+    record, info = (sealed_or_empty(folder / name) for name in (RECORD_FILE, TRACKING_FILE))
+    return record if info.get("key", record.get("key")) == record.get("key") else {}
+
+
+def refuse_changed(folder: Path) -> None:
+    """Refuse a run's folder in which what is sent, but for its options, is not as the run wrote it.
+
+    What a killed process has logged after its last checkpoint has no hash.
+
+    Raises:
+        UserError: names the file.
+    """
+    check_entries(folder)
+    path = folder / SUMMARY_FILE
+    try:
+        if path.exists():
+            log = read_sealed(path)["log"]
+        else:
+            saved = sorted(folder.glob(f"checkpoints/step-*/{MANIFEST_FILE}"))
+            log = read_sealed(saved[-1])["log"] if saved else None
+        path = folder / METRICS_FILE
+        if log:
+            beginning(path, log)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be sent ({error}); restore it") from None
+    check_folder(folder / BEST, str(folder))
 
 
 def is_delivered(folder: Path, uri: str | None = None) -> bool:
@@ -77,4 +106,9 @@ def reopen(folder: Path) -> None:
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     record = read_record(folder)
     if record.pop("delivered", None):
-        write_json(folder / RECORD_FILE, record)
+        write_record(folder, record)
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write ``mlflow.json``."""
+    write_sealed(folder / RECORD_FILE, record, private=True)
