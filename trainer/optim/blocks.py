@@ -34,6 +34,18 @@ def layer_factors(model: nn.Module, blocks: list[nn.Module], decay: float) -> di
     return factors
 
 
+def inputs_first(model: nn.Module) -> set[str]:
+    """Return the names of the matrices that are inputs × outputs: those of transformers' Conv1D, as in GPT-2.
+
+    All others are outputs × inputs, as ``nn.Linear`` has them.
+    """
+    return {
+        f"{owner}.weight".lstrip(".")
+        for owner, module in model.named_modules()
+        if any(each.__name__ == "Conv1D" for each in type(module).__mro__)  # FSDP2 derives a class from it
+    }
+
+
 def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> set[str]:
     """Return the names of the parameters for Muon: those of two dimensions in the model's blocks, but no embeddings.
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.optim.blocks import inputs_first
 from trainer.optim.decay import decayed
 from trainer.precision.names import matching
 
@@ -59,7 +60,7 @@ def parameter_groups(
     Raises:
         UserError: a pattern that matches nothing, or changes nothing.
     """
-    weights = decayed(model)
+    weights, transposed = decayed(model), inputs_first(model)
     of_name = {name: parameter for name, parameter in named if parameter.requires_grad}
     settings = {name: {"lr": factors.get(name, 1.0), "weight_decay": weight_decay} for name in of_name}
     for pattern, values in patterns.items():
@@ -81,8 +82,8 @@ def parameter_groups(
         factor, decay = settings[name]["lr"], settings[name]["weight_decay"] if name in weights else 0.0
         group = {"params": [], "weight_decay": decay, LR_FACTOR: factor}
         if hidden is not None:
-            group["muon"] = name in hidden
-        key = name in weights, factor, decay, group.get("muon")
+            group |= {"muon": name in hidden, "transposed": name in hidden & transposed}
+        key = name in weights, factor, decay, group.get("muon"), group.get("transposed")
         groups.setdefault(key, group)["params"].append(of_name[name])
     return list(groups.values())
 

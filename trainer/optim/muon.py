@@ -27,14 +27,14 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups; a group's ``muon`` decides (of parameters without groups: all have two
-            dimensions).
+            dimensions), and its ``transposed`` says that its matrices are inputs × outputs.
         lr: of both.
         weight_decay: decoupled, of both.
         momentum: of Muon.
         nesterov: of Muon.
         ns_coefficients: of the Newton-Schulz iteration.
         ns_steps: its iterations.
-        adjust_lr_fn: see torch.optim.Muon.
+        adjust_lr_fn: see torch.optim.Muon; ``original`` and ``spectral_unclamped`` take outputs over inputs.
         betas: of AdamW.
         eps: of AdamW.
         fused: of AdamW.
@@ -74,13 +74,30 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step of both."""
         for muon, part in self._parts:
-            part.param_groups = [group for group in self.param_groups if group["muon"] is muon]
+            own = [group for group in self.param_groups if group["muon"] is muon]
+            part.param_groups = [each for group in own for each in _outputs_over_inputs(group)]
             part.state = self.state
             with _precision_of_iterations(part) if muon else nullcontext():
                 if muon and is_sharded(part.param_groups[0]["params"][0]):
                     _step_of_sharded(part)
                 else:
                     part.step()
+
+
+def _outputs_over_inputs(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return groups with which torch, which takes rows for outputs, has the rates of matrices of inputs × outputs.
+
+    Its √max(1, rows / columns) or rows / columns inside the root (``spectral_unclamped``) become those of the transpose
+    by a factor of the rate, of which the weight decay is free.
+    """
+    power = {None: 0.5, "original": 0.5, "spectral_unclamped": 1.0}.get(group.get("adjust_lr_fn"), 0.0)
+    if not (group.get("transposed") and power):
+        return [group]
+    factors = [(weight.shape[1] / weight.shape[0]) ** power for weight in group["params"]]
+    return [
+        group | {"params": [weight], "lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
+        for weight, factor in zip(group["params"], factors, strict=True)
+    ]
 
 
 @functools.cache

@@ -126,3 +126,27 @@ def test_muon_iterates_in_fp32_where_the_cpu_emulates_bf16(
     update = -weight.detach().double()  # "original" leaves a matrix with more columns than rows as it is
     assert least <= ((update - exact).norm() / exact.norm()).item() < most
     assert torch.equal(weight.grad, gradient)
+
+
+@pytest.mark.parametrize("adjusted", ["original", "spectral_unclamped", "match_rms_adamw"])
+def test_muon_takes_the_sides_of_conv1d_as_those_of_a_linear_layer(
+    adjusted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's matrices are inputs × outputs: torch's Muon of their transposes has the right rates."""
+    monkeypatch.setattr(muon_module, "bf16_is_emulated", lambda: True)  # exact enough to compare
+    options = (f"optimizer.options.adjust_lr_fn={adjusted}", "optimizer.lr=0.01", "optimizer.weight_decay=0.5")
+    trainer = trainer_of(*GPT2, "optimizer=muon", *options, "schedule=constant", "schedule.warmup_steps=0", "clip=none")
+    block = "gpt2.transformer.h.0."
+    names = [f"{block}{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    matrices = [trainer.model.get_parameter(name) for name in names]
+    linear = [nn.Parameter(matrix.detach().T.clone()) for matrix in matrices]
+    reference = torch.optim.Muon(linear, lr=0.01, weight_decay=0.5, adjust_lr_fn=adjusted)
+    for _ in range(2):
+        for matrix, weight in zip(matrices, linear, strict=True):
+            matrix.grad = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(matrix.shape[1]))
+            weight.grad = matrix.grad.T.clone()
+        trainer.optimizer.step()
+        with muon_module._precision_of_iterations(reference):
+            reference.step()
+    for matrix, weight in zip(matrices, linear, strict=True):
+        torch.testing.assert_close(matrix.detach().T, weight.detach(), rtol=1e-4, atol=1e-5)
