@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,12 +113,16 @@ class Optimizer:
         }
         if self._takes_fused(cls, parameters, device):
             keywords["fused"] = True
-        elif any(parameter.dtype == torch.float16 for parameter in parameters):
-            self._check_eps(cls)
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
+            raise UserError(
+                f"precision=fp16_pure: {self.name} without a fused form gets gradients in fp16 without the loss scale, "
+                "where those below 6e-8 are 0; use optimizer=adamw, or precision=fp16_master"
+            )
         if self.name == "SGD" and "fused" in keywords:
             start_momentum(optimizer)
         return optimizer
@@ -158,13 +161,3 @@ class Optimizer:
             )
         possible = device.type in ("cuda", "cpu") and not (self._dampened or sharded or unsound)
         return self.fused is True or (self.fused == "auto" and possible)
-
-    def _check_eps(self, cls: type[torch.optim.Optimizer]) -> None:
-        """Refuse an ``eps`` that is 0 in fp16, where an optimizer that is not fused adds it: 0 / 0 is NaN."""
-        default = inspect.signature(cls).parameters.get("eps")
-        eps = self.options.get("eps", default.default if default else None)
-        if isinstance(eps, (int, float)) and eps < 2.0**-24:  # fp16's smallest number
-            raise UserError(
-                f"optimizer.options.eps={eps:g} is 0 in fp16, where {self.name} divides by it if it is not fused: the "
-                "weights turn NaN; set optimizer.options.eps=1e-4, or precision=fp16_master"
-            )
