@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from recipes.data.apart import check_apart
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
@@ -189,6 +190,7 @@ class Hub(TokenizedText, ImageSource):
                 builder = datasets.load_dataset_builder(**arguments, sample_by="document")
             builder.download_and_prepare()
             splits: Mapping[str, Any] = builder.as_dataset()
+            files: Mapping[str, Any] = builder.config.data_files or {}
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             if path is None and datasets.config.HF_HUB_OFFLINE:
                 raise UserError(
@@ -196,7 +198,18 @@ class Hub(TokenizedText, ImageSource):
                     "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
                 ) from None
             raise UserError(f"data.name={self.name} cannot be opened: {first_line(error.__cause__ or error)}") from None
+        if self.test is not None:
+            self._check_test(splits, files)
         return splits
+
+    def _check_test(self, splits: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+        """Raise UserError where ``test`` names a split with another role, or one of the same local files."""
+        local = {name: [str(file) for file in own if Path(file).is_file()] for name, own in files.items()}
+        used = (self.train_split, *self._valid_splits(splits)[:1])
+        for role, other in zip(("training", "validation"), used, strict=False):
+            if self.test == other:
+                raise UserError(f"data.test={other} is the {role} split; set it to one that is used for nothing else")
+            check_apart(f"data.test={self.test}", local.get(str(self.test), []), local.get(other, []), role)
 
     def _split(self, splits: Mapping[str, Any], key: str, choice: str) -> Any:
         """Return the split that ``key`` names. Raises UserError if it is not there, or empty."""

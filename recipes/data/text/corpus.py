@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from recipes.data.apart import check_apart
 from recipes.data.text.cache import TokenizerPlan, open_or_build, pieces
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
@@ -157,9 +158,15 @@ class TextFiles(TokenizedText):
 
     def test_split(self) -> Split | None:
         """Return the text of ``test``, whole."""
-        return None if self.test is None else Split.whole(self._corpus(f"data.test={self.test}", self.test))
+        if self.test is None:
+            return None
+        key = f"data.test={self.test}"
+        check_apart(
+            key, *([str(file) for file in self._paths(key, name)] for name in (self.test, self.path)), "training"
+        )
+        return Split.whole(self._corpus(key, self.test))
 
-    def _corpus(self, key: str, name: str) -> Corpus:
+    def _paths(self, key: str, name: str) -> list[Path]:
         path = Path(name).expanduser().resolve()
         paths = [path]
         if path.is_dir():
@@ -169,7 +176,10 @@ class TextFiles(TokenizedText):
                 found = Counter(f"*{file.suffix}" for file in files).most_common(3)
                 there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
                 raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} ({there})")
-        corpus = _files(paths, key)
+        return paths
+
+    def _corpus(self, key: str, name: str) -> Corpus:
+        corpus = _files(self._paths(key, name), key)
         if not corpus.sizes.sum():
             raise UserError(f"{key} is empty; set {key.partition('=')[0]} to a file or folder that has text")
         return corpus
