@@ -198,7 +198,7 @@ class Run:
             with self.monitor.paused():
                 score = self._evaluate(step)
         due = self.config.checkpoint.due(step, score is not None, self.plan.save_every)
-        due = self.complete or due or (score and score.improved)
+        due = self.complete or due or (score is not None and score.improved)
         if self.config.checkpoint.enabled and (due or stop or save):
             with self.monitor.paused():
                 self._save(score)

@@ -161,9 +161,8 @@ class TextFiles(TokenizedText):
         if self.test is None:
             return None
         key = f"data.test={self.test}"
-        check_apart(
-            key, *([str(file) for file in self._paths(key, name)] for name in (self.test, self.path)), "training"
-        )
+        files, others = (list(map(str, self._paths(key, name))) for name in (self.test, self.path))
+        check_apart(key, files, others, "training")
         return Split.whole(self._corpus(key, self.test))
 
     def _paths(self, key: str, name: str) -> list[Path]:
