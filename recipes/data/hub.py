@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from recipes.data.apart import check_apart
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import hub_reachable
 from recipes.data.text.split import Corpus, Split, joint_of, split_rows, spread
+from trainer.data.apart import check_apart
 from trainer.errors import UserError, first_line
 
 VALIDATION = ("validation", "valid", "val", "dev", "test")

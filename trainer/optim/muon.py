@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainer.errors import UserError
 from trainer.hardware import NATIVE, detect
 from trainer.parallel.shards import is_sharded, local_part, local_rows
 
@@ -82,6 +83,31 @@ class Muon(torch.optim.Optimizer):
                     _step_of_sharded(part)
                 else:
                     part.step()
+
+
+def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> dict[str, bool]:
+    """Return the names of the parameters for Muon, and whether they are inputs × outputs.
+
+    They are those of two dimensions in the model's blocks, but no embeddings. ``nn.Linear`` has outputs × inputs,
+    transformers' Conv1D, as in GPT-2, the transpose.
+
+    Raises:
+        UserError: there are none, or the recipe names no blocks.
+    """
+    inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
+    found = {
+        name: any(each.__name__ == "Conv1D" for each in type(module).__mro__)  # FSDP2 derives a class from it
+        for owner, module in model.named_modules()
+        if id(module) in inside
+        for name, parameter in module.named_parameters(owner, recurse=False)
+        if parameter.ndim == 2
+    }
+    if not found:
+        lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
+        raise UserError(
+            f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
+        )
+    return found
 
 
 def _outputs_over_inputs(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError, nearest
-from trainer.optim.blocks import hidden_matrices, layer_factors
+from trainer.optim.blocks import layer_factors
 from trainer.optim.classes import accepted_options, averages_itself, optimizer_class
 from trainer.optim.decay import decayed
 from trainer.optim.fused import fused_is_sound, start_momentum
@@ -132,7 +132,12 @@ class Optimizer:
     ) -> list[dict[str, Any]]:
         whole = model.model if isinstance(model, MasterWeights) else model
         factors = {} if self.layer_decay is None else layer_factors(whole, blocks, self.layer_decay)
-        apart = hidden_matrices(whole, blocks) & decayed(whole) if self.name == "Muon" else None
+        apart = None
+        if self.name == "Muon":
+            from trainer.optim.muon import hidden_matrices
+
+            weights = decayed(whole)
+            apart = {name: first for name, first in hidden_matrices(whole, blocks).items() if name in weights}
         patterns = self.groups or {}
         groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, patterns, factors, apart)
         if "weight_decay" not in accepted_options(cls):

@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.apart import check_apart
 from recipes.data.images.pixels import DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
+from trainer.data.apart import check_apart
 from trainer.errors import UserError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")

@@ -13,12 +13,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from recipes.data.apart import check_apart
 from recipes.data.text.cache import TokenizerPlan, open_or_build, pieces
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.split import Corpus, Split, split
 from recipes.data.text.tokenizers import OWN_BPE, BytePairs, Bytes, Characters
+from trainer.data.apart import check_apart
 from trainer.errors import UserError
 from trainer.recipe import NO_OPTION
 
