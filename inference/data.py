@@ -20,8 +20,8 @@ from trainer.recipe import DataSource
 SPLITS = ("valid", "test", "train", "all")
 
 
-def open_data(setting: Setting, exported: Exported) -> Datasets:
-    """Open the data of a setting as the model knows it.
+def open_data(setting: Setting, exported: Exported, split: str = "valid") -> Datasets:
+    """Open the data of a setting as the model knows it; for ``split=all`` text without a cut.
 
     Raises:
         UserError: the recipe cannot read it, its text has characters without a token, or it has other classes.
@@ -29,8 +29,10 @@ def open_data(setting: Setting, exported: Exported) -> Datasets:
     config, data = setting.config, setting.config.data.augmented(setting.config.augment)
     recipe: Any = config.recipe
     tuned = exported.run and exported.run.config().get("recipe.pretrained")  # such a model brought its tokenizer
-    if isinstance(data, TokenizedText) and (tuned or not setting.own_data) and data.tokenizer != "bytes":
-        recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too
+    if isinstance(data, TokenizedText):
+        data = replace(data, whole=split == "all")
+        if (tuned or data.whole or not setting.own_data) and data.tokenizer != "bytes":
+            recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too
     datasets: Datasets = recipe.datasets(data, config.seed)
     if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
         return _with_classes(datasets, exported.config)
@@ -50,6 +52,8 @@ def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
     """
     if split not in SPLITS:
         raise UserError(f"split={split} is unknown; use split={'|'.join(SPLITS)}")
+    if isinstance(datasets, TextDatasets) and split == "all" and datasets.tokens.valid is datasets.tokens.train:
+        return datasets.train
     if split == "all":
         return Joined([datasets.train, datasets.valid])
     found: Dataset | None = getattr(datasets, split)

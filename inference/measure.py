@@ -15,7 +15,7 @@ from torch import Tensor
 from inference.data import open_data, part_of
 from inference.exported import Exported
 from inference.setting import Setting
-from recipes.data.text.corpus import TokenizedText
+from recipes.data.text.source import TextDatasets, TokenData
 from recipes.language import LanguageRecipe
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
@@ -56,7 +56,7 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     Raises:
         UserError: the data does not suit the model, the files cannot be read, or there are too few samples.
     """
-    datasets = open_data(setting, exported)
+    datasets = open_data(setting, exported, split)
     part = part_of(datasets, split, setting.config.data)
     setting = setting.with_data(datasets)
     config, device, recipe = setting.config, setting.hardware.device, setting.config.recipe
@@ -69,8 +69,9 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     size = min(int(config.micro_batch_size), samples // at_least)
     model = setting.in_precision(exported.model(recipe, datasets))
     bytes_of = None
-    if isinstance(recipe, LanguageRecipe) and isinstance(config.data, TokenizedText):
+    if isinstance(recipe, LanguageRecipe) and isinstance(datasets, TextDatasets) and datasets.tokens.text_bytes:
         bytes_of = bytes_of_tokens(exported.tokenizer(), exported.config["vocab_size"])
+        text_factor = _text_factor(datasets.tokens, split, bytes_of)
     targets, units, text_bytes = [], [], 0
     sums: list[dict[str, Tensor]] = []
     confusion: Tensor | None = None
@@ -99,7 +100,7 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     loss, count = totals.pop("loss"), max(1, sum(targets))
     metrics = recipe.metrics(loss / count, totals, count)
     if text_bytes:
-        metrics["bits_per_byte"] = loss / (math.log(2) * text_bytes)
+        metrics["bits_per_byte"] = loss / (math.log(2) * text_bytes * text_factor)
     return Evaluation(
         metrics,
         np.array(targets),
@@ -119,7 +120,8 @@ def bytes_of_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
 
     Losses per byte compare models with different tokenizers. Special tokens (such as the end of a document) stand for
     no text. A token of a byte-level BPE has one character for each byte, also where it is only a part of a character;
-    elsewhere a token's text is encoded.
+    elsewhere, and where it was added to the vocabulary, a token's text is encoded. Of tokenizers that change the text
+    (case, white space, unknown words) that is an estimate, see ``_text_factor``.
 
     Args:
         tokenizer: of an exported folder.
@@ -129,11 +131,22 @@ def bytes_of_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
     decoder = (json.loads(backend.to_str())["decoder"] or {}) if backend else {}
     byte_level = "ByteLevel" in json.dumps(decoder)
     sizes = np.zeros(vocabulary, dtype=np.int64)
-    special = set(tokenizer.all_special_tokens)
+    special, added = set(tokenizer.all_special_tokens), tokenizer.get_added_vocab()
     for token, number in tokenizer.get_vocab().items():
         if number < vocabulary and token not in special:
-            sizes[number] = len(token) if byte_level else _length(token)
+            sizes[number] = len(token) if byte_level and token not in added else _length(token)
     return sizes
+
+
+def _text_factor(tokens: TokenData, split: str, bytes_of: np.ndarray) -> float:
+    """Return the bytes of the text of ``split`` over those that its tokens stand for: 1 where nothing was lost."""
+    parts = [part for part in (("train", "valid") if split == "all" else (split,)) if part in tokens.text_bytes]
+    chunks = (
+        ids[start : start + 2**20]
+        for ids in (getattr(tokens, part) for part in parts)
+        for start in range(0, len(ids), 2**20)
+    )
+    return sum(tokens.text_bytes[part] for part in parts) / max(1, sum(int(bytes_of[ids].sum()) for ids in chunks))
 
 
 def _length(token: str) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import Pretrained, located
 from recipes.data.text.source import TextDatasets, TextSource, TokenData, Tokenizer
 from recipes.data.text.tokenizers import OWN_BPE
@@ -248,6 +249,11 @@ class SizedRecipe(Recipe):
             raise UserError(
                 f"data.tokenizer={chosen} has no effect with recipe.pretrained={self.pretrained}, which has its own "
                 "tokenizer; remove one of them"
+            )
+        if self.pretrained and isinstance(data, TokenizedText) and data.vocab_size != TokenizedText.vocab_size:
+            raise UserError(
+                f"data.vocab_size={data.vocab_size} has no effect with recipe.pretrained={self.pretrained}, which has "
+                "its own tokenizer; leave it out"
             )
         decisions = self.choose_model(hardware)
         if self.context == "auto":

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         output_dir,
         {"space": typed, "options": kept, "metric": options.metric},
         maximise=not first.recipe.falls(options.metric),
-        pruner=pruner_of(options.pruner, plan.eval_every, plan.steps),
+        pruner=pruner_of(options.pruner, math.ceil(plan.eval_every), plan.steps),
     )
     search = Search(study, output_dir / "search" / name, space, options.trials, first.seed)
     make_folder(search.folder)

@@ -15,7 +15,8 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import hub_reachable
-from recipes.data.text.split import Corpus, Split, split_rows
+from recipes.data.text.split import Corpus, Split, joint_of, split_rows, spread
+from trainer.data.apart import check_apart
 from trainer.errors import UserError, first_line
 
 VALIDATION = ("validation", "valid", "val", "dev", "test")
@@ -125,16 +126,25 @@ class Hub(TokenizedText, ImageSource):
         return train_set, valid_set, f"{self.valid_fraction:.3g} of each class"
 
     def _corpus(self, splits: Mapping[str, Any], key: str, choice: str) -> Corpus:
-        dataset = self._split(splits, key, choice)
-        name = self._column(dataset, "text_column", self.text_column, _is_text)
-        texts = dataset.select_columns([name])
+        """Return the column of text of a split. Whether its rows are lines is that of the training split's."""
+        name, first = self._texts(splits, "train_split", self.train_split)
+        joint = joint_of(first[spread(len(first))][name])
+        note = "each row a document" if joint is None else "rows are lines: joined, without a token between them"
+        name, texts = self._texts(splits, key, choice)
 
         def read(rows: Sequence[int]) -> Iterator[str]:
             for batch in texts.select(rows).iter(1000):
                 yield from (text or "" for text in batch[name])
 
         # The fingerprint follows the files' contents or, for local ones, their modification times.
-        return Corpus(np.ones(len(texts), dtype=np.int64), read, [self.name, choice, name, dataset._fingerprint])
+        identity = [self.name, choice, name, splits[choice]._fingerprint, joint]
+        return Corpus(np.ones(len(texts), dtype=np.int64), read, identity, joint, note)
+
+    def _texts(self, splits: Mapping[str, Any], key: str, choice: str) -> tuple[str, Any]:
+        """Return the name of the column of text, and the split with this column alone."""
+        dataset = self._split(splits, key, choice)
+        name = self._column(dataset, "text_column", self.text_column, _is_text)
+        return name, dataset.select_columns([name])
 
     def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray | None = None) -> HubImages:
         from datasets import Image
@@ -180,6 +190,7 @@ class Hub(TokenizedText, ImageSource):
                 builder = datasets.load_dataset_builder(**arguments, sample_by="document")
             builder.download_and_prepare()
             splits: Mapping[str, Any] = builder.as_dataset()
+            files: Mapping[str, Any] = builder.config.data_files or {}
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             if path is None and datasets.config.HF_HUB_OFFLINE:
                 raise UserError(
@@ -187,7 +198,18 @@ class Hub(TokenizedText, ImageSource):
                     "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
                 ) from None
             raise UserError(f"data.name={self.name} cannot be opened: {first_line(error.__cause__ or error)}") from None
+        if self.test is not None:
+            self._check_test(splits, files)
         return splits
+
+    def _check_test(self, splits: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+        """Raise UserError where ``test`` names a split with another role, or one of the same local files."""
+        local = {name: [str(file) for file in own if Path(file).is_file()] for name, own in files.items()}
+        used = (self.train_split, *self._valid_splits(splits)[:1])
+        for role, other in zip(("training", "validation"), used, strict=False):
+            if self.test == other:
+                raise UserError(f"data.test={other} is the {role} split; set it to one that is used for nothing else")
+            check_apart(f"data.test={self.test}", local.get(str(self.test), []), local.get(other, []), role)
 
     def _split(self, splits: Mapping[str, Any], key: str, choice: str) -> Any:
         """Return the split that ``key`` names. Raises UserError if it is not there, or empty."""

@@ -21,7 +21,7 @@ def test_batches_of_one_size_give_the_paired_t_interval() -> None:
     first = rng.normal(80, 5, 25)
     other = first + rng.normal(0.4, 1, 25)
     expected = stats.ttest_rel(other / 8, first / 8).confidence_interval(0.95)
-    found = paired(first, other, np.full(25, 8))
+    (found,) = paired(first, [other], np.full(25, 8))
     assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(
         (expected.low, expected.high)
     )
@@ -30,8 +30,28 @@ def test_batches_of_one_size_give_the_paired_t_interval() -> None:
 def test_batches_count_by_their_targets() -> None:
     targets = np.array([90, 10, 100])
     first, other = np.zeros(3), np.array([90.0, 30.0, 100.0])
-    assert paired(first, other, targets).mean == pytest.approx(220 / 200)
-    assert paired(first, first + targets, targets) == pytest.approx((1, 0))
+    found = paired(first, [other, first + targets, first], targets)
+    assert found[0].mean == pytest.approx(220 / 200)
+    assert found[1:] == [pytest.approx((1, 0)), (0, 0)]
+
+
+def test_of_several_precisions_any_is_wrongly_said_to_cost_in_one_of_twenty_evaluations() -> None:
+    """Holm's levels, with the p of scipy: the smallest of four is compared with 5 % / 4, …, each with its interval."""
+    rng = np.random.default_rng(1)
+    first, targets, wrong = np.zeros(20), np.full(20, 4), 0
+    for _ in range(1000):
+        others = list(rng.normal(0, 1, (4, 20)))
+        wrong += any(cost.is_measurable for cost in paired(first, others, targets))
+    assert 30 <= wrong <= 70  # 185 without the correction
+    others = [rng.normal(mean, 1, 20) for mean in (0.62, 0.55, 0.0)] + [np.full(20, math.inf)]
+    p_values = [stats.ttest_1samp(other, 0).pvalue for other in others[:3]]
+    with np.errstate(invalid="ignore"):
+        found = paired(first, others, targets)
+    assert not math.isfinite(found[3].mean)  # it counts as one of the four, which none is judged by
+    for rank, index in enumerate(np.argsort(p_values)):
+        assert found[index].is_measurable == all(
+            p_values[i] < 0.05 / (4 - k) for k, i in enumerate(np.argsort(p_values)[: rank + 1])
+        )
 
 
 def test_the_verdict_follows_the_interval() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_which_split_is_validated_on(stories: Path) -> None:
     assert STORIES[280] in opened(valid_split="test")[1]
 
 
-def write_rows(path: Path, rows: list[str]) -> Path:
+def write_rows(path: Path, rows: Sequence[str | None]) -> Path:
     path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
     return path
 
@@ -128,7 +129,8 @@ def test_rows_that_are_lines_are_held_out_as_whole_articles(tmp_path: Path) -> N
     assert train | valid == {str(number) for number in range(60)}
     assert not train & valid
     assert 3 <= len(valid) <= 7
-    assert "they are short, and may be lines of longer texts" in data.description
+    assert "rows), rows are lines: joined, without a token between them" in data.description
+    assert texts(data) == ("".join(rows[:-69]), "".join(rows[-69:]))
 
 
 def test_short_rows_without_titles_are_held_out_in_one_stretch(tmp_path: Path) -> None:
@@ -137,6 +139,35 @@ def test_short_rows_without_titles_are_held_out_in_one_stretch(tmp_path: Path) -
     train, valid = ([int(number) for number in re.findall(r"Line (\d+)", text)] for text in texts(data))
     assert (train, valid) == (list(range(800)), list(range(800, 1000)))
     assert "the last 200 of 1,000 rows" in data.description
+
+
+POEM = "A line.\nAnother one.\n\nA third one.\n" * 9
+
+
+@pytest.mark.parametrize(
+    ("rows", "joined"),
+    [
+        (POEM.splitlines(keepends=True), POEM),
+        ([row if row.strip() else "" for row in POEM.splitlines(keepends=True)], POEM.replace("\n\n", "\n")),
+        (POEM.split("\n"), POEM),
+        ([f"= {number} =" if number % 9 == 0 else f"Words {number}." for number in range(40)], None),
+        ([row.replace("\n", "\r\n") for row in POEM.splitlines(keepends=True)], POEM.replace("\n", "\r\n")),
+        (["A tweet.", None, "Another."] * 9, False),
+        (["A news story of one line, without an end."] * 9, False),
+        (["Once upon a time.\nThe end.\n"] * 9, False),
+        (["A story of one long line. " * 30 + "\n"] * 9, False),
+    ],
+)
+def test_rows_are_joined_where_they_are_lines(tmp_path: Path, rows: list[str], joined: str | bool | None) -> None:
+    """Else each is a document: an end-of-text token follows, which a model of lines must never see."""
+    (tmp_path / "rows").mkdir()
+    for part in ("train", "validation"):
+        write_rows(tmp_path / "rows" / f"{part}.jsonl", rows)
+    data = Hub(name=str(tmp_path / "rows"), vocab_size=300).tokens(None)
+    expected = "<|endoftext|>".join(filter(None, rows)) if joined is False else joined or "\n".join(rows)
+    assert texts(data) == (expected, expected)
+    assert ("each row a document" in data.description) == (joined is False)
+    assert data.text_bytes["train"] == len(expected.replace("<|endoftext|>", "").encode())
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:

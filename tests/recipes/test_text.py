@@ -109,15 +109,16 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
         + "a  \n\nb\n  c\n" * 50
         + "line\r\nline \r\n" * 50
         + "a\n\n\n b\n" * 50
+        + " = A = \n A b . \n" * 50
         + "<|endoftext|>\nnew\n" * 9
     )
     bpe = BytePairs.train([text], 500)
     monkeypatch.setattr(text_cache, "_PIECE", 10)
     monkeypatch.setattr(text_cache, "_CHARACTERS_AT_ONCE", 100)
-    pieces = list(text_cache._pieces(text))
+    pieces = list(text_cache.pieces(text))
     assert len(pieces) > 400
     assert "".join(pieces) == text
-    ids = np.concatenate(list(text_cache._encoded([text, text], bpe))).tolist()
+    ids = np.concatenate([ids for ids, _ in text_cache._encoded([text, text], bpe)]).tolist()
     assert ids == bpe.encode(text) + bpe.separator + bpe.encode(text)
 
 

@@ -54,7 +54,7 @@ class Checkpoint:
 
     enabled: bool = True
     every: int | str = "auto"
-    """Optimizer steps between two checkpoints; auto: one at every evaluation."""
+    """Optimizer steps between two checkpoints; auto: one at every evaluation, and in long epochs ten a run."""
     keep: int = 1
     """How many of the newest checkpoints are kept, in addition to the best."""
     background: bool = True
@@ -64,9 +64,11 @@ class Checkpoint:
     best: str = "auto"
     """The metric that marks the best checkpoint, such as ``valid/top1``; auto: the recipe's."""
 
-    def due(self, step: int, eval_every: int) -> bool:
-        """Return whether a checkpoint is saved after this step, of a run that evaluates every ``eval_every`` steps."""
-        return step % (eval_every if isinstance(self.every, str) else self.every) == 0
+    def due(self, step: int, evaluated: bool, save_every: int | None) -> bool:
+        """Return whether a checkpoint is saved after this step; ``save_every``: see ``Plan``."""
+        if isinstance(self.every, str):
+            return evaluated or (save_every is not None and step % save_every == 0)
+        return step % self.every == 0
 
     def __post_init__(self) -> None:
         check_number("checkpoint.every", self.every)

@@ -171,6 +171,9 @@ def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collec
         return {}  # of synthetic numbers, the shapes of the weights will tell
     if key in typed and now not in (before, str(own)):
         raise _contradicted(key, now, given, before)
+    size = "data.vocab_size"
+    if size in typed and composed.data.vocab_size != source.config.get(size):
+        raise UserError(f"{size}={composed.data.vocab_size} has no effect: {given} brings its tokenizer; leave it out")
     if before == "bytes":
         return {} if now == before else {key: before}
     if own.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from trainer.data.contract import Datasets
@@ -25,6 +26,8 @@ from trainer.precision.scaler import Scaler
 from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, FirstWeights, Recipe
 
 _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
+EPOCH = "epoch"
+"""The value of ``eval_every`` with which the validation data is evaluated after each pass over the training data."""
 
 
 @dataclass
@@ -65,7 +68,8 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         for key in _AUTO_FIELDS:
-            check_number(key, getattr(self, key))
+            if key != "eval_every" or self.eval_every != EPOCH:
+                check_number(key, getattr(self, key))
         if self.epochs is not None and self.steps != "auto":
             raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
@@ -123,12 +127,13 @@ class StepConfig:
             return value
 
         default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
-        opened, auto, why, epoch = None, sizes.steps, default, None
-        if self.epochs is not None:
+        opened, auto, why, epoch = None, sizes.steps, default, Fraction(0)
+        if self.epochs is not None or self.eval_every == EPOCH:
             opened = world.first_then_others(replace(self, recipe=recipe).open_datasets)
             samples, typed = len(opened.train), self.batch_size
-            epoch = samples / (typed if isinstance(typed, int) else sizes.batch_size)
-            auto, why = math.ceil(self.epochs * epoch), f"{self.epochs:g} epochs of {samples} samples"
+            epoch = Fraction(samples, typed if isinstance(typed, int) else sizes.batch_size)
+        if self.epochs is not None:
+            auto, why = math.ceil(Fraction(str(self.epochs)) * epoch), f"{self.epochs:g} epochs of {samples} samples"
         steps = number("steps", auto, why)
         if self.schedule.warmup(steps) >= max(2, steps):
             raise UserError(
@@ -141,23 +146,17 @@ class StepConfig:
         fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, default)
         self.augment.check_batching(micro_batch_size)
-        eval_every = number("eval_every", *_evaluation_interval(steps, epoch))
+        tenth = max(steps // 10, min(steps, 25))
+        if self.eval_every == EPOCH or (self.eval_every == "auto" and self.epochs is not None):
+            eval_every, numbers["eval_every"] = epoch, EPOCH
+            decisions += [Decision("eval_every", EPOCH, "as epochs is set")] if self.eval_every == "auto" else []
+        else:
+            eval_every = Fraction(number("eval_every", tenth, "at most ten evaluations per run"))
         batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
-        plan = Plan(
-            steps, batching, eval_every, number("eval_samples", 10 * batch_size, "at most ten training batches")
-        )
+        eval_samples = number("eval_samples", 10 * batch_size, "at most ten training batches")
+        plan = Plan(steps, batching, eval_every, eval_samples, tenth if epoch else None)
         config = replace(self, recipe=recipe, epochs=None, **numbers)
         return Resolved(config, plan, decisions, opened)
-
-
-def _evaluation_interval(steps: int, epoch: float | None) -> tuple[int, str]:
-    """Return the default of ``eval_every``, and why; ``epoch``: its steps, where the run is measured in epochs."""
-    interval = max(steps // 10, min(steps, 25))
-    if epoch is None or epoch >= interval:
-        return interval, "at most ten evaluations per run"
-    if epoch >= steps / 100:
-        return math.ceil(epoch), "once per epoch"
-    return math.ceil(steps / 100), "at most 100 evaluations per run"
 
 
 @dataclass(frozen=True)
@@ -167,10 +166,17 @@ class Plan:
     steps: int
     """Optimizer steps of the whole run."""
     batching: Batching
-    eval_every: int
-    """Optimizer steps between two evaluations."""
+    eval_every: Fraction
+    """Optimizer steps between two evaluations; an epoch need not be a whole number of them."""
     eval_samples: int
     """Of the validation data, at most."""
+    save_every: int | None = None
+    """Optimizer steps between two checkpoints where epochs may be long; None: one at every evaluation is enough."""
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether the validation data is evaluated after this step: the last, or one that ends an interval."""
+        steps, of = self.eval_every.as_integer_ratio()
+        return step == self.steps or step * of // steps > (step - 1) * of // steps
 
 
 Config = TypeVar("Config", bound=StepConfig)

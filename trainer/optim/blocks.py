@@ -1,4 +1,4 @@
-"""What the repeated blocks of a model (``Recipe.blocks``) decide about its parameters: learning rates, and Muon."""
+"""Learning rates by the repeated blocks of a model (``Recipe.blocks``)."""
 
 from __future__ import annotations
 
@@ -32,25 +32,3 @@ def layer_factors(model: nn.Module, blocks: list[nn.Module], decay: float) -> di
         top = inside is None and level == len(blocks)
         factors[name] = decay ** (0 if top else len(blocks) + 1 - level)
     return factors
-
-
-def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> set[str]:
-    """Return the names of the parameters for Muon: those of two dimensions in the model's blocks, but no embeddings.
-
-    Raises:
-        UserError: there are none, or the recipe names no blocks.
-    """
-    inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
-    found = {
-        name
-        for owner, module in model.named_modules()
-        if id(module) in inside
-        for name, parameter in module.named_parameters(owner, recurse=False)
-        if parameter.ndim == 2
-    }
-    if not found:
-        lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
-        raise UserError(
-            f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
-        )
-    return found

@@ -42,7 +42,7 @@ def parameter_groups(
     weight_decay: float,
     patterns: Mapping[str, Mapping[str, float]],
     factors: Mapping[str, float],
-    hidden: set[str] | None = None,
+    hidden: Mapping[str, bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the groups of an optimizer, first those with weight decay.
 
@@ -54,7 +54,8 @@ def parameter_groups(
             those of modules around them, later ones before earlier ones: ``lr``, in the place of ``factors``, and
             ``weight_decay``, for those that have any.
         factors: multiples of the learning rate, by name; 1 where there is none.
-        hidden: the names of the parameters for Muon, see ``Muon``; None: the optimizer is another one.
+        hidden: the names of the parameters for Muon, and whether they are inputs × outputs, see ``Muon``; None: the
+            optimizer is another one.
 
     Raises:
         UserError: a pattern that matches nothing, or changes nothing.
@@ -81,8 +82,8 @@ def parameter_groups(
         factor, decay = settings[name]["lr"], settings[name]["weight_decay"] if name in weights else 0.0
         group = {"params": [], "weight_decay": decay, LR_FACTOR: factor}
         if hidden is not None:
-            group["muon"] = name in hidden
-        key = name in weights, factor, decay, group.get("muon")
+            group |= {"muon": name in hidden, "transposed": hidden.get(name, False)}
+        key = name in weights, factor, decay, group.get("muon"), group.get("transposed")
         groups.setdefault(key, group)["params"].append(of_name[name])
     return list(groups.values())
 

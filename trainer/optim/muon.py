@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr
 
+from trainer.errors import UserError
 from trainer.hardware import NATIVE, detect
 from trainer.parallel.shards import is_sharded, local_part, local_rows
 
@@ -26,14 +27,14 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups; a group's ``muon`` decides (of parameters without groups: all have two
-            dimensions).
+            dimensions), and its ``transposed`` says that its matrices are inputs × outputs.
         lr: of both.
         weight_decay: decoupled, of both.
         momentum: of Muon.
         nesterov: of Muon.
         ns_coefficients: of the Newton-Schulz iteration.
         ns_steps: its iterations.
-        adjust_lr_fn: see torch.optim.Muon.
+        adjust_lr_fn: see torch.optim.Muon; ``original`` and ``spectral_unclamped`` take outputs over inputs.
         betas: of AdamW.
         eps: of AdamW.
         fused: of AdamW.
@@ -119,7 +120,8 @@ class Muon(torch.optim.Optimizer):
             first, count = local_rows(weight)
             update = update[first : first + count]
         moved, keep = local_part(moved), 1 - group["lr"] * group["weight_decay"]
-        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], weight.shape)
+        sides = weight.shape[::-1] if group.get("transposed") else weight.shape  # outputs, inputs
+        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], torch.Size(sides))
         own, kept = [local_part(each) for each in weights], [local_part(each) for each in averages]
         if skipped is None:
             kept[0].copy_(moved)
@@ -167,6 +169,31 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
         gram = x @ x.mT
         x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> dict[str, bool]:
+    """Return the names of the parameters for Muon, and whether they are inputs × outputs.
+
+    They are those of two dimensions in the model's blocks, but no embeddings. ``nn.Linear`` has outputs × inputs,
+    transformers' Conv1D, as in GPT-2, the transpose.
+
+    Raises:
+        UserError: there are none, or the recipe names no blocks.
+    """
+    inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
+    found = {
+        name: any(each.__name__ == "Conv1D" for each in type(module).__mro__)  # FSDP2 derives a class from it
+        for owner, module in model.named_modules()
+        if id(module) in inside
+        for name, parameter in module.named_parameters(owner, recurse=False)
+        if parameter.ndim == 2
+    }
+    if not found:
+        lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
+        raise UserError(
+            f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
+        )
+    return found
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError, nearest
-from trainer.optim.blocks import hidden_matrices, layer_factors
+from trainer.optim.blocks import layer_factors
 from trainer.optim.classes import accepted_options, averages_itself, optimizer_class
 from trainer.optim.decay import decayed
 from trainer.optim.fused import fused_is_sound, has_fused_kernel, start_momentum
@@ -114,12 +113,16 @@ class Optimizer:
         }
         if self._takes_fused(cls, parameters, device):
             keywords["fused"] = True
-        elif any(parameter.dtype == torch.float16 for parameter in parameters):
-            self._check_eps(cls)
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
+            raise UserError(
+                f"precision=fp16_pure: {self.name} without a fused form gets gradients in fp16 without the loss scale, "
+                "where those below 6e-8 are 0; use optimizer=adamw, or precision=fp16_master"
+            )
         if self.name == "SGD" and "fused" in keywords:
             start_momentum(optimizer)
         return optimizer
@@ -129,7 +132,12 @@ class Optimizer:
     ) -> list[dict[str, Any]]:
         whole = model.model if isinstance(model, MasterWeights) else model
         factors = {} if self.layer_decay is None else layer_factors(whole, blocks, self.layer_decay)
-        apart = hidden_matrices(whole, blocks) & decayed(whole) if self.name == "Muon" else None
+        apart = None
+        if self.name == "Muon":
+            from trainer.optim.muon import hidden_matrices
+
+            weights = decayed(whole)
+            apart = {name: first for name, first in hidden_matrices(whole, blocks).items() if name in weights}
         patterns = self.groups or {}
         groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, patterns, factors, apart)
         if "weight_decay" not in accepted_options(cls):
@@ -158,13 +166,3 @@ class Optimizer:
             )
         possible = has_fused_kernel(kernel, device) and not (self._dampened or sharded or unsound)
         return self.fused is True or (self.fused == "auto" and possible)
-
-    def _check_eps(self, cls: type[torch.optim.Optimizer]) -> None:
-        """Refuse an ``eps`` that is 0 in fp16, where an optimizer that is not fused adds it: 0 / 0 is NaN."""
-        default = inspect.signature(cls).parameters.get("eps")
-        eps = self.options.get("eps", default.default if default else None)
-        if isinstance(eps, (int, float)) and eps < 2.0**-24:  # fp16's smallest number
-            raise UserError(
-                f"optimizer.options.eps={eps:g} is 0 in fp16, where {self.name} divides by it if it is not fused: the "
-                "weights turn NaN; set optimizer.options.eps=1e-4, or precision=fp16_master"
-            )

@@ -216,11 +216,14 @@ class Update:
         return norm
 
     def _hand_over(self, gradients: list[Tensor], factor: Tensor | None) -> None:
-        """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to 16 bits once."""
+        """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to bf16 once.
+
+        (``Optimizer.build`` refuses it in fp16, where small ones would be 0.)
+        """
         if self._takes_scale:
             self.optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
         elif factor is not None:
-            for gradient in gradients:  # in fp32: the inverse of a large scale is 0 in fp16
+            for gradient in gradients:
                 gradient.copy_(gradient.float().mul_(factor))
 
     def apply(self, skipped: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from mantissa.display import duration, loss, quantity, size
 from mantissa.formats import FP32
 from trainer.checkpoint import store as checkpoint
+from trainer.config.step import EPOCH
 from trainer.errors import RunError
 from trainer.files import SOURCE_FILE, read_object
 from trainer.optim.ema import ExponentialMovingAverage
@@ -132,7 +133,8 @@ def _evaluation(trainer: Trainer) -> str:
     """Return when what is evaluated, on how much."""
     config, plan = trainer.config, trainer.plan
     every, samples = len(trainer.datasets.valid), plan.eval_samples
-    text = f"every {plan.eval_every} steps, {min(samples, every):,} of {every:,} samples"
+    when = f"after each {EPOCH}" if config.eval_every == EPOCH else f"every {plan.eval_every} steps"
+    text = f"{when}, {min(samples, every):,} of {every:,} samples"
     if isinstance(config.ema, ExponentialMovingAverage):
         text += f", of averaged weights (ema.decay={config.ema.decay})"
     if config.early_stopping.patience is not None:

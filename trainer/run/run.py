@@ -202,10 +202,11 @@ class Run:
         # Read once for each step: a signal that comes later is handled after the next one, by all ranks.
         stop, save = self.world.largest_of([self.signals.stop or 0, self.signals.take_save()])
         self.stopped_by = stop or None
-        if step == self.plan.steps or step % self.plan.eval_every == 0:
+        if self.plan.evaluates(step):
             with self.monitor.paused():
                 score = self._evaluate(step)
-        due = self.complete or self.config.checkpoint.due(step, self.plan.eval_every) or (score and score.improved)
+        due = self.config.checkpoint.due(step, score is not None, self.plan.save_every)
+        due = self.complete or due or (score is not None and score.improved)
         if self.config.checkpoint.enabled and (due or stop or save):
             with self.monitor.paused():
                 self._save(score)

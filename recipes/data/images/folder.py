@@ -16,6 +16,7 @@ import torch
 
 from recipes.data.images.pixels import DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
+from trainer.data.apart import check_apart
 from trainer.errors import UserError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -63,6 +64,8 @@ class ImageFolder(ImageSource):
         test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder, set(classes))
         if test_folder:
             parts["test"] = self._readable(_images_by_class(test_folder))
+            for role in ("training", "validation"):
+                check_apart(f"data.test={test_folder}", _files(parts["test"]), _files(parts[role]), role)
         for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
             if unknown := sorted(set(part) - set(classes)):
                 raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")
@@ -74,7 +77,7 @@ class ImageFolder(ImageSource):
 
     def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
         """Leave out what cannot be decoded, or refuse what is no image at all."""
-        files = [file for members in classes.values() for file in members]
+        files = _files(classes)
         if not self.skip_corrupt:
             spread = files[:: -(-len(files) // HEADERS_CHECKED)]
             for file, reason in _failures(spread, decode=False):
@@ -88,6 +91,10 @@ class ImageFolder(ImageSource):
         if len(corrupt) == len(files):
             raise UserError(f"data.path={self.path}: not one of {len(files)} images can be decoded")
         return {name: members for name, members in left.items() if members}
+
+
+def _files(classes: dict[str, list[str]]) -> list[str]:
+    return [file for members in classes.values() for file in members]
 
 
 class FolderImages(DecodedImages):

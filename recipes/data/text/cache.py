@@ -18,15 +18,25 @@ from recipes.data.text.split import Split
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
 
-FORMAT = 2
-"""Part of every cache key: raise it when the same text would become other tokens."""
+FORMAT = 3
+"""Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
 _CHARACTERS_AT_ONCE = 2**22
-_BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
+_BETWEEN_LINES = re.compile(r"\S\n(?=\S)|\n(?= \S)")
 _BEFORE_LINE_END = re.compile(r"(?=\n\S)")
 
 log = logging.getLogger("mantissa")
+
+
+class Tokenized(NamedTuple):
+    """The parts of a corpus by name: ``train``, ``valid`` and perhaps ``test``."""
+
+    ids: dict[str, np.ndarray]
+    """Memory maps."""
+    text_bytes: dict[str, int]
+    """The length of their text in UTF-8; what separates documents is no text."""
+    tokenizer: Tokenizer
 
 
 class TokenizerPlan(NamedTuple):
@@ -41,10 +51,8 @@ class TokenizerPlan(NamedTuple):
     """Opens the folder that the tokenizer's ``save`` wrote to."""
 
 
-def open_or_build(
-    cache_dir: str, name: str, splits: dict[str, Split], plan: TokenizerPlan
-) -> tuple[dict[str, np.ndarray], Tokenizer]:
-    """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) as memory maps, and the tokenizer.
+def open_or_build(cache_dir: str, name: str, splits: dict[str, Split], plan: TokenizerPlan) -> Tokenized:
+    """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
     for the first; one that is killed leaves nothing that looks complete. ``name`` begins the folder's name.
@@ -69,9 +77,9 @@ def open_or_build(
             if not folder.exists():  # another process may have built it while this one waited
                 log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
                 _build(folder, splits, plan)
-    dtype = read_json(folder / "meta.json")["dtype"]
-    ids: dict[str, np.ndarray] = {part: np.memmap(folder / f"{part}.bin", dtype=dtype, mode="r") for part in splits}
-    return ids, plan.load(folder)
+    meta = read_json(folder / "meta.json")
+    ids = {part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits}
+    return Tokenized({**ids}, meta["text_bytes"], plan.load(folder))
 
 
 def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
@@ -82,14 +90,16 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
         tokenizer = plan.make()
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         tokenizer.save(partial)
+        text_bytes = dict.fromkeys(splits, 0)
         for part, documents in splits.items():
             with (partial / f"{part}.bin").open("wb") as file:
-                for ids in _encoded(documents, tokenizer):
+                for ids, size in _encoded(documents, tokenizer):
                     ids.astype(dtype).tofile(file)
+                    text_bytes[part] += size
                 if not file.tell():
                     other = "data.test" if part == "test" else "data.valid_fraction"
                     raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
-        write_json(partial / "meta.json", {"dtype": dtype.name})
+        write_json(partial / "meta.json", {"dtype": dtype.name, "text_bytes": text_bytes})
         for path in partial.iterdir():
             flush(path)
         partial.rename(folder)
@@ -97,21 +107,24 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time."""
+def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time.
+
+    Each with the bytes of its text.
+    """
     separator = np.array(tokenizer.separator, dtype=np.uint32)
     waiting: list[tuple[bool, str]] = []
     characters = 0
 
-    def encode() -> np.ndarray:
+    def encode() -> tuple[np.ndarray, int]:
         parts = []
         encoded = tokenizer.encode_many([piece for _, piece in waiting])
         for (begins, _), ids in zip(waiting, encoded, strict=True):
             parts += [separator, np.asarray(ids)] if begins else [np.asarray(ids)]
-        return np.concatenate(parts)
+        return np.concatenate(parts), sum(len(piece.encode()) for _, piece in waiting)
 
     for number, document in enumerate(documents):
-        for position, piece in enumerate(_pieces(document)):
+        for position, piece in enumerate(pieces(document)):
             waiting.append((number > 0 and position == 0, piece))
             characters += len(piece)
             if characters >= _CHARACTERS_AT_ONCE:
@@ -122,11 +135,12 @@ def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndar
         yield encode()
 
 
-def _pieces(document: str) -> Iterator[str]:
+def pieces(document: str) -> Iterator[str]:
     """Split a long document where tokenizers split anyway, so that all cores encode it and memory stays small.
 
-    That is between two lines, but not at a blank or indented one: runs of white space are tokens. In a long
-    stretch without such a place, before a line end: there GPT-2 and our own BPE cut too, others may not.
+    That is between two lines, but not at a blank one or one indented by more than a space, which belongs to the word
+    after it: runs of white space are tokens. In a long stretch without such a place, before a line end: there GPT-2
+    and our own BPE cut too, others may not.
     """
     start = 0
     while start < len(document):

@@ -13,12 +13,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from recipes.data.text.cache import TokenizerPlan, open_or_build
+from recipes.data.text.cache import TokenizerPlan, open_or_build, pieces
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.split import Corpus, Split, split
 from recipes.data.text.tokenizers import OWN_BPE, BytePairs, Bytes, Characters
+from trainer.data.apart import check_apart
 from trainer.errors import UserError
+from trainer.recipe import NO_OPTION
 
 _TABLES = (".json", ".jsonl", ".csv", ".parquet")
 _NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
@@ -36,6 +38,8 @@ class TokenizedText(TextSource):
     """Of the text, set aside for validation."""
     cache_dir: str = field(default_factory=lambda: os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa")
     """Where tokenised text is kept."""
+    whole: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
+    """Whether no text is set aside for validation: training and validation text are then both all of it."""
 
     def __post_init__(self) -> None:
         if not self.tokenizer:
@@ -64,11 +68,16 @@ class TokenizedText(TextSource):
         train, valid = self.splits()
         test = self.test_split()
         parts = {"train": train, "valid": valid} | ({"test": test} if test else {})
-        ids, opened = open_or_build(self.cache_dir, self.kind, parts, self._plan(tokenizer, parts))
-        counts = f"{_short(len(ids['train']))} tokens and {_short(len(ids['valid']))} for validation ({valid.origin})"
-        counts += f" and {_short(len(ids['test']))} for testing" if test else ""
-        description = f"{self.title()}: {counts}, {opened.label}"
-        return TokenData(ids["train"], ids["valid"], opened, description, ids.get("test"))
+        one = self.whole and train.corpus is valid.corpus
+        if one:
+            parts = {"train": Split.whole(train.corpus)}
+        ids, text_bytes, opened = open_or_build(self.cache_dir, self.kind, parts, self._plan(tokenizer, parts))
+        counts = f"{_short(len(ids['train']))} tokens"
+        counts += "" if one else f" and {_short(len(ids['valid']))} for validation ({valid.origin})"
+        counts += f" and {_short(len(ids['test']))} for testing" if "test" in ids else ""
+        note = f", {train.corpus.note}" if train.corpus.note else ""
+        description = f"{self.title()}: {counts}{note}, {opened.label}"
+        return TokenData(ids["train"], ids.get("valid", ids["train"]), opened, description, ids.get("test"), text_bytes)
 
     def _plan(self, override: str | None, parts: dict[str, Split]) -> TokenizerPlan:
         if override is None and self.tokenizer == OWN_BPE:
@@ -76,7 +85,12 @@ class TokenizedText(TextSource):
 
             identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
             text = parts["train"]
-            return TokenizerPlan(identity, task, lambda: BytePairs.train(text, self.vocab_size), BytePairs.load)
+            return TokenizerPlan(
+                identity,
+                task,
+                lambda: BytePairs.train(chain.from_iterable(map(pieces, text)), self.vocab_size),
+                BytePairs.load,
+            )
         if override is None and self.tokenizer == "chars":
             task = "collecting its characters"
             return TokenizerPlan("chars", task, lambda: Characters.collect(chain(*parts.values())), Characters.load)
@@ -144,9 +158,14 @@ class TextFiles(TokenizedText):
 
     def test_split(self) -> Split | None:
         """Return the text of ``test``, whole."""
-        return None if self.test is None else Split.whole(self._corpus(f"data.test={self.test}", self.test))
+        if self.test is None:
+            return None
+        key = f"data.test={self.test}"
+        files, others = (list(map(str, self._paths(key, name))) for name in (self.test, self.path))
+        check_apart(key, files, others, "training")
+        return Split.whole(self._corpus(key, self.test))
 
-    def _corpus(self, key: str, name: str) -> Corpus:
+    def _paths(self, key: str, name: str) -> list[Path]:
         path = Path(name).expanduser().resolve()
         paths = [path]
         if path.is_dir():
@@ -156,7 +175,10 @@ class TextFiles(TokenizedText):
                 found = Counter(f"*{file.suffix}" for file in files).most_common(3)
                 there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
                 raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} ({there})")
-        corpus = _files(paths, key)
+        return paths
+
+    def _corpus(self, key: str, name: str) -> Corpus:
+        corpus = _files(self._paths(key, name), key)
         if not corpus.sizes.sum():
             raise UserError(f"{key} is empty; set {key.partition('=')[0]} to a file or folder that has text")
         return corpus

@@ -51,6 +51,8 @@ class TokenData:
     description: str
     test: np.ndarray | None = None
     """None: the source has no text for testing."""
+    text_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The length in UTF-8 of the text of each part, by its name here; empty: it is no text."""
 
 
 @dataclass(kw_only=True)

@@ -26,6 +26,10 @@ class Corpus:
     """Yields the texts of these documents, in the order given."""
     identity: Any
     """JSON that changes whenever the text does."""
+    joint: str | None = None
+    """What belongs between two of them where they are no documents but lines of one text; None: they are documents."""
+    note: str = ""
+    """How they are read, for the start block."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,9 @@ class Split:
         return [self.corpus.identity, rows, self.start, self.end]
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the texts that are not empty."""
-        for text in self.corpus.read(self.rows):
+        """Yield the texts that are not empty; of lines, the one text that they are."""
+        texts = self.corpus.read(self.rows)
+        for text in texts if self.corpus.joint is None else [self.corpus.joint.join(texts)]:
             part = text[int(len(text) * self.start) : int(len(text) * self.end)]
             if part:
                 yield part
@@ -80,6 +85,34 @@ def split(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
     return train, Split(corpus, sorted(valid), origin="whole documents")
 
 
+def joint_of(rows: Sequence[str | None]) -> str | None:
+    """Return what belongs between the rows of a dataset where they are lines of longer texts; None: they are documents.
+
+    Lines are short, hold no line end but at their own end, and show that they were cut out of a text: most of them end
+    with the line's own end (as in wikitext, whose files are the rows one after the other), or some are blank lines or
+    titles of articles, and the line ends were taken away. Short documents without any of it stay documents.
+
+    Args:
+        rows: some of them, of all parts of the dataset; None: a missing value, which is no blank line.
+    """
+    filled = [row for row in rows if row and row.strip()]
+    if not filled or not _are_short([row or "" for row in rows]) or any("\n" in row.strip() for row in filled):
+        return None
+    if 2 * sum(row.endswith("\n") for row in filled) > len(filled):
+        return ""
+    blank = sum(row is not None and not row.strip() for row in rows)
+    return "\n" if 20 * blank >= len(rows) or any(_TITLE.fullmatch(row.strip()) for row in filled) else None
+
+
+def spread(count: int) -> list[int]:
+    """Return at most a thousand of ``count`` rows, spread evenly over all of them."""
+    return np.linspace(0, count - 1, min(count, 1000)).astype(int).tolist()
+
+
+def _are_short(rows: Sequence[str]) -> bool:
+    return sorted(map(len, rows))[len(rows) // 2] < SHORT
+
+
 def split_rows(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
     """Divide the rows of a dataset, which may be documents or no more than lines of them, as in wikitext.
 
@@ -88,12 +121,11 @@ def split_rows(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
     """
     count = len(corpus.sizes)
     first = count - round(count * fraction)
-    sample = np.linspace(0, count - 1, min(count, 1000)).astype(int).tolist()
-    lengths = sorted(map(len, corpus.read(sample)))
-    if lengths[len(lengths) // 2] >= SHORT or not 0 < first < count:
+    if not _are_short(list(corpus.read(spread(count)))) or not 0 < first < count:
         return split(corpus, fraction)
     half = range(first, first + (count - first + 1) // 2)
     titles = (row for row, text in zip(half, corpus.read(half), strict=True) if _TITLE.fullmatch(text.strip()))
     first = next(titles, first)
-    origin = f"the last {count - first:,} of {count:,} rows: they are short, and may be lines of longer texts"
+    why = ": they are short, and may be lines of longer texts" if corpus.joint is None else ""
+    origin = f"the last {count - first:,} of {count:,} rows{why}"
     return Split(corpus, range(first)), Split(corpus, range(first, count), origin=origin)

@@ -195,6 +195,8 @@ REFUSED = {
     "recipe=gpt2 recipe.size=mini": "recipe.size=mini, but the run init_from=outputs/first has recipe.size=nano",
     "recipe=gpt2 recipe.context=32": "recipe.context=32, but the run init_from=outputs/first has recipe.context=16",
     "recipe=gpt2 data=text data.path=two.txt data.tokenizer=chars": "data.tokenizer=chars, but the run",
+    "recipe=gpt2 data=text data.path=two.txt data.vocab_size=512": "data.vocab_size=512 has no effect: outputs/first",
+    "recipe=gpt2 data=hub data.name=two.txt data.vocab_size=4096": "data.vocab_size=4096 has no effect: outputs/first",
     "recipe=gpt2 recipe.pretrained=x": "init_from and recipe.pretrained both bring weights; remove one",
     "recipe=gpt2 data=synthetic data.vocab_size=90": "the weights do not fit: gpt2.transformer.wte.weight is 2",
     "resume=outputs/first": "cannot resume outputs/first: init_from was None, now outputs/first; restore it",

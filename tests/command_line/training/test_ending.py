@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,8 +18,13 @@ from recipes.bignet import BigNet
 from tests.command_line.conftest import Train, only_run
 from tests.helpers import CPU, compose, trainer_of
 from trainer.checkpoint.reader import load
+from trainer.checkpoint.store import Checkpoint
+from trainer.data.contract import Batch
+from trainer.files import read_json_lines
 from trainer.recipe import Decision
+from trainer.run.run import Run
 from trainer.tracking.mlflow.results import summary_metrics
+from trainer.trainer import StepRecord
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
@@ -38,19 +46,40 @@ def test_epochs_count_the_steps_and_can_be_extended(succeed: Train, folder: Path
     assert summary(folder)["step"] == 5
 
 
-@pytest.mark.parametrize(
-    ("epochs", "every", "why"),
-    [
-        (20, 23, "once per epoch"),
-        (1, 23, "once per epoch"),
-        (0.5, 12, "at most ten evaluations per run"),
-        (500, 113, "at most 100 evaluations per run"),
-    ],
-)
-def test_every_epoch_is_evaluated(epochs: float, every: int, why: str) -> None:
-    resolved = compose("recipe=resnet", "data=digits", "batch_size=64", f"epochs={epochs}").resolve(CPU)
-    assert resolved.plan.eval_every == every  # 1,442 samples are 22.5 steps
-    assert Decision("eval_every", every, why) in resolved.decisions
+@pytest.mark.parametrize("epochs", [20, 1, 0.5, 2.5, 500])
+@pytest.mark.parametrize("batch", [64, 7, 2000])
+def test_every_epoch_is_evaluated(epochs: float, batch: int) -> None:
+    """After the step that has the last of its 1,442 samples, however many steps that are, and at the end."""
+    sizes = (f"batch_size={batch}", "micro_batch_size=1", f"epochs={epochs}")
+    resolved = compose("recipe=resnet", "data=digits", *sizes).resolve(CPU)
+    plan, ends = resolved.plan, {math.ceil(1442 * number / batch) for number in range(1, math.floor(epochs) + 1)}
+    assert plan.steps == math.ceil(1442 * epochs / batch)
+    assert {step for step in range(1, plan.steps + 1) if plan.evaluates(step)} == ends | {plan.steps}
+    assert Decision("eval_every", "epoch", "as epochs is set") in resolved.decisions
+    every = Checkpoint()
+    saved = [step for step in range(1, plan.steps + 1) if every.due(step, plan.evaluates(step), plan.save_every)]
+    assert set(saved) >= ends  # and long ones are saved in between
+    assert max(np.diff([0, *saved], append=plan.steps)) <= max(25, plan.steps / 10)
+
+
+def test_patience_counts_epochs_also_over_a_stop(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """26 samples in steps of 4 are 6.5 steps: epochs end after 7, 13, 20, … of them, in one run or in two."""
+    job = [*TINY[:-1], "data.samples=26", "optimizer.lr=1e-30", "schedule=constant", "early_stopping.patience=2"]
+    assert "after each epoch, " in train(*job, "epochs=9", "run_name=whole").out
+    step = Run.step
+
+    def stopped(run: Run, microbatches: list[Batch]) -> StepRecord:
+        if run.trainer.step == 9:
+            signal.raise_signal(signal.SIGINT)
+        return step(run, microbatches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "step", stopped)
+        assert train(*job, "epochs=9", "run_name=stopped").code == 130
+    assert train("resume=outputs/stopped").code == 0
+    for name in ("whole", "stopped"):
+        lines = read_json_lines(folder / f"outputs/{name}/metrics.jsonl")
+        assert [line["step"] for line in lines if "valid/loss" in line] == [7, 13, 20]
 
 
 def test_what_has_no_effect_is_said_at_the_start(succeed: Train) -> None:

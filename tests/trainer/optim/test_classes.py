@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -170,3 +171,36 @@ def test_given_a_flag_muon_stacks_equal_shapes_to_the_same_bits_and_waits_for_no
     assert same_bits(flagged_state, state)
     assert stacked.keys().isdisjoint({"_local_scalar_dense", "item", "nonzero"})
     assert stacked.total() < one_by_one.total() / 3, (stacked, one_by_one)
+
+
+@pytest.mark.parametrize(
+    "adjusted",
+    [
+        "original",
+        "match_rms_adamw",
+        *["spectral_unclamped"] * ("spectral_unclamped" in inspect.getsource(torch.optim._muon)),  # not in torch 2.11
+    ],
+)
+def test_muon_takes_the_sides_of_conv1d_as_those_of_a_linear_layer(
+    adjusted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's matrices are inputs × outputs: torch's Muon of their transposes has the right rates."""
+    monkeypatch.setattr(muon_module, "bf16_is_emulated", lambda: True)  # exact enough to compare
+    options = (f"optimizer.options.adjust_lr_fn={adjusted}", "optimizer.lr=0.01", "optimizer.weight_decay=0.5")
+    trainer = trainer_of(*GPT2, "optimizer=muon", *options, "schedule=constant", "schedule.warmup_steps=0", "clip=none")
+    block = "gpt2.transformer.h.0."
+    names = [f"{block}{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    matrices = [trainer.model.get_parameter(name) for name in names]
+    linear = [nn.Parameter(matrix.detach().T.clone()) for matrix in matrices]
+    reference = torch.optim.Muon(linear, lr=0.01, weight_decay=0.5, adjust_lr_fn=adjusted)
+    for _ in range(2):
+        for matrix, weight in zip(matrices, linear, strict=True):
+            matrix.grad = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(matrix.shape[1]))
+            weight.grad = matrix.grad.T.clone()
+        trainer.optimizer.step()
+        with monkeypatch.context() as patch:
+            iterated = lambda matrix, *options: muon_module.orthogonal(matrix.clone(), *options)  # noqa: E731, in fp32
+            patch.setattr("torch.optim._muon._zeropower_via_newtonschulz", iterated)
+            reference.step()
+    for matrix, weight in zip(matrices, linear, strict=True):
+        torch.testing.assert_close(matrix.detach().T, weight.detach(), rtol=1e-4, atol=1e-5)

@@ -198,9 +198,11 @@ def test_a_skipped_step_does_not_round_the_weights_again() -> None:
     assert same_bits(dict(net.state_dict()), dict(before))
 
 
-def pure_update(optimizer: Optimizer, scale: float, clip: Clip | None = None) -> tuple[nn.Parameter, Update]:
-    """A fp16 weight of zeros, and the update of it."""
-    net = nn.Linear(4, 4, bias=False).half()
+def pure_update(
+    optimizer: Optimizer, scale: float, clip: Clip | None = None, dtype: torch.dtype = FP16
+) -> tuple[nn.Parameter, Update]:
+    """A 16-bit weight of zeros, and the update of it."""
+    net = nn.Linear(4, 4, bias=False).to(dtype)
     nn.init.zeros_(net.weight)
     built = optimizer.build(net, CPU)
     return net.weight, Update(built, net.parameters(), StaticLossScale(CPU, scale), clip or Clip())
@@ -230,12 +232,12 @@ def test_pure_fp16_loses_no_gradient_that_its_loss_scale_lifted(
     assert torch.equal(weight, torch.full((4, 4), -moved, dtype=FP16))
 
 
-def test_an_optimizer_that_is_not_fused_gets_true_gradients_rounded_to_16_bits() -> None:
-    """They are what it computes with; nothing is lost before. The inverse of 2^26 alone would be 0 in fp16."""
-    weight, update = pure_update(Optimizer("SGD", lr=1.0, fused=False), 2.0**26)
-    weight.grad = torch.full((4, 4), 1024.0, dtype=FP16)
-    assert update.step().grad_norm.item() == 4 * 2.0**-16
-    assert torch.equal(weight, torch.full((4, 4), -(2.0**-16), dtype=FP16))
+def test_an_optimizer_that_is_not_fused_gets_true_gradients_rounded_to_bf16() -> None:
+    """They are what it computes with; nothing is lost before. (In fp16 it is refused.)"""
+    weight, update = pure_update(Optimizer("SGD", lr=1.0, fused=False), 2.0**40, dtype=BF16)
+    weight.grad = torch.full((4, 4), 1024.0, dtype=BF16)
+    assert update.step().grad_norm.item() == 4 * 2.0**-30
+    assert torch.equal(weight, torch.full((4, 4), -(2.0**-30), dtype=BF16))
 
 
 def add_to(total: Tensor, gradient: Tensor) -> None:
@@ -265,13 +267,15 @@ def test_microbatches_add_up_in_fp32(mode: str) -> None:
     assert all(weight.grad is None for weight in weights)
 
 
-@pytest.mark.parametrize("fused", ["auto", False])
+@pytest.mark.parametrize(("dtype", "fused"), [(FP16, "auto"), (BF16, False)])
 @pytest.mark.parametrize(("clip", "clipped"), [(ClipNorm(2.0**-20), 2.0**-22), (ClipValue(2.0**-21), 2.0**-21)])
-def test_pure_fp16_gradients_are_clipped_by_their_true_size(clip: Clip, clipped: float, fused: bool | str) -> None:
+def test_pure_16_bit_gradients_are_clipped_by_their_true_size(
+    clip: Clip, clipped: float, dtype: torch.dtype, fused: bool | str
+) -> None:
     if fused:
         needs_fused("SGD")
-    weight, update = pure_update(Optimizer("SGD", lr=2.0**10, fused=fused), 2.0**20, clip)
-    weight.grad = torch.full((4, 4), 4.0, dtype=FP16)  # 2^-18 each, 2^-16 together
+    weight, update = pure_update(Optimizer("SGD", lr=2.0**10, fused=fused), 2.0**20, clip, dtype)
+    weight.grad = torch.full((4, 4), 4.0, dtype=dtype)  # 2^-18 each, 2^-16 together
     assert update.step().grad_norm.item() == 2.0**-16
     expected = -clipped * 2.0**10
     assert weight.detach().float().mean().item() == pytest.approx(expected, rel=0.07)  # torch adds 1e-6 to the norm

@@ -10,8 +10,10 @@ from tests.helpers import trainer_of
 from trainer.errors import UserError
 from trainer.optim.classes import optimizer_class
 from trainer.optim.decay import decayed
-from trainer.optim.masters import masters_of
+from trainer.optim.masters import MasterWeights, masters_of
 from trainer.optim.optimizer import Optimizer
+from trainer.optim.update import Clip, Update
+from trainer.precision.scaler import StaticLossScale
 
 CPU = torch.device("cpu")
 
@@ -211,11 +213,17 @@ def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: p
         Optimizer("SGD", fused=True).build(half, CPU)
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer("AdamW", fused=False), Optimizer("NAdam")])
-def test_an_eps_that_is_zero_in_fp16_is_refused_where_the_optimizer_computes_in_fp16(optimizer: Optimizer) -> None:
-    half = net().to(torch.float16)
-    with pytest.raises(UserError, match=r"options\.eps=1e-08 is 0 in fp16.* set optimizer\.options\.eps=1e-4"):
+@pytest.mark.parametrize(("name", "fused"), [("AdamW", False), ("SGD", False), ("RMSprop", "auto"), ("Lion", "auto")])
+def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name: str, fused: bool | str) -> None:
+    """Every optimizer that is allowed moves a weight by a true gradient of 2^-26, which is 0 in fp16."""
+    optimizer, half = Optimizer(name, lr=2.0**10, fused=fused, options={}), net().to(torch.float16)
+    with pytest.raises(UserError, match=rf"fp16_pure: {name} without a fused form .* use optimizer=adamw, or prec"):
         optimizer.build(half, CPU)
-    Optimizer(optimizer.name, fused=optimizer.fused, options={"eps": 1e-4}).build(half, CPU)
-    optimizer.build(net().to(torch.bfloat16), CPU)  # 1e-8 is a number in bf16
-    Optimizer("AdamW").build(half, CPU)  # fused: computes in fp32
+    optimizer.build(net().to(torch.bfloat16), CPU)  # which has the exponents of fp32
+    masters = MasterWeights(half)
+    update = Update(optimizer.build(masters, CPU), masters.parameters(), StaticLossScale(CPU, 2.0**20), Clip(), masters)
+    for weight in half.parameters():
+        weight.data.zero_()
+        weight.grad = torch.full_like(weight, 2.0**-6)
+    update.step()
+    assert all((weight != 0).all() for weight in half.parameters())

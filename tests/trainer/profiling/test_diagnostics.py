@@ -131,10 +131,10 @@ def test_the_intended_update_is_that_of_every_optimizer(name: str, options: dict
         assert update.edq == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_intended_update_is_adams_with_the_true_gradient_in_fp32(fused: bool) -> None:
+@pytest.mark.parametrize(("mode", "fused"), [("fp16_pure", True), ("bf16_pure", False)])
+def test_the_intended_update_is_adams_with_the_true_gradient_in_fp32(mode: str, fused: bool) -> None:
     """16-bit weights and scaled 16-bit gradients, which the fused optimizer divides and the other gets rounded."""
-    training = Training("fp16_pure", "Adam", lr=1e-3, scale=1024.0, clip=ClipNorm(0.02), eps=1e-4, fused=fused)
+    training = Training(mode, "Adam", lr=1e-3, scale=1024.0, clip=ClipNorm(0.02), eps=1e-4, fused=fused)
     for _ in range(2):
         training.step()
     weight = training.net.head.weight
