@@ -147,7 +147,9 @@ def check_entries(folder: Path) -> None:
             is_folder, own = stat.S_ISDIR(found.st_mode), place == str(folder)
             if not (is_folder or stat.S_ISREG(found.st_mode)):
                 raise UserError(f"{path} is no file and no folder; put a real one in its place, or remove it")
-            if own and is_folder != (name in _FOLDERS) and (name in _FOLDERS or path.suffix or name == ".lock"):
+            left_over = path.suffix in (".partial", ".old")  # by a kill; nothing reads it
+            named = name in _FOLDERS or name == ".lock" or (path.suffix and not left_over)
+            if own and named and is_folder != (name in _FOLDERS):
                 raise UserError(f"{path} should be a {'folder' if name in _FOLDERS else 'file'}; restore or remove it")
             if own and path.suffix in (".json", ".yaml") and found.st_size > _LARGEST_JSON:
                 raise UserError(f"{path} is larger than {_LARGEST_JSON // 2**20} MiB; restore or remove it")

@@ -136,10 +136,10 @@ class RunFolder:
             if known and digest(recorded) not in known:
                 raise ValueError("it was changed after it was written")
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{self.path / CONFIG_FILE} cannot be read ({error}); restore it, or start a new run from the weights "
-                f"with init_from={self.path}"
-            ) from error
+            remedy = f"restore it, or start a new run from the weights with init_from={self.path}"
+            if isinstance(error, FileNotFoundError):
+                remedy = "choose another run"
+            raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
         own = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)

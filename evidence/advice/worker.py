@@ -162,7 +162,7 @@ class Subject:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         # No run is that long: the data and the schedule must not end while blocks are taken.
-        self.trainer = Trainer.from_config(replace(config, steps=10**9, epochs=None))
+        self.trainer = Trainer.from_config(replace(config, steps=10**7, epochs=None))
         self.block = stopwatch(steps_of(self.trainer), self.trainer.device)
 
     def start(self) -> tuple[list[float], int]:

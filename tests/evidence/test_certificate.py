@@ -33,6 +33,7 @@ def run(folder: Path, change_line: Change = lambda lines: None, change_state: Ch
     scale = {"scale": 4.0}
     change_state({"model": model, "optimizer": optimizer, "progress": {"loss_scale": scale}, "rng": rng})
     state = training_state(3, model, optimizer, None, scale, rng)
+    folder.mkdir()
     checkpoint.write(folder / "checkpoints", Snapshot.of(state, {}, World()), None, World(), flush)
     lines = [
         {"step": step, "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False} for step in (1, 2, 3)

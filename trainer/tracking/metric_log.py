@@ -33,7 +33,7 @@ class MetricLog:
 
     def is_there(self) -> bool:
         """Return whether the file still has its name: neither removed nor moved away, nor its folder."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # or it is closed
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         return False
 
