@@ -17,7 +17,7 @@ from trainer.parallel.world import launched_processes
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
 _PLAIN = re.compile("[A-Za-z0-9_./-]*[A-Za-z][A-Za-z0-9_./-]*")
 _COMMIT = re.compile("([0-9a-f]{40})(-dirty)?")
-_NO_CODE = (":!*.md", ":!results")
+_NO_CODE = (":!*.md", ":!docs", ":!results")
 
 
 def git_facts() -> dict[str, str]:
