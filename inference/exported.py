@@ -165,6 +165,7 @@ def _in_folder(given: str, path: Path) -> Exported:
 
 def _of_run(given: str, run: RunFolder) -> Exported:
     best, recorded = run.path / BEST, run.config()
+    check_folder(best, f"run={given}")
     config = read_object(best / "config.json")
     if not config or not any(best.glob("*.safetensors")):
         if recorded.get("checkpoint.enabled") is False:
@@ -172,5 +173,4 @@ def _of_run(given: str, run: RunFolder) -> Exported:
         else:
             remedy = f"it has not ended; finish it with:\n  python scripts/train.py resume={run.path}"
         raise UserError(f"run={given} has no weights in {best}: {remedy}")
-    check_folder(best, f"run={given}")
     return Exported(given, best, config, run, str(recorded.get("recipe")))

@@ -5,8 +5,9 @@ python -m tests.mutations [count=500] [seed=0]
 Each attempt copies the folder of a finished or an unfinished run, changes one file of it, and resumes, evaluates,
 generates text or sends it to MLflow. Outcomes: ``refused`` (exit code 2, one sentence), ``equal`` (tensors of the last
 checkpoint and the metric log, the evaluation's metrics, the text, MLflow's points and params, all as without the
-change), and what must not be: ``SILENT``, ``TRACEBACK``, ``HANG`` and ``MEMORY``: the peak of resident memory, as the
-system counts it (VmHWM), is more than 1 GiB above that of the same command on the unchanged folder.
+change), ``said`` (something else, and the output names the file), and what must not be: ``SILENT``, ``TRACEBACK``,
+``HANG`` and ``MEMORY``: the peak of resident memory, as the system counts it (VmHWM), is more than 1 GiB above that of
+the same command on the unchanged folder.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def attempt(
         same = result(what, path, done) == known[0]
     except Exception as error:
         return "SILENT", f"{about}: {error}"
-    return ("equal" if same else "SILENT"), about
+    return ("equal" if same else "said" if file.name in done.text else "SILENT"), about
 
 
 def campaign(folder: Path, count: int, seed: int, names: tuple[str, ...] = tuple(JOBS)) -> Counter[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.errors import UserError, redacted
-from trainer.files import in_use
+from trainer.files import SUMMARY_FILE, in_use
 from trainer.seals import final_status
 from trainer.tracking.mlflow.addresses import explicit_uri, tracking_uri, whole_uri
 from trainer.tracking.mlflow.feed import Feed
@@ -107,4 +107,5 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
     if later is not None:
         why = f"continued elsewhere (MLflow has step {later}); skipped to keep that run"
         return SyncResult(SyncStatus.SKIPPED, why)
-    return SyncResult(SyncStatus.SENT, f"sent to {redacted(store)}")
+    ended = "" if final_status(folder) else f"; it has no {SUMMARY_FILE}: it was killed, or the file was removed"
+    return SyncResult(SyncStatus.SENT, f"sent to {redacted(store)}{ended}")
