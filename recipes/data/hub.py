@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import hub_reachable
-from recipes.data.text.split import Corpus, Split, joint_of, split_rows, spread
+from recipes.data.text.split import READINGS, Corpus, Split, joint_of, split_rows, spread
 from trainer.data.apart import check_apart
 from trainer.errors import UserError, first_line
 
@@ -44,11 +45,15 @@ class Hub(TokenizedText, ImageSource):
     image_column: str | None = None
     label_column: str | None = None
     """None: the only column of that type."""
+    rows: str = "auto"
+    """Of text: ``documents``, ``lines`` of one text that are joined, or ``auto``: what they look like."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
+        if self.rows not in READINGS:
+            raise UserError(f"data.rows={self.rows} is unknown; use data.rows={'|'.join(READINGS)}")
         self._local_path()
 
     def title(self) -> str:
@@ -58,17 +63,16 @@ class Hub(TokenizedText, ImageSource):
     def splits(self) -> tuple[Split, Split]:
         """Return the column of text, of the dataset's own splits or of one that is divided (see ``split_rows``)."""
         self.refuse_augment()
-        splits = self._open()
-        train = self._corpus(splits, "train_split", self.train_split)
-        names = self._valid_splits(splits)
+        train = self._corpus("train_split", self.train_split)
+        names = self._valid_splits(self._splits)
         if not names:
-            return split_rows(train, self.valid_fraction)
-        valid = self._corpus(splits, "valid_split", names[0])
+            return split_rows(train, self.valid_fraction, self.rows)
+        valid = self._corpus("valid_split", names[0])
         return Split.whole(train), Split.whole(valid, f"the dataset's split {names[0]}")
 
     def test_split(self) -> Split | None:
         """Return the column of text of the split ``test`` names."""
-        return None if self.test is None else Split.whole(self._corpus(self._open(), "test", self.test))
+        return None if self.test is None else Split.whole(self._corpus("test", self.test))
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images; for None as large as the first one's shorter side, at most 224 pixels.
@@ -76,7 +80,7 @@ class Hub(TokenizedText, ImageSource):
         Raises:
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
-        splits = self._open()
+        splits = self._splits
         train = self._split(splits, "train_split", self.train_split)
         declared = any(map(_is_class, train.features.values()))
         label = self._column(train, "label_column", self.label_column, _is_class if declared else _may_be_class)
@@ -125,24 +129,28 @@ class Hub(TokenizedText, ImageSource):
         train_set, valid_set = (self._images(train, labels, np.flatnonzero(rows)) for rows in (~chosen, chosen))
         return train_set, valid_set, f"{self.valid_fraction:.3g} of each class"
 
-    def _corpus(self, splits: Mapping[str, Any], key: str, choice: str) -> Corpus:
+    def _corpus(self, key: str, choice: str) -> Corpus:
         """Return the column of text of a split. Whether its rows are lines is that of the training split's."""
-        name, first = self._texts(splits, "train_split", self.train_split)
-        joint = joint_of(first[spread(len(first))][name])
+        joint = self._joint
         note = "each row a document" if joint is None else "rows are lines: joined, without a token between them"
-        name, texts = self._texts(splits, key, choice)
+        name, texts = self._texts(key, choice)
 
         def read(rows: Sequence[int]) -> Iterator[str]:
             for batch in texts.select(rows).iter(1000):
                 yield from (text or "" for text in batch[name])
 
         # The fingerprint follows the files' contents or, for local ones, their modification times.
-        identity = [self.name, choice, name, splits[choice]._fingerprint, joint]
-        return Corpus(np.ones(len(texts), dtype=np.int64), read, identity, joint, note)
+        identity = [self.name, choice, name, self._splits[choice]._fingerprint, joint]
+        return Corpus(np.ones(len(texts), dtype=np.int64), read, identity, joint, f"{note} (data.rows={self.rows})")
 
-    def _texts(self, splits: Mapping[str, Any], key: str, choice: str) -> tuple[str, Any]:
+    @cached_property
+    def _joint(self) -> str | None:
+        name, texts = self._texts("train_split", self.train_split)
+        return joint_of(texts[spread(len(texts))][name], self.rows)
+
+    def _texts(self, key: str, choice: str) -> tuple[str, Any]:
         """Return the name of the column of text, and the split with this column alone."""
-        dataset = self._split(splits, key, choice)
+        dataset = self._split(self._splits, key, choice)
         name = self._column(dataset, "text_column", self.text_column, _is_text)
         return name, dataset.select_columns([name])
 
@@ -168,8 +176,9 @@ class Hub(TokenizedText, ImageSource):
             raise UserError(f"data.name={self.name}: there is no such file or folder")
         return None
 
-    def _open(self) -> Mapping[str, Any]:
-        """Return the splits by name. What is local is converted below ``cache_dir``, the hub's in its own cache.
+    @cached_property
+    def _splits(self) -> Mapping[str, Any]:
+        """The splits by name. What is local is converted below ``cache_dir``, the hub's in its own cache.
 
         Raises:
             UserError: there is no such dataset or subset, it cannot be read, or there is no network.

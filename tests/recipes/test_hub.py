@@ -16,6 +16,7 @@ from recipes.data.hub import Hub
 from recipes.data.images.augment import View
 from recipes.data.images.pixels import square
 from recipes.data.text.source import TokenData
+from recipes.data.text.split import Split
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -141,6 +142,7 @@ def test_short_rows_without_titles_are_held_out_in_one_stretch(tmp_path: Path) -
     assert "the last 200 of 1,000 rows" in data.description
 
 
+WIKI = "= A =\n\nWords.\n= = B = =\n\nOthers.\n" * 9
 POEM = "A line.\nAnother one.\n\nA third one.\n" * 9
 
 
@@ -149,13 +151,19 @@ POEM = "A line.\nAnother one.\n\nA third one.\n" * 9
     [
         (POEM.splitlines(keepends=True), POEM),
         ([row if row.strip() else "" for row in POEM.splitlines(keepends=True)], POEM.replace("\n\n", "\n")),
-        (POEM.split("\n"), POEM),
-        ([f"= {number} =" if number % 9 == 0 else f"Words {number}." for number in range(40)], None),
+        (WIKI.split("\n"), WIKI),
+        (["A \nB", *WIKI.splitlines(keepends=True) * 15], "A \nB\n" + WIKI * 15),  # one row has a line end within
         ([row.replace("\n", "\r\n") for row in POEM.splitlines(keepends=True)], POEM.replace("\n", "\r\n")),
         (["A tweet.", None, "Another."] * 9, False),
         (["A news story of one line, without an end."] * 9, False),
         (["Once upon a time.\nThe end.\n"] * 9, False),
         (["A story of one long line. " * 30 + "\n"] * 9, False),
+        (POEM.split("\n"), False),  # stripped lines look like tweets of which some are empty
+        (["A tweet."] * 999 + ["= so done ="], False),
+        (["A tweet.\n"] * 999 + ["= so done =\n"], False),
+        (["", "An input.", ""] * 30, False),
+        (["Q: why? A: so.\n"] * 40, False),
+        (["= A =", "", "Words.\n", "Others."] * 30, False),
     ],
 )
 def test_rows_are_joined_where_they_are_lines(tmp_path: Path, rows: list[str], joined: str | bool | None) -> None:
@@ -168,6 +176,62 @@ def test_rows_are_joined_where_they_are_lines(tmp_path: Path, rows: list[str], j
     assert texts(data) == (expected, expected)
     assert ("each row a document" in data.description) == (joined is False)
     assert data.text_bytes["train"] == len(expected.replace("<|endoftext|>", "").encode())
+
+
+@pytest.mark.parametrize(
+    ("reading", "rows", "expected"),
+    [
+        ("lines", ["No end", "no mark"] * 9, "\n".join(["No end", "no mark"] * 9)),
+        ("lines", ["An end\n", "", "no end", "", "an end\n"] * 9, "An end\nno end\nan end\n" * 9),
+        ("lines", ["Long " * 200] * 9, "\n".join(["Long " * 200] * 9)),
+        ("documents", WIKI.splitlines(keepends=True), "<|endoftext|>".join(WIKI.splitlines(keepends=True))),
+    ],
+)
+def test_what_the_rows_are_can_be_set(reading: str, rows: list[str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for part in ("train", "validation"):
+        write_rows(tmp_path / "rows" / f"{part}.jsonl", rows)
+    folder = str(tmp_path / "rows")
+    looks = texts(Hub(name=folder, vocab_size=300).tokens(None))
+    data = Hub(name=folder, vocab_size=300, rows=reading).tokens(None)
+    assert texts(data) == (expected, expected) != looks
+    assert f"(data.rows={reading})" in data.description
+    with pytest.raises(UserError, match=r"use data.rows=auto\|lines\|documents"):
+        Hub(name=folder, rows="line")
+
+
+def test_rows_that_are_set_are_held_out_as_what_they_are(tmp_path: Path) -> None:
+    def held_out(words: str, rows: str) -> list[int]:
+        path = write_rows(tmp_path / "rows.jsonl", [f"[{number}] {words}" for number in range(100)])
+        valid = texts(Hub(name=str(path), tokenizer="bytes", rows=rows).tokens(None))[1]
+        return [int(number) for number in re.findall(r"\[(\d+)\]", valid)]
+
+    assert held_out("word " * 200, "lines") == held_out("word", "lines") == list(range(90, 100))
+    assert held_out("word", "auto") == list(range(90, 100))  # they may be lines
+    assert len(chosen := held_out("word", "documents")) == 10
+    assert chosen != list(range(90, 100))
+
+
+def test_lines_are_read_once_for_their_kind_and_cut_without_their_whole_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+
+    def watched(rows: Sequence[str], reading: str) -> str:
+        looked.append(len(rows))
+        return ""
+
+    monkeypatch.setattr("recipes.data.hub.joint_of", watched)
+    (tmp_path / "rows").mkdir()
+    for part in ("train", "validation", "test"):
+        write_rows(tmp_path / "rows" / f"{part}.jsonl", [f"{number} words.\n" for number in range(20)])
+    Hub(name=str(tmp_path / "rows"), tokenizer="bytes", test="test").tokens(None)
+    assert looked == [20]
+    corpus = Split.whole(Hub(name=str(tmp_path / "rows"))._corpus("train_split", "train"))
+    text = "".join(f"{number} words.\n" for number in range(20))
+    for start, end in ((0.0, 1.0), (0.0, 0.9), (0.9, 1.0), (0.33, 0.71)):
+        cut = ["".join(part) for part in replace(corpus, start=start, end=end)]
+        assert cut == [text[int(len(text) * start) : int(len(text) * end)]]
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:

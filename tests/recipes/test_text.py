@@ -5,15 +5,18 @@ import math
 import subprocess
 import sys
 import threading
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from recipes.data.text import cache as text_cache
 from recipes.data.text.corpus import PythonDocs, TextFiles, TokenizedText
-from recipes.data.text.pretrained import hub_reachable
+from recipes.data.text.pretrained import Pretrained, hub_reachable
 from recipes.data.text.source import TokenData
 from recipes.data.text.split import Corpus, split
 from recipes.data.text.tokenizers import BytePairs
@@ -118,8 +121,34 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     pieces = list(text_cache.pieces(text))
     assert len(pieces) > 400
     assert "".join(pieces) == text
-    ids = np.concatenate([ids for ids, _ in text_cache._encoded([text, text], bpe)]).tolist()
+    encoded = list(text_cache._encoded([text, text], bpe))
+    ids = np.concatenate([ids for ids, _ in encoded]).tolist()
     assert ids == bpe.encode(text) + bpe.separator + bpe.encode(text)
+    assert sum(size for _, size in encoded) == 2 * len(text.replace("<|endoftext|>", "").encode())
+    for size in (10, 64):  # a text that comes in parts is cut at the same places
+        monkeypatch.setattr(text_cache, "_PIECE", size)
+        for parts in (text.splitlines(keepends=True), list(text), ["", text, ""]):
+            assert list(text_cache.pieces(iter(parts))) == list(text_cache.pieces(text))
+
+
+def test_a_text_of_many_lines_is_not_held_in_memory() -> None:
+    line = "a line of text \n" * 64
+    tracemalloc.start()
+    characters = sum(map(len, text_cache.pieces(line for _ in range(2**14))))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert characters == len(line) * 2**14  # 16 M
+    assert peak < 12e6
+
+
+def test_the_text_of_unknown_words_is_text(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "known": 1, "[SEP]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]").save_pretrained(tmp_path)
+    opened = Pretrained.open(str(tmp_path), "data.tokenizer")
+    ((ids, size),) = text_cache._encoded(["known strange [SEP] [UNK] other"], opened)
+    assert ids.tolist() == [1, 0, 2, 0, 0]
+    assert size == len("known strange   other")
 
 
 def test_gpt2s_tokenizer_from_a_folder(shared_data: Path) -> None:

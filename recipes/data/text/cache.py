@@ -7,7 +7,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from recipes.data.text.split import Split
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
 
-FORMAT = 3
+FORMAT = 4
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
@@ -35,7 +36,7 @@ class Tokenized(NamedTuple):
     ids: dict[str, np.ndarray]
     """Memory maps."""
     text_bytes: dict[str, int]
-    """The length of their text in UTF-8; what separates documents is no text."""
+    """The length of their text in UTF-8; what separates documents is no text, nor are special tokens written in it."""
     tokenizer: Tokenizer
 
 
@@ -107,7 +108,7 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+def _encoded(documents: Iterable[str | Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time.
 
     Each with the bytes of its text.
@@ -117,11 +118,13 @@ def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[n
     characters = 0
 
     def encode() -> tuple[np.ndarray, int]:
-        parts = []
+        parts, size = [], 0
         encoded = tokenizer.encode_many([piece for _, piece in waiting])
-        for (begins, _), ids in zip(waiting, encoded, strict=True):
-            parts += [separator, np.asarray(ids)] if begins else [np.asarray(ids)]
-        return np.concatenate(parts), sum(len(piece.encode()) for _, piece in waiting)
+        for (begins, piece), found in zip(waiting, encoded, strict=True):
+            ids = np.asarray(found)
+            parts += [separator, ids] if begins else [ids]
+            size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
+        return np.concatenate(parts), size
 
     for number, document in enumerate(documents):
         for position, piece in enumerate(pieces(document)):
@@ -135,17 +138,45 @@ def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[n
         yield encode()
 
 
-def pieces(document: str) -> Iterator[str]:
+def _special_bytes(text: str, ids: np.ndarray, special: Mapping[int, str]) -> int:
+    """Return the bytes of ``text`` that are special tokens written in it; unknown words, which become one, are not."""
+    if not special:
+        return 0
+    found = Counter(ids[np.isin(ids, list(special))].tolist())
+    return sum(min(count, text.count(special[id])) * len(special[id].encode()) for id, count in found.items())
+
+
+def pieces(document: str | Iterable[str]) -> Iterator[str]:
     """Split a long document where tokenizers split anyway, so that all cores encode it and memory stays small.
 
     That is between two lines, but not at a blank one or one indented by more than a space, which belongs to the word
     after it: runs of white space are tokens. In a long stretch without such a place, before a line end: there GPT-2
     and our own BPE cut too, others may not.
+
+    Args:
+        document: its text, or parts of it one after the other, which are read when they are needed.
     """
-    start = 0
-    while start < len(document):
-        found = _BETWEEN_LINES.search(document, start + _PIECE, start + 16 * _PIECE)
-        found = found or _BEFORE_LINE_END.search(document, start + _PIECE)
-        end = found.end() if found else len(document)
-        yield document[start:end]
+    parts = iter([document] if isinstance(document, str) else document)
+    text, start = "", 0
+    while True:
+        if len(text) - start < 16 * _PIECE:
+            text, start = _at_least(32 * _PIECE, text[start:], parts), 0
+        if start == len(text):
+            return
+        found = _BETWEEN_LINES.search(text, start + _PIECE, start + 16 * _PIECE)
+        searched = start + _PIECE
+        while not (found := found or _BEFORE_LINE_END.search(text, searched)) and (more := _at_least(1, "", parts)):
+            searched = max(searched, len(text) - 1)
+            text += more
+        end = found.end() if found else len(text)
+        yield text[start:end]
         start = end
+
+
+def _at_least(characters: int, text: str, parts: Iterator[str]) -> str:
+    """Return ``text`` with so many of the parts after it that it has so many characters, or all of them."""
+    texts, size = [text] if text else [], len(text)
+    while size < characters and (part := next(parts, None)) is not None:
+        texts.append(part)
+        size += len(part)
+    return "".join(texts)

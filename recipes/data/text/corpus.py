@@ -84,16 +84,12 @@ class TokenizedText(TextSource):
             from tokenizers import __version__
 
             identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
-            text = parts["train"]
-            return TokenizerPlan(
-                identity,
-                task,
-                lambda: BytePairs.train(chain.from_iterable(map(pieces, text)), self.vocab_size),
-                BytePairs.load,
-            )
+            text = chain.from_iterable(map(pieces, parts["train"]))
+            return TokenizerPlan(identity, task, lambda: BytePairs.train(text, self.vocab_size), BytePairs.load)
         if override is None and self.tokenizer == "chars":
             task = "collecting its characters"
-            return TokenizerPlan("chars", task, lambda: Characters.collect(chain(*parts.values())), Characters.load)
+            text = chain.from_iterable(map(pieces, chain.from_iterable(parts.values())))
+            return TokenizerPlan("chars", task, lambda: Characters.collect(text), Characters.load)
         if override is None and self.tokenizer == "bytes":
             return TokenizerPlan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
         name = override or self.tokenizer

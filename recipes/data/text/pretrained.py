@@ -24,6 +24,7 @@ class Pretrained(Tokenizer):
         label = path.parent.name if path.name in ("tokenizer", "best") and path.is_dir() else path.name  # of a run
         self.label = f"tokenizer {label} of {self.vocab_size}"
         self.separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
     @classmethod
     def open(cls, name: str, key: str) -> Pretrained:

@@ -22,6 +22,8 @@ class Tokenizer(Protocol):
     """For the start block, such as ``own BPE of 4096``."""
     separator: list[int]
     """The ids between two documents."""
+    special: Mapping[int, str] = {}
+    """The special tokens by id, as they are written: where a text has one, it becomes the id, which is no text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``."""

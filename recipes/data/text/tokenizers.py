@@ -134,6 +134,7 @@ class BytePairs(OwnTokenizer):
     def __init__(self, backend: Any) -> None:
         end = [backend.token_to_id(END)]
         super().__init__(backend, f"own BPE of {backend.get_vocab_size()}", end, eos_token=END, bos_token=END)
+        self.special = dict.fromkeys(end, END)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BytePairs:
