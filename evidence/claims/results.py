@@ -6,7 +6,9 @@ import datetime
 import json
 import math
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +170,7 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
     ]
     for machine, outcomes in records.items():
         lines += [f"- `{machine}`: {_machine(outcomes)}"]
-    newest = _newest(records)
+    newest_of_all = newest()
     for name, claim in claims.items():
         lines += ["", f"## {name}", "", f"> {claim.statement}", "", f"{claim.source}."]
         if claim.published:
@@ -185,9 +187,11 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
         for machine, outcomes in records.items():
             for record in reversed(outcomes.get(name, [])):
                 if record["verdict"] != NOT_HERE:
-                    lines += ["", *_outcome(machine, record, claim, newest)]
+                    lines += ["", *_outcome(machine, record, claim, newest_of_all)]
                 else:
-                    untested.setdefault(_untested(record), []).append(f"`{machine}` ({_when(record, newest)})")
+                    untested.setdefault(_untested(record), []).append(
+                        f"`{machine}` ({when(record['date'], record['git'], newest_of_all)})"
+                    )
         if untested:
             lines += [""]
         lines += [f"- {NOT_HERE}, {why}: {', '.join(places)}." for why, places in untested.items()]
@@ -207,11 +211,11 @@ def summary(records: Records, claims: dict[str, Claim], page: str = PAGE.name) -
         page: the address of docs/results.md from where the table is.
     """
     rows = [("claim", "as published", *map(_title, records.values())), ("---",) * (2 + len(records))]
-    newest = _newest(records)
+    newest_of_all = newest()
     for name, claim in claims.items():
         here = [outcomes.get(name, []) for outcomes in records.values()]
         if any(record["verdict"] != NOT_HERE for outcomes in here for record in outcomes):
-            cells = (_cell(outcomes, claim, newest) for outcomes in here)
+            cells = (_cell(outcomes, claim, newest_of_all) for outcomes in here)
             statement = f"{claim.statement}<br>*{claim.related}*" if claim.related else claim.statement
             rows.append((f"[{name}]({page}#{name})", statement, *cells))
     return "\n".join(map(_row, rows))
@@ -247,18 +251,18 @@ def update() -> list[Path]:
     return changed
 
 
-def _newest(records: Records) -> datetime.date:
-    """Return the date of the newest outcome of all."""
-    dates = [record["date"] for outcomes in records.values() for each in outcomes.values() for record in each]
-    return max(map(datetime.date.fromisoformat, dates), default=datetime.date.min)
+def newest(folder: Path = RESULTS) -> str:
+    """Return the date of the newest result of every kind and machine."""
+    dates = (re.findall(rb'"date": "(\d{4}-\d\d-\d\d)"', path.read_bytes()) for path in folder.glob("*/*.jsonl"))
+    return max(chain.from_iterable(dates), default=b"").decode()
 
 
-def _when(record: Record, newest: datetime.date) -> str:
-    """Return date, commit, and age beside the newest outcome of all."""
-    days = (newest - datetime.date.fromisoformat(record["date"])).days
+def when(date: str, git: Mapping[str, Any], newest: str) -> str:
+    """Return date, commit, and age beside the newest result of all: what every page says of every result."""
+    days = (datetime.date.fromisoformat(newest or date) - datetime.date.fromisoformat(date)).days
+    changed = " with changes" if git.get("dirty") == "true" else ""
     age = f", {days} day{'s' * (days != 1)} before the newest" if days else ""
-    changed = ", with changed code" if record["git"].get("dirty") == "true" else ""
-    return f"{record['date']}, commit {record['git'].get('commit', 'unknown')[:9]}{changed}{age}"
+    return f"{date}, {git.get('commit', 'unknown')[:9]}{changed}{age}"
 
 
 def _facts(outcomes: dict[str, list[Record]]) -> list[dict[str, Any]]:
@@ -274,7 +278,7 @@ def _title(outcomes: dict[str, list[Record]]) -> str:
     return ", ".join(filter(None, [name, f"{hardware['cpu_cores']} cores", bf16_instructions(hardware["cpu_flags"])]))
 
 
-def _cell(outcomes: list[Record], claim: Claim, newest: datetime.date) -> str:
+def _cell(outcomes: list[Record], claim: Claim, newest: str) -> str:
     """Return every verdict with what was measured, the newest first, or what is missing."""
     if not (tested := measured(outcomes)):
         return f"not testable: {_untested(outcomes[-1])}" if outcomes else "not tested yet"
@@ -284,7 +288,9 @@ def _cell(outcomes: list[Record], claim: Claim, newest: datetime.date) -> str:
         decided = [finding for finding in findings if finding["verdict"] not in ("", NOT_HERE)]
         found = "; ".join(map(_short, decided or [finding for finding in findings if finding["values"]][:_MOST]))
         verdict = "" if claim.related else f"**{verdict}** "
-        cells.append(f"{verdict}{found} *({'; '.join(filter(None, (remark, _when(record, newest))))})*")
+        cells.append(
+            f"{verdict}{found} *({'; '.join(filter(None, (remark, when(record['date'], record['git'], newest))))})*"
+        )
     return "<br>".join(cells)
 
 
@@ -302,9 +308,11 @@ def _machine(outcomes: dict[str, list[Record]]) -> str:
     return f"{hardware['name']}, {cores}{gib:.0f} GiB, torch {', '.join(torch_versions)}"
 
 
-def _outcome(machine: str, record: Record, claim: Claim, newest: datetime.date) -> list[str]:
+def _outcome(machine: str, record: Record, claim: Claim, newest: str) -> list[str]:
     verdict, findings, remark = judged(record, claim)
-    lines = [f"**{verdict}**{f' ({remark})' if remark else ''} on `{machine}`, {_when(record, newest)}"]
+    lines = [
+        f"**{verdict}**{f' ({remark})' if remark else ''} on `{machine}`, {when(record['date'], record['git'], newest)}"
+    ]
     lines[0] += f"{_threads(record['hardware'])}."
     if verdict == RELATED and not claim.related:
         lines[0] += f" Without a verdict: {claim.only_related(machine_of(record)) or record['related']}."
