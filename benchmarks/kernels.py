@@ -270,7 +270,7 @@ def tables() -> str:
         for run in runs:
             about = f"`{run['command']}` on `{machine}`, {run['threads']} threads, torch {run['torch']}"
             heading, *rows = _TABLES[run["what"]](run["rows"])
-            lines += ["", f"{about}, {run['date']}, commit {run['commit'][:9]}:", ""]
+            lines += ["", f"{about}, {records.origin(run)}:", ""]
             lines += [_line(heading), "|---" * len(heading) + "|", *map(_line, rows)]
     return "\n".join(lines[1:])
 

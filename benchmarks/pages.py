@@ -1,7 +1,7 @@
 """Write what README and docs show of results/: ``python benchmarks/pages.py``.
 
   python benchmarks/pages.py                            write the blocks and the picture that are out of date
-  python benchmarks/pages.py add outputs/compare/NAME   first append a finished comparison, or a certificate
+  python benchmarks/pages.py add outputs/compare/NAME   first append a finished comparison, a certificate, or an advice
 
 Of several results of one thing the newest comes first and the earlier ones follow, each in one line; none is left out.
 Exit code: 0, 2 for a user error.
@@ -27,6 +27,9 @@ from benchmarks import kernels, peers, records
 from benchmarks.records import Result
 from benchmarks.rows import Row
 from evidence import blocks
+from evidence.advice import schema
+from evidence.advice.command import ANSWER as ADVICE
+from evidence.advice.report import sentence as said
 from evidence.claims import results as claims
 from evidence.claims.criteria import shown
 from evidence.comparison import compare, judge, plots, report
@@ -80,6 +83,7 @@ def contents() -> blocks.Blocks:
             "start": bench("documented"),
             "comparison": comparisons([FRONT], tables=False),
         },
+        docs / "advice.md": {"outcomes": outcomes_of_advice()},
         docs / "comparing.md": {"comparison": comparisons([FRONT])},
         IMAGES / "README.md": {"pictures": origins()},
         docs / "measurements.md": {
@@ -113,12 +117,12 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- rows of benchmarks/bench.py ---
 
 
-def rows_of(*measurements: str) -> Iterator[tuple[str, str, list[Result]]]:
-    """Yield each machine that has results of these measurements, its newest date, and all of these results."""
+def rows_of(*measurements: str) -> Iterator[tuple[str, list[Result]]]:
+    """Yield each machine that has results of these measurements, with all of these results."""
     for machine, results in records.read(records.BENCH).items():
         found = [result for name in measurements for result in results if result["measurement"] == name]
         if found:
-            yield machine, records.newest(results), found
+            yield machine, found
 
 
 def row(result: Result) -> Row:
@@ -140,12 +144,12 @@ def figure(result: Result) -> str:
 def bench(*measurements: str) -> str:
     """Return a table for each machine, with every result of these measurements."""
     parts = []
-    for machine, newest, found in rows_of(*measurements):
+    for machine, found in rows_of(*measurements):
         lines = []
         for name in dict.fromkeys(result["name"] for result in found):
             own = sorted((each for each in found if each["name"] == name), key=lambda each: str(each["date"]))
             for number, result in enumerate(reversed(own)):
-                about = (figure(result), row(result).bound, records.origin(result, newest))
+                about = (figure(result), row(result).bound, records.origin(result))
                 lines.append((name if not number else "earlier", *about))
         heading = ("quantity", "median (lowest to highest)", "target", "measured")
         shown = [column for column, name in enumerate(heading) if name != "target" or any(line[2] for line in lines)]
@@ -157,10 +161,10 @@ def bench(*measurements: str) -> str:
 def roofline() -> str:
     """Return the shares of a step: for each call of the bench a table with a row for each step."""
     parts = []
-    for machine, newest, found in rows_of("roofline"):
-        for origin in dict.fromkeys(records.origin(result, newest) for result in found):
+    for machine, found in rows_of("roofline"):
+        for origin in dict.fromkeys(records.origin(result) for result in found):
             cells: dict[str, dict[str, str]] = {}
-            for result in [each for each in found if records.origin(each, newest) == origin]:
+            for result in [each for each in found if records.origin(each) == origin]:
                 step, _, quantity = result["name"].partition(", ")
                 cells.setdefault(step, {})[quantity.removeprefix("share of ")] = figure(result).partition(" (")[0]
             columns = list(dict.fromkeys(column for step in cells.values() for column in step))
@@ -172,14 +176,14 @@ def roofline() -> str:
 def side_by_side() -> str:
     """Return the tables of loops beside the trainer."""
     parts = []
-    for machine, newest, found in rows_of("peers"):
+    for machine, found in rows_of("peers"):
         for result in found:
             fields = {key: result[key] for key in ("title", "unit", "units", "how") if key in result}
             text = "\n".join(result.get("printed", []))
             if not text:
                 text = str(peers.SideBySide(**fields, peers=[peers.Peer(**each) for each in result["peers"]]))
             heading, _, rest = text.strip().partition("\n")
-            parts.append(f"{heading}\n\n`{machine}`, {records.origin(result, newest)}:\n{rest}")
+            parts.append(f"{heading}\n\n`{machine}`, {records.origin(result)}:\n{rest}")
     return "\n\n".join(parts)
 
 
@@ -187,7 +191,7 @@ def side_by_side() -> str:
 
 
 def add(folder: Path) -> Path:
-    """Append a finished comparison, with what was measured of every run, or a certificate; return the file.
+    """Append a finished comparison, with what was measured of every run, a certificate, or an advice; return the file.
 
     Raises:
         UserError: the folder holds neither, it is of another machine, or it is in the file already.
@@ -195,17 +199,19 @@ def add(folder: Path) -> Path:
     kinds = {
         compare.RESULT_FILE: (records.COMPARISONS, comparison),
         "certificate.json": (records.CERTIFICATES, certified),
+        ADVICE: (records.ADVICE, advised),
     }
     path = next((folder / name for name in kinds if (folder / name).is_file()), None)
     if path is None:
-        raise UserError(f"{folder} holds no finished comparison and no certificate")
+        raise UserError(f"{folder} holds no finished comparison, no certificate and no advice")
     name, kept = kinds[path.name]
     found = read_json(path)
     hardware = detect(found["hardware"]["device"])
     if hardware.facts() != found["hardware"]:
         raise UserError(f"{folder} is of another machine or version ({found['hardware']['name']}); add it there")
+    ended = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
     result = kept(folder, found) | {
-        "date": datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat(),
+        "date": found.get("date", ended),
         "commit": found["git"].get("commit", "unknown"),
         "dirty": found["git"].get("dirty"),
         "hardware": found["hardware"],
@@ -250,7 +256,7 @@ def certificates() -> str:
         for each in results:
             steps = f"{each['steps']}, {each['steps_again']}, {each['skipped']}"
             cells = (f"`{each['recipe']}`", f"`{each['precision']}`", each["verdict"], str(each["kills"]), steps)
-            lines.append((*cells, str(each["tensors"]), f"`{machine}`", records.origin(each, records.newest(results))))
+            lines.append((*cells, str(each["tensors"]), f"`{machine}`", records.origin(each)))
     return table(heading, lines)
 
 
@@ -312,16 +318,16 @@ def judged(result: Result) -> compare.Result:
     return compare.Result(plan, found, outcomes, facts, result["looks"])
 
 
-def recorded() -> list[tuple[str, str, Result]]:
-    """Return machine, its newest date, and result of every comparison, the newest first."""
+def recorded() -> list[tuple[str, Result]]:
+    """Return machine and result of every comparison, the newest first."""
     found = records.read(records.COMPARISONS)
-    every = [(name, records.newest(results), result) for name, results in found.items() for result in results]
-    return sorted(every, key=lambda each: str(each[2]["date"]))[::-1]
+    every = [(name, result) for name, results in found.items() for result in results]
+    return sorted(every, key=lambda each: str(each[1]["date"]))[::-1]
 
 
 def names() -> list[str]:
     """Return the names of the recorded comparisons."""
-    return sorted({result["name"] for _, _, result in recorded()})
+    return sorted({result["name"] for _, result in recorded()})
 
 
 def comparisons(shown: Sequence[str], tables: bool = True) -> str:
@@ -333,13 +339,13 @@ def comparisons(shown: Sequence[str], tables: bool = True) -> str:
     """
     parts = []
     for name in shown:
-        own = [each for each in recorded() if each[2]["name"] == name]
-        for number, (machine, newest, result) in enumerate(own):
-            about = f"`{machine}`, {records.origin(result, newest)}"
+        own = [each for each in recorded() if each[1]["name"] == name]
+        for number, (machine, result) in enumerate(own):
+            about = f"`{machine}`, {records.origin(result)}"
             sentences = result.get("printed") or report.sentences(judged(result))
             if number:
                 before = (
-                    "Earlier, the same" if result["command"] == own[0][2]["command"] else f"Also, `{result['command']}`"
+                    "Earlier, the same" if result["command"] == own[0][1]["command"] else f"Also, `{result['command']}`"
                 )
                 parts.append(f"{before} on {about}: {' '.join(sentences)}")
                 continue
@@ -357,10 +363,10 @@ def comparisons(shown: Sequence[str], tables: bool = True) -> str:
 def pictures() -> dict[Path, tuple[Result, Callable[[Result], None]]]:
     """Return by picture the newest result that it can be drawn from, and what draws it."""
     found: dict[Path, tuple[Result, Callable[[Result], None]]] = {}
-    for _, _, result in recorded():
+    for _, result in recorded():
         if result["name"] == FRONT and "runs" in result:
             found.setdefault(PICTURE, (result, draw))
-    outputs = [each for _, _, results in rows_of("documented") for each in results if "output" in each]
+    outputs = [each for _, results in rows_of("documented") for each in results if "output" in each]
     if outputs:
         found[TERMINAL] = (sorted(outputs, key=lambda each: str(each["date"]))[-1], draw_terminal)
     return found
@@ -373,7 +379,7 @@ def origins() -> str:
         command = result["name"].split("`")[1] if path == TERMINAL else result["command"]
         file = records.BENCH if path == TERMINAL else records.COMPARISONS
         machines = [name for name, results in records.read(file).items() if result in results]
-        about = records.origin(result, str(result["date"]))
+        about = records.origin(result)
         lines.append(f"- `{path.name}`: `{command}`; drawn from `results/{machines[0]}/{file}`; {about}.")
     return "\n".join(lines)
 
@@ -419,23 +425,64 @@ def draw(result: Result) -> None:
     imsave(PROJECT / PICTURE, np.vstack(lines), metadata={"Source": digest(result)})
 
 
-# --- README ---
+# --- advice ---
+
+
+BEFORE = "by a search before 05c1253, whose interval is without the spread between processes"
+
+
+def advised(folder: Path, found: Result) -> Result:
+    """Return what is kept of an advice: the conclusion, and the sentence that said it."""
+    known = schema.read(folder / ADVICE)
+    if known is None or not known.winner:
+        raise UserError(f"{folder} holds no finished advice")
+    kept = {key: value for key, value in found.items() if key not in ("entries", "key")}
+    interval = next(entry["interval"] for entry in found["entries"] if entry["candidate"]["label"] == known.winner)
+    return kept | {"speed": interval, "said": said(known)}
+
+
+def conclusion(found: Result) -> str:
+    """Return what an advice has found in one sentence."""
+    if "said" in found:
+        return str(found["said"])
+    equal = len(found["equal"])
+    also = f"; {equal} other setting{'s are' if equal > 1 else ' is'} not clearly slower" if equal else ""
+    if found["winner"] == found["baseline"]:
+        return f"{found['winner']}, the default: no setting is clearly faster{also}"
+    low, high = (f"{found['speed'][end]:.2f}" for end in ("low", "high"))
+    return f"{found['winner']}: {found['speed']['mean']:.2f}x [{low}, {high}] as fast as {found['baseline']}{also}"
+
+
+def all_advice() -> list[tuple[str, Result]]:
+    """Return machine and result of every advice, the newest first."""
+    every = [(name, found) for name, results in records.read(records.ADVICE).items() for found in results[::-1]]
+    return sorted(every, key=lambda each: str(each[1]["date"]), reverse=True)
+
+
+def about(found: Result) -> str:
+    """Return the origin of an advice, and what is against it."""
+    return ", ".join([records.origin(found), *([] if "said" in found else [BEFORE])])
 
 
 def advice() -> str:
-    """Return the sentence of each machine's advice for gpt2."""
-    lines = []
-    for path in sorted(records.RESULTS.glob("*/advice/gpt2.json")):
-        found = read_json(path)
-        if found["winner"] == found["baseline"]:
-            continue
-        low, high = (f"{found['speed'][end]:.2f}" for end in ("low", "high"))
-        equal = len(found["equal"])
-        also = f"; {equal} other settings are not clearly slower" if equal else ""
-        speed = f"{found['speed']['mean']:.2f}x [{low}, {high}] as fast as {found['baseline']}"
-        about = f"`{path.parts[-3]}`, {found['date']}, {found['git']['commit'][:9]}"
-        lines.append(f"> {found['winner']}: {speed}{also} ({about})")
-    return "\n".join(lines)
+    """Return each machine's newest advice for gpt2, whatever has won."""
+    newest: dict[str, Result] = {}
+    for machine, found in all_advice():
+        if found["recipe"] == "gpt2":
+            newest.setdefault(machine, found)
+    return "\n\n".join(
+        f"> {conclusion(found)} (`{found['command']}` on `{machine}`, {about(found)})"
+        for machine, found in newest.items()
+    )
+
+
+def outcomes_of_advice() -> str:
+    """Return a table of every advice."""
+    cells = [
+        (found["recipe"], f"`{machine}`", f"`{found['command']}`", conclusion(found), about(found))
+        for machine, found in all_advice()
+    ]
+    return table(("recipe", "machine", "command", "advice", "measured"), cells)
 
 
 def bf16_over_fp32() -> str:
@@ -448,18 +495,17 @@ def bf16_over_fp32() -> str:
                 (arm, *further), over = of["arm"], of.get("over", [""])[0]
                 if of["measure"] == "speed" and not further and over and arm == over.replace("fp32", "bf16") != over:
                     what = f"{arm.removesuffix('bf16').strip('_')} (claim {record['claim']})".strip()
-                    when = f"{record['date']}, {record['git']['commit'][:9]}"
-                    lines.append((what, machine, shown(finding), when))
-    for machine, newest, found in rows_of("precision"):
+                    lines.append((what, machine, shown(finding), records.origin(record)))
+    for machine, found in rows_of("precision"):
         for result in found:
             if result["name"].endswith("bf16 / fp32"):
                 what = f"{result['name'].partition(',')[0]} (bench)"
-                lines.append((what, machine, figure(result), records.origin(result, newest)))
-    for machine, newest, result in recorded():
+                lines.append((what, machine, figure(result), records.origin(result)))
+    for machine, result in recorded():
         for arm in judged(result).arms if "runs" in result else []:
             if arm.label == "bf16" and result["baseline"] == "fp32" and (ratio := arm.speed.ratio):
                 shows = f"{ratio.mean:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}]"
-                lines.append((f"comparison {result['name']}", machine, shows, records.origin(result, newest)))
+                lines.append((f"comparison {result['name']}", machine, shows, records.origin(result)))
     return table(("what is trained", "machine", "bf16 over fp32", "measured"), lines)
 
 

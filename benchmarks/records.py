@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from evidence.claims.reproduce import machine_name
+from evidence.claims.results import newest, when
 from trainer.files import PROJECT
 from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts
 
 RESULTS = PROJECT / "results"
-BENCH, CERTIFICATES, COMPARISONS, KERNELS = (
-    f"{kind}.jsonl" for kind in ("bench", "certificates", "comparisons", "kernels")
+ADVICE, BENCH, CERTIFICATES, COMPARISONS, KERNELS = (
+    f"{kind}.jsonl" for kind in ("advice", "bench", "certificates", "comparisons", "kernels")
 )
-OLD_DAYS = 2
-"""Days before its machine's newest result from which on a result is called old."""
-
+SIMULATION = "simulation"
+"""Holds what was simulated, in the place of a machine."""
 FROM_A_PAGE = "from the page"
 """Says that a result is known from an earlier page alone."""
 
@@ -48,26 +48,12 @@ def add_line(path: Path, result: Result) -> Path:
 
 def read(name: str) -> dict[str, list[Result]]:
     """Return the results of each machine that has such a file, in the order measured."""
-    found = sorted(RESULTS.glob(f"*/{name}"))
+    found = sorted(path for path in RESULTS.glob(f"*/{name}") if path.parent.name != SIMULATION)
     return {path.parent.name: list(map(json.loads, path.read_text(encoding="utf-8").splitlines())) for path in found}
 
 
-def origin(result: Result, newest: str) -> str:
-    """Return a result's date and commit, and what is against it.
-
-    Args:
-        result: a line of a file.
-        newest: date of its machine's newest result.
-    """
-    days = (datetime.date.fromisoformat(newest) - datetime.date.fromisoformat(result["date"])).days
-    notes = [result["date"], f"{result['commit'][:9]}{' with changes' * (result.get('dirty') == 'true')}"]
-    if "page" in result:
-        notes.append(FROM_A_PAGE)
-    notes += [result["note"]] if "note" in result else []
-    notes += [f"{days} days older than the newest"] if days >= OLD_DAYS else []
-    return ", ".join(notes)
-
-
-def newest(results: list[Result]) -> str:
-    """Return the date of the newest result."""
-    return max((str(result["date"]) for result in results), default="")
+def origin(result: Result) -> str:
+    """Return a result's date, commit and age, and what is against it."""
+    said = when(result["date"], result.get("git", result), newest(RESULTS))
+    against = [FROM_A_PAGE] * ("page" in result) + ([result["note"]] if "note" in result else [])
+    return ", ".join([said, *against])

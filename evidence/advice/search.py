@@ -51,7 +51,8 @@ PAIRS, LEAST_PAIRS, FINAL_TURNS = 8, 4, 7
 """Of fresh processes in the final round, at most and at least, and the turns of each. Their number depends on the time
 that is left and not on what they measure: otherwise the interval would be too narrow."""
 LEVELS = (0.97, 0.99, 0.99)
-"""Of the intervals of a call's final rounds, one after the other; a fault leads to a further one. All hold in 95 %."""
+"""Of the intervals of a call's final rounds, one after the other; a fault leads to a further one. Nominally all
+hold in 95 % of calls; benchmarks/advice_simulation.py shows in how many they do."""
 NEAR = 1.05
 """Nothing is decided where another setting may well be this many times as fast as the advised one."""
 FRESH_S = 6.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ from benchmarks import pages, records
 from benchmarks.measures import WRITTEN_BY_A_COMMAND
 from benchmarks.rows import Row
 from evidence import blocks
+from evidence.claims import results
+from evidence.claims.claims import load
 from evidence.comparison.compare import Comparison, Result
 from evidence.comparison.judge import judge
 from evidence.comparison.report import sentences, write_report
 from evidence.runs import NULL_SHIFT, OUTCOME_FILE, Arm
 from tests.command_line.test_documented_commands import PAGES
+from tests.evidence.advice import made
 from tests.evidence.ended import ended
 from tests.helpers import PROJECT
 from trainer.config.options import run
@@ -176,9 +180,61 @@ def test_of_several_results_all_are_shown_the_newest_first(tmp_path: Path, monke
         records.add_line(tmp_path / "a" / records.BENCH, row | {"date": f"2026-11-{day}", "commit": "0123456789"})
     assert pages.bench("precision").splitlines()[4:] == [
         "| gain | 1.600x (1.500 to 1.700) | 2026-11-24, 012345678 with changes |",
-        "| earlier | 5.000x | 2026-11-21, 012345678 with changes, 3 days older than the newest |",
-        "| earlier | 8.500x (8.000 to 9.000) | 2026-11-20, 012345678 with changes, 4 days older than the newest |",
+        "| earlier | 5.000x | 2026-11-21, 012345678 with changes, 3 days before the newest |",
+        "| earlier | 8.500x (8.000 to 9.000) | 2026-11-20, 012345678 with changes, 4 days before the newest |",
     ]
+
+
+def test_every_advice_is_shown_whatever_won_and_the_newest_on_the_first_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    write_json(tmp_path / "advice.json", asdict(made.advice(winner="", hardware=detect("cpu").facts())))
+    with pytest.raises(UserError, match="no finished advice"):
+        pages.add(tmp_path)
+    for date, winner in (("2026-11-22", "bf16 + compile"), ("2026-11-23", "fp32")):
+        of = made.advice(winner=winner, date=date, hardware=detect("cpu").facts())
+        write_json(tmp_path / "advice.json", asdict(of))
+        path = pages.add(tmp_path)
+        with pytest.raises(UserError, match="already"):
+            pages.add(tmp_path)
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [each["date"] for each in kept] == ["2026-11-22", "2026-11-23"]
+    assert kept[0]["speed"]["high"] == pytest.approx(2.95)
+    said = [pages.said(made.advice(winner=winner)) for winner in ("fp32", "bf16 + compile")]
+    table = pages.outcomes_of_advice()
+    assert 0 < table.index(said[0]) < table.index(said[1])
+    assert "2026-11-22, 012345678, 1 day before the newest |" in table
+    assert said[0] in pages.advice()
+    assert said[1] not in pages.advice()
+    simulated = records.add_line(tmp_path / "results" / "simulation" / records.ADVICE, {"date": "2026-11-25"})
+    assert "2 days before the newest" in pages.advice(), simulated
+
+
+def test_the_advice_of_earlier_searches_says_so_also_where_the_default_won() -> None:
+    table = pages.outcomes_of_advice()
+    unfavourable = next(line for line in table.splitlines() if "6f236207b" in line)
+    assert "fp32, the default: no setting is clearly faster | 2026-11-23" in unfavourable
+    assert pages.BEFORE in unfavourable
+    for machine in ("amd-epyc-2-cores", "amd-epyc-avx512-bf16-2-cores"):
+        assert f"on `{machine}`" in pages.advice()
+
+
+def test_every_page_says_of_a_result_the_same_of_its_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the newest result of every kind and machine."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "newest", lambda: "2026-11-29")
+    git = {"commit": "0123456789", "dirty": "true"}
+    for machine, name, day in (("a", records.BENCH, "20"), ("b", "others.jsonl", "29")):
+        bench = Row("gain, bf16 / fp32", "x", [2.0], "how").record() | {"measurement": "precision"}
+        records.add_line(tmp_path / machine / name, bench | git | {"date": f"2026-11-{day}"})
+    record = next(each for each in results.read()["intel-xeon-processor-amx-2-cores"]["cpu_bf16"]) | {"git": git}
+    record["date"] = "2026-11-20"
+    monkeypatch.setattr(results, "read", lambda: {"a": {"cpu_bf16": [record]}})
+    said = "2026-11-20, 012345678 with changes, 9 days before the newest"
+    assert said in pages.bench("precision")
+    assert pages.bf16_over_fp32().count(said) == 2
+    assert said in results.page(results.read(), {"cpu_bf16": load("cpu_bf16")}, {})
 
 
 @pytest.mark.parametrize(

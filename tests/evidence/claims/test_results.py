@@ -90,6 +90,7 @@ def test_an_outcome_of_an_earlier_file_is_judged_by_the_present_one_beside_what_
     verdict, _, remark = results.judged(many, load("two_x"))
     assert (many["verdict"], verdict, remark) == (REFUTED, RELATED, "recorded as REFUTED by an earlier file, with ≥ 2")
     claim = load("cpu_bf16")
+    claim.related, claim.criteria[0].at_least = "", 2
     quiet, busy = recorded("cpu_bf16", "a8605496d"), recorded("cpu_bf16", "fba84dab9")
     for record, expected in ((quiet, CONFIRMED), (busy, INCONCLUSIVE)):
         verdict, (finding,), remark = results.judged(record, claim)
@@ -99,11 +100,44 @@ def test_an_outcome_of_an_earlier_file_is_judged_by_the_present_one_beside_what_
     assert results.judged(on_a_cpu, load("amp_recipe"))[0] == RELATED
     present = quiet | {"claim_sha256": claim.digest, "verdict": REFUTED}
     assert results.judged(present, claim) == (REFUTED, quiet["findings"], "")
-    claim.setups["resnet50"] += " steps=99"  # what was run then is no longer what the file runs
-    assert results.judged(quiet, claim)[::2] == (CONFIRMED, "recorded by an earlier file with other arms")
 
 
-def test_pages_show_every_outcome_with_date_commit_and_age_the_newest_first() -> None:
+def test_what_other_arms_gave_is_no_verdict_of_the_present_file() -> None:
+    two_x, bf16, clip = recorded("two_x", "759c91ad3"), recorded("cpu_bf16", "a8605496d"), load("clip_order")
+    many = load("two_x")
+    many.setups["gpt2"] += " steps=99"  # what was run then is no longer what the file runs
+    verdict, findings, remark = results.judged(two_x, many)
+    assert (verdict, remark) == (RELATED, "recorded as REFUTED by an earlier file, with ≥ 2, of other arms")
+    assert {finding["verdict"] for finding in findings} == {"", NOT_HERE}
+    claim = load("cpu_bf16")
+    claim.setups["resnet50"] += " steps=99"
+    claim.related, claim.speaks_of = "", ["cuda"]  # which that machine lacks
+    assert results.judged(bf16, claim)[0] == RELATED
+    claim.speaks_of = []
+    assert results.judged(bf16, claim)[0] == results.UNJUDGED
+    record = recorded("clip_order", "82efd3a80") | {"claim_sha256": "of an earlier file"}
+    assert results.judged(record, clip)[0] == CONFIRMED
+    clip.arms["more"] = clip.arms["after"]
+    clip.criteria.append(Criterion("grad_norm", "more", "fp32"))
+    assert results.judged(record, clip)[0] == CONFIRMED  # it does not decide
+    clip.criteria[-1].at_most = 1.0
+    assert results.judged(record, clip)[0] == results.UNJUDGED
+    for kind in ("left_out", "too_slow"):
+        assert results.judged(record | {kind: {"more": "why"}}, clip)[0] == CONFIRMED
+    assert results.judged(record | {"not_timed": {"more": "why"}}, clip)[0] == results.UNJUDGED  # it is no time
+    clip.arms_need["more"] = ["cuda"]
+    assert results.judged(record, clip)[0] == CONFIRMED
+
+
+def test_a_related_outcome_says_why_also_where_the_claim_no_longer_does() -> None:
+    claim = load("clip_order")
+    record = recorded("clip_order", "82efd3a80") | {"claim_sha256": claim.digest, "verdict": RELATED}
+    page = results.page({"a": {claim.id: [record | {"related": "the claim speaks of a GPU"}]}}, {claim.id: claim}, {})
+    assert ". Without a verdict: the claim speaks of a GPU." in page
+
+
+def test_pages_show_every_outcome_with_date_commit_and_age_the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "newest", lambda: "2026-11-24")
     claim, lacking = load("cpu_bf16"), recorded("cpu_bf16", "6f236207b")
     older, newer = recorded("cpu_bf16", "fba84dab9"), recorded("cpu_bf16", "a8605496d") | {"date": "2026-11-24"}
     newer["git"] = newer["git"] | {"dirty": "true"}
@@ -111,10 +145,10 @@ def test_pages_show_every_outcome_with_date_commit_and_age_the_newest_first() ->
     page = results.page(records, {claim.id: claim}, {})
     for text in (page, results.summary(records, {claim.id: claim})):
         assert 0 < text.index("2.324x") < text.index("1.482x")
-        assert "2026-11-24, commit a8605496d, with changed code" in text
-        assert "2026-11-21, commit fba84dab9, 3 days before the newest" in text
+        assert "2026-11-24, a8605496d with changes" in text
+        assert "2026-11-21, fba84dab9, 3 days before the newest" in text
         assert "needs a CPU with AMX" in text
-    assert "`epyc` (2026-11-23, commit 6f236207b, 1 day before the newest)" in page
+    assert "`epyc` (2026-11-23, 6f236207b, 1 day before the newest)" in page
 
 
 def test_what_cannot_be_tested_for_the_same_reason_says_nothing_new() -> None:
