@@ -97,6 +97,8 @@ def test_the_host_never_waits_between_log_steps(mode: str, clip: str, optimizer:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mode", ["bf16", *HALVES], indirect=True)
 def test_nor_does_it_with_16_bit_weights_and_with_muon(mode: str, optimizer: str) -> None:
+    if (mode, optimizer) == ("fp16_pure", "muon"):
+        pytest.skip("refused: small gradients would be 0")
     assert steps_without_a_wait(on_gpu(*GPT2, f"precision={mode}", f"optimizer={optimizer}")) == 5
 
 

@@ -178,6 +178,11 @@ class Plan:
         steps, of = self.eval_every.as_integer_ratio()
         return step == self.steps or step * of // steps > (step - 1) * of // steps
 
+    @property
+    def evaluations(self) -> int:
+        """How many steps of the run ``evaluates`` names; an interval below one step ends in each."""
+        return min(self.steps, (self.steps - 1) // self.eval_every + 1)
+
 
 Config = TypeVar("Config", bound=StepConfig)
 

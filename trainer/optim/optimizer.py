@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,11 +117,13 @@ class Optimizer:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
-        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        # Muon's takes the scale, and rounds the unscaled gradients of matrices to their dtype again.
+        scales = self.name != "Muon" and getattr(optimizer, "_step_supports_amp_scaling", False)
         if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
+            helps = self.name != "Muon" and replace(self, fused="auto")._takes_fused(cls, parameters, device)
             raise UserError(
-                f"precision=fp16_pure: {self.name} without a fused form gets gradients in fp16 without the loss scale, "
-                "where those below 6e-8 are 0; use optimizer=adamw, or precision=fp16_master"
+                f"precision=fp16_pure: {self.name} gets gradients in fp16 without the loss scale, where those below "
+                f"6e-8 are 0; use {'optimizer.fused=auto' if helps else 'optimizer=adamw'}, or precision=fp16_master"
             )
         if self.name == "SGD" and "fused" in keywords:
             start_momentum(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -120,10 +119,9 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
             f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step has some of "
             "them twice; set a smaller batch_size"
         )
-    evaluations = math.ceil(plan.steps / plan.eval_every)
-    if patience is not None and evaluations < patience + 2:
+    if patience is not None and plan.evaluations < patience + 2:
         found.append(
-            f"early_stopping.patience={patience} cannot end this run, which has {evaluations} evaluations; set a "
+            f"early_stopping.patience={patience} cannot end this run, which has {plan.evaluations} evaluations; set a "
             "smaller eval_every"
         )
     return found

@@ -55,6 +55,7 @@ def test_every_epoch_is_evaluated(epochs: float, batch: int) -> None:
     plan, ends = resolved.plan, {math.ceil(1442 * number / batch) for number in range(1, math.floor(epochs) + 1)}
     assert plan.steps == math.ceil(1442 * epochs / batch)
     assert {step for step in range(1, plan.steps + 1) if plan.evaluates(step)} == ends | {plan.steps}
+    assert plan.evaluations == len(ends | {plan.steps})
     assert Decision("eval_every", "epoch", "as epochs is set") in resolved.decisions
     every = Checkpoint()
     saved = [step for step in range(1, plan.steps + 1) if every.due(step, plan.evaluates(step), plan.save_every)]
@@ -66,6 +67,8 @@ def test_patience_counts_epochs_also_over_a_stop(train: Train, folder: Path, mon
     """26 samples in steps of 4 are 6.5 steps: epochs end after 7, 13, 20, … of them, in one run or in two."""
     job = [*TINY[:-1], "data.samples=26", "optimizer.lr=1e-30", "schedule=constant", "early_stopping.patience=2"]
     assert "after each epoch, " in train(*job, "epochs=9", "run_name=whole").out
+    warned = train(*job[:-1], "early_stopping.patience=8", "epochs=9", "run_name=patient").out
+    assert "patience=8 cannot end this run, which has 9 evaluations" in warned
     step = Run.step
 
     def stopped(run: Run, microbatches: list[Batch]) -> StepRecord:

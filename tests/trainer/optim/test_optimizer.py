@@ -10,7 +10,9 @@ from tests.helpers import trainer_of
 from trainer.errors import UserError
 from trainer.optim.classes import optimizer_class
 from trainer.optim.decay import decayed
+from trainer.optim.fused import fused_is_sound
 from trainer.optim.masters import MasterWeights, masters_of
+from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Clip, Update
 from trainer.precision.scaler import StaticLossScale
@@ -217,7 +219,9 @@ def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: p
 def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name: str, fused: bool | str) -> None:
     """Every optimizer that is allowed moves a weight by a true gradient of 2^-26, which is 0 in fp16."""
     optimizer, half = Optimizer(name, lr=2.0**10, fused=fused, options={}), net().to(torch.float16)
-    with pytest.raises(UserError, match=rf"fp16_pure: {name} without a fused form .* use optimizer=adamw, or prec"):
+    fused_helps = not fused and fused_is_sound(optimizer_class(name), torch.float16)
+    remedy = r"optimizer\.fused=auto" if fused_helps else "optimizer=adamw"
+    with pytest.raises(UserError, match=rf"fp16_pure: {name} gets .* in fp16 .* use {remedy}, or precision=fp16_mas"):
         optimizer.build(half, CPU)
     optimizer.build(net().to(torch.bfloat16), CPU)  # which has the exponents of fp32
     masters = MasterWeights(half)
@@ -227,3 +231,12 @@ def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name
         weight.grad = torch.full_like(weight, 2.0**-6)
     update.step()
     assert all((weight != 0).all() for weight in half.parameters())
+
+
+def test_muon_is_refused_in_fp16_also_where_its_step_takes_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where it rounds the unscaled gradients of matrices to fp16 again."""
+    monkeypatch.setattr(Muon, "_step_supports_amp_scaling", True)
+    model = net()
+    with pytest.raises(UserError, match=r"fp16_pure: Muon gets .* use optimizer=adamw, or precision=fp16_master"):
+        Optimizer("Muon").build(model.to(torch.float16), CPU, [model])
+    Optimizer("Muon").build(model.to(torch.bfloat16), CPU, [model])
