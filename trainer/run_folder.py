@@ -199,6 +199,7 @@ def named(output_dir: str, name: str) -> list[RunFolder]:
     """Return the folders of a run name, with a number where the name was taken; the one that was last changed first."""
     ends = {path: path.name.removeprefix(name) for path in Path(output_dir).expanduser().glob(f"{name}*")}
     found = [path for path, end in ends.items() if end == "" or (end.startswith("-") and end[1:].isdigit())]
+    found = [path for path in found if path.is_dir()]  # no dangling link
     return [RunFolder(path) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
