@@ -38,6 +38,8 @@ def evaluate(arguments: list[str]) -> int:
     exported = options.find()
     folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     # Mistakes come before any work.
+    if not options.output and folder.is_symlink():
+        raise UserError(f"{folder} is a link; remove it, or choose where to write with output=…")
     arms = _arms(overrides, several)
     settings = {label: configure(exported, own, split=options.split) for label, own in arms.items()}
     print("opening the data and the model …")

@@ -132,7 +132,11 @@ def json_line(line: bytes) -> dict[str, Any]:
 
 
 _FOLDERS = (BEST, TOKENIZER, "checkpoints", "evaluation", "failure", "plots", "profile", "serving")
-"""Of a run; its files are the names with an ending, and ``.lock``."""
+_FILES = (
+    *(CONFIG_FILE, "config.yaml", METRICS_FILE, SUMMARY_FILE, PRECISION_FILE, RECORD_FILE, SOURCE_FILE, IMAGES_FILE),
+    *("tracking.json", "launch.json", "fetched.json", "outcome.json", "failure.json", "predictions.csv", ".lock"),
+)
+"""Names in a run's folder; others are their owner's."""
 
 
 def check_entries(folder: Path) -> None:
@@ -143,13 +147,14 @@ def check_entries(folder: Path) -> None:
     """
     for place, folders, names in os.walk(folder):
         for name in (*folders, *names):
-            found = (path := Path(place, name)).lstat()
+            try:
+                found = (path := Path(place, name)).lstat()
+            except FileNotFoundError:  # a run in training has replaced it
+                continue
             is_folder, own = stat.S_ISDIR(found.st_mode), place == str(folder)
             if not (is_folder or stat.S_ISREG(found.st_mode)):
                 raise UserError(f"{path} is no file and no folder; put a real one in its place, or remove it")
-            left_over = path.suffix in (".partial", ".old")  # by a kill; nothing reads it
-            named = name in _FOLDERS or name == ".lock" or (path.suffix and not left_over)
-            if own and named and is_folder != (name in _FOLDERS):
+            if own and name in (*_FOLDERS, *_FILES) and is_folder != (name in _FOLDERS):
                 raise UserError(f"{path} should be a {'folder' if name in _FOLDERS else 'file'}; restore or remove it")
             if own and path.suffix in (".json", ".yaml") and found.st_size > _LARGEST_JSON:
                 raise UserError(f"{path} is larger than {_LARGEST_JSON // 2**20} MiB; restore or remove it")

@@ -13,6 +13,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.schema import InvalidCheckpoint, read_manifest
 from trainer.errors import UserError
 from trainer.files import (
+    BEST,
     CONFIG_FILE,
     SUMMARY_FILE,
     TOKENIZER,
@@ -24,7 +25,7 @@ from trainer.files import (
     write_text,
 )
 from trainer.parallel.world import launch_id, launched_processes, restarted
-from trainer.seals import digest, read_sealed, sealed_or_empty, write_sealed
+from trainer.seals import check_folder, digest, read_sealed, sealed_or_empty, write_sealed
 
 SAME = "same"
 """``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
@@ -125,7 +126,7 @@ class RunFolder:
         is in this one, as is the config of a pretrained model whose folder is no longer there.
 
         Raises:
-            UserError: the file cannot be read, or is not as the run wrote it.
+            UserError: the file cannot be read, or is not as the run wrote it; or its tokenizer is not.
         """
         check_entries(self.path)
         try:
@@ -136,11 +137,13 @@ class RunFolder:
             if known and digest(recorded) not in known:
                 raise ValueError("it was changed after it was written")
         except (OSError, ValueError) as error:
-            remedy = f"restore it, or start a new run from the weights with init_from={self.path}"
+            remedy = "restore it"
+            if (self.path / BEST / "config.json").is_file():  # which needs none of the run
+                remedy += f", or start a new run from the weights with recipe.pretrained={self.path / BEST}"
             if isinstance(error, FileNotFoundError):
                 remedy = "choose another run"
             raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
-        own = self.path / TOKENIZER
+        check_folder(own := self.path / TOKENIZER, str(self.path))
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)
         for key in _PATHS if self._started not in (Path(), Path.cwd()) else ():
@@ -199,6 +202,7 @@ def named(output_dir: str, name: str) -> list[RunFolder]:
     """Return the folders of a run name, with a number where the name was taken; the one that was last changed first."""
     ends = {path: path.name.removeprefix(name) for path in Path(output_dir).expanduser().glob(f"{name}*")}
     found = [path for path, end in ends.items() if end == "" or (end.startswith("-") and end[1:].isdigit())]
+    found = [path for path in found if path.is_dir()]  # no dangling link
     return [RunFolder(path) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 

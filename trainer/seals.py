@@ -14,6 +14,8 @@ _SEAL = "seal"
 """The key of the hash."""
 HASHES_FILE = "hashes.json"
 """In a folder: bytes and SHA-256 of every other file below it."""
+_READ = (".json", ".safetensors", ".bin", ".pt", ".pth", ".model", ".jinja", ".py")
+"""Endings of what a loader finds in a folder by its name: an adapter, other weights, a config, a vocabulary."""
 
 
 def sha256(path: Path) -> str:
@@ -38,10 +40,12 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: see ``files.read_json``; or it is not what was written.
+        ValueError: see ``files.read_json``; or it is not what was written, or has no hash.
     """
     content = read_json(path)
-    if not isinstance(content, dict) or content.pop(_SEAL, None) != digest(content):
+    if isinstance(content, dict) and _SEAL not in content:
+        raise ValueError("it was written by an earlier version")
+    if not isinstance(content, dict) or content.pop(_SEAL) != digest(content):
         raise ValueError("it was changed after it was written")
     return content
 
@@ -76,7 +80,7 @@ def check_folder(folder: Path, key: str) -> None:
         key: the option that names it, with its value, for the message.
 
     Raises:
-        UserError: a file is missing, or another one.
+        UserError: a file is missing, or another one, or one was added that a loader would read.
     """
     if not (folder / HASHES_FILE).exists():
         return
@@ -87,6 +91,10 @@ def check_folder(folder: Path, key: str) -> None:
             path = folder / name
             if regular(path).st_size != size or sha256(path) != expected:
                 raise UserError(f"{key}: {path} is not as the run wrote it; {remedy}")
+        for path in sorted(folder.iterdir()):
+            read = path.suffix in _READ or path.name in ("vocab.txt", "merges.txt")
+            if read and path.name not in (*files, HASHES_FILE) and not path.name.startswith("."):
+                raise UserError(f"{key}: {path} is not the run's, and would be read with it; move it out of {folder}")
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {folder} is not as the run wrote it ({error}); {remedy}") from None
 

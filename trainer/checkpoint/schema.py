@@ -101,10 +101,11 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         InvalidCheckpoint: it cannot be read, was changed, or is of another format.
     """
-    content = _read(folder / MANIFEST_FILE, read_sealed)
-    if content.pop("format", None) != FORMAT:
+    content = _read(folder / MANIFEST_FILE, read_json)
+    if isinstance(content, dict) and content.get("format") != FORMAT:  # before its hash, which others may lack
         raise InvalidCheckpoint(f"{MANIFEST_FILE} is of another version than this one, which reads format {FORMAT}")
-    return Manifest(**content)
+    content = _read(folder / MANIFEST_FILE, read_sealed)
+    return Manifest(**{key: value for key, value in content.items() if key != "format"})
 
 
 def read_state(folder: Path) -> State:

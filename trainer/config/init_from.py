@@ -45,7 +45,7 @@ class InitFrom(FirstWeights):
             uri: ``tracking.uri``.
 
         Raises:
-            UserError: there is no such run, or it has no weights.
+            UserError: there is no such run, it has no weights, or its config was changed.
         """
         path = RunFolder.open("init_from", given, output_dir, uri).path
         exports = path.name == BEST and (path.parent / "config.json").is_file()
@@ -56,6 +56,7 @@ class InitFrom(FirstWeights):
             if (path / "config.json").is_file():
                 remedy += "; a folder that save_pretrained wrote is opened with recipe.pretrained"
             raise UserError(f"init_from={given}: this is not the folder of a run; {remedy}")
+        config = RunFolder(path).config()
         saved = checkpoint.best_step(path / "checkpoints")
         best = sealed_or_empty(path / SUMMARY_FILE).get("best")
         step = int(best["step"]) if isinstance(best, dict) else saved

@@ -8,6 +8,7 @@ it is, and find the run by its name. In every case ``check_same`` refuses what `
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from trainer.config.step import Resolved
 from trainer.data.loader import OnDeviceLoader
 from trainer.debug import Overfit
 from trainer.errors import UserError
-from trainer.files import check_output_dir, read_object
+from trainer.files import CONFIG_FILE, check_output_dir, read_object
 from trainer.run.record import FAILURE
 from trainer.run_folder import NO_FOLDER, SAME, RunFolder, named, same_place, to_continue
 from trainer.seals import final_status
@@ -112,10 +113,9 @@ def same_run(config: Config, resolved: Resolved) -> RunFolder | None:
     """
     unfinished = None
     for folder in named(config.output_dir, resolved.config.name):
-        try:
-            state, before = state_of(folder), folder.config()
-        except UserError:  # a folder without a config
+        if not os.path.lexists(folder.path / CONFIG_FILE):
             continue
+        state, before = state_of(folder), folder.config()
         now = flatten(as_before(folder, before, config, resolved).config)
         same = all(
             (key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best") or (other == "auto" and key != "augment")

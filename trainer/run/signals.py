@@ -66,11 +66,11 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            stops = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
+            stops = [signal.SIGINT, signal.SIGTERM, *_HANGUP]
+            stops = [each for each in stops if each not in _HANGUP or signal.getsignal(each) is not signal.SIG_IGN]
             handlers = dict.fromkeys(stops, self._receive_stop) | dict.fromkeys(self._save_on, self._receive_save)
             for number, handler in handlers.items():
-                if number not in _HANGUP or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, handler)
+                self._previous[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *error: object) -> None:

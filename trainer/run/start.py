@@ -29,7 +29,7 @@ from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.run_folder import SAME, RunFolder
-from trainer.seals import beginning, final_status
+from trainer.seals import beginning, final_status, seal_folder
 from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo
 from trainer.tracking.tracker import finish_delivery
 
@@ -145,8 +145,10 @@ def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolde
     stack.enter_context(in_use(folder.path))
     datasets.keep(folder.path)
     described = Path(str(getattr(resolved.config.recipe, "pretrained", None))).expanduser() / "config.json"
-    if described.is_file() and (folder.path / TOKENIZER).is_dir():  # with which the run can be resumed without it
-        shutil.copyfile(described, folder.path / TOKENIZER / described.name)
+    if (kept := folder.path / TOKENIZER).is_dir():
+        if described.is_file():  # with which the run can be resumed without it
+            shutil.copyfile(described, kept / described.name)
+        seal_folder(kept)
     if resolved.config.source is not None:
         folder.write(SOURCE_FILE, resolved.config.source.facts())
     return folder

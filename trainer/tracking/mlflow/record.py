@@ -86,7 +86,8 @@ def refuse_changed(folder: Path) -> None:
             log = read_sealed(path)["log"]
         else:
             saved = sorted(folder.glob(f"checkpoints/step-*/{MANIFEST_FILE}"))
-            log = read_sealed(saved[-1])["log"] if saved else None
+            path = saved[-1] if saved else path
+            log = read_sealed(path)["log"] if saved else None
         path = folder / METRICS_FILE
         if log:
             beginning(path, log)
