@@ -79,23 +79,48 @@ def check_number(key: str, value: int | str | None, least: int = 1) -> None:
 
 
 _SECRETS = (
-    # user:PASSWORD@, with any characters in it; digits before a slash are a port
-    (re.compile(r"(://[^\s:/@]*):(?!\d+[/?#])\S*@"), r"\1:***@"),
-    (re.compile(r"(?<![^\s='\"])([^\s:/@='\"]+):(?![/\s])[^\s@]+@"), r"\1:***@"),  # without a scheme
-    # TOKEN@; of a database it is the user
-    (re.compile(r"(?<![\w+.-])(?!(?:postgresql|mysql|mssql)\b)([a-z][\w+.-]*://)[^\s:/@*]+@", re.I), r"\1***@"),
-    (re.compile(r"([?&;][^\s=&]*(?:token|passw|pwd|secret|api_?key|auth)[^\s=&]*)=[^\s&]+", re.I), r"\1=***"),
+    # user:PASSWORD@, with any characters in it; digits before a slash are a port. Of a database the user stays.
+    (
+        re.compile(
+            r"(?<![\w+.-])(?P<scheme>[\w+.-]*)://(?:(?P<user>[^\s:/@]*):"
+            r"(?:(?!\d+[/?#])\S*|(?!\s|\d+\b)(?:(?!://)[^@\n]){1,200})|[^\s:/@]+)@"
+        ),
+        lambda found: f"{found['scheme']}://{_database_user(found)}@",
+    ),
+    (re.compile(r"(?<![^\s='\"])[^\s:/@='\"]+:(?![/\s])[^\s@]*@"), "***@"),  # without a scheme
+    # the values of a query or a fragment; any may be secret, and so may what an unknown key holds
+    (
+        re.compile(
+            r"([?&;#](?!(?:charset|driver|sslmode|timeout|mode|runs|experiments|workflowType)=)[^\s=&]+)"
+            r"=[^\s&'\"]+",
+            re.I,
+        ),
+        r"\1=***",
+    ),
 )
 
 
-def redacted(text: str) -> str:
-    """Return a text with ``***`` in place of what is secret in the addresses in it, of any scheme or none.
+def _database_user(found: re.Match[str]) -> str:
+    if not re.match(r"(?:postgresql|mysql|mssql)\b", found["scheme"], re.I):
+        return "***"
+    user = found["user"]
+    return found[0].partition("://")[2].rstrip("@") if user is None else f"{user}:***"
 
-    That is ``scheme://user:PASSWORD@host``, ``scheme://TOKEN@host`` and queries such as ``?token=TOKEN``.
+
+def redacted(text: str) -> str:
+    """Return a text with ``***`` in place of what may be secret in the addresses in it, of any scheme or none.
+
+    That is what stands before ``@host``, but for a database's user, and the values of queries and fragments, but for
+    those of a few keys that hold no secret.
     """
     for pattern, kept in _SECRETS:
         text = pattern.sub(kept, text)
     return text
+
+
+def recorded(arguments: Iterable[str]) -> list[str]:
+    """Return the arguments of a command line as files and MLflow may have them: redacted, one by one."""
+    return [redacted(argument) for argument in arguments]
 
 
 def first_line(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from trainer.config.options import parse
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.data.fingerprint import fingerprint
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, nearest, recorded
 from trainer.files import PROJECT, check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
@@ -77,8 +77,8 @@ def main(arguments: list[str]) -> int:
     advice = Advice(
         recipe=config.recipe.name,
         goal=options.goal,
-        overrides=overrides,
-        command=shlex.join(["python", "scripts/advise.py", *arguments]),
+        overrides=recorded(overrides),
+        command=shlex.join(["python", "scripts/advise.py", *recorded(arguments)]),
         steps=resolved.plan.steps,
         machine=machine_name(hardware),
         hardware=hardware.facts(),
@@ -155,7 +155,7 @@ def _search(
         console.print(f"[{duration(time.monotonic() - began)}] {line}", markup=False, soft_wrap=True)
 
     space, common = space_of(overrides, hardware, options.goal)
-    advice.overrides = common
+    advice.overrides = recorded(common)
     say(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
     for label, why in space.left_out.items():
         say(f"left out: {label} ({why})")

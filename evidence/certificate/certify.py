@@ -16,7 +16,7 @@ from evidence.certificate.differences import Differences, differences_between, t
 from evidence.runs import merged
 from mantissa.formats import FORMATS
 from trainer.config.options import parse
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError, UserError, recorded
 from trainer.files import PROJECT, SUMMARY_FILE, write_json, write_text
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
@@ -132,7 +132,7 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
     lines = [line for path in folders for line in trace(path)]
     verdict, code = comparison.judge(options.max_ulp)
     result = Certificate(
-        command=f"python scripts/certify.py {' '.join(overrides)} kills={options.kills} seed={options.seed}",
+        command=f"python scripts/certify.py {' '.join(recorded(overrides))} kills={options.kills} seed={options.seed}",
         verdict=verdict,
         exit_code=code,
         kills=[line for line in lines if "killed" in line],
@@ -141,7 +141,7 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
         comparison=comparison,
         wall_time_s=time.monotonic() - began,
     )
-    facts = {"hardware": detect("auto").facts(), "versions": versions(), "git": git_facts(), "job": job}
+    facts = {"hardware": detect("auto").facts(), "versions": versions(), "git": git_facts(), "job": recorded(job)}
     write_json(folder / "certificate.json", asdict(result) | facts)
     write_text(folder / "certificate.md", result.table())
     return result

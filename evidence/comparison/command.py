@@ -11,7 +11,7 @@ from evidence.comparison.report import sentences, table, write_report
 from evidence.runs import NULL_SHIFT, Arm, check_labels
 from trainer.config.compose import CONF, key_of
 from trainer.config.options import fraction, listed, parse, unquoted
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, nearest, recorded
 from trainer.tracking.mlflow.addresses import tracking_uri
 
 CHOSEN = ("seed", "run_name", "resume", "output_dir")
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     comparison = planned(arguments)
     configs = check_arms(comparison)
     result = compare(comparison, configs)
-    files = write_report(result, ["python", "scripts/compare.py", *arguments])
+    files = write_report(result, ["python", "scripts/compare.py", *recorded(arguments)])
     print(f"\n{table(result)}\n")
     print("\n".join(sentences(result)))
     print(f"\nreport {files[0]}")

@@ -17,7 +17,7 @@ from mantissa.statistics import WORSE
 from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, recorded
 from trainer.files import in_use, read_object, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
@@ -72,7 +72,11 @@ class Result:
         return (
             head
             | self.facts
-            | {"looks": self.looks, "common": self.comparison.common, "arms": [asdict(arm) for arm in self.arms]}
+            | {
+                "looks": self.looks,
+                "common": recorded(self.comparison.common),
+                "arms": [asdict(arm) for arm in self.arms],
+            }
         )
 
 
@@ -176,8 +180,8 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
         UserError: the folder holds another comparison, or cannot be written.
     """
     plan = {
-        "common": common,
-        "arms": [[arm.label, list(arm.overrides)] for arm in comparison.arms],
+        "common": recorded(common),
+        "arms": [[arm.label, recorded(arm.overrides)] for arm in comparison.arms],
         "baseline": comparison.baseline,
         "margin": comparison.margin,
         "hardware": facts["hardware"]["name"],

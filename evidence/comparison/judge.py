@@ -17,6 +17,7 @@ from mantissa.statistics import (
     mean_interval,
     ratio_interval,
 )
+from trainer.errors import recorded
 
 
 @dataclass
@@ -94,7 +95,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
         not_timed = _not_timed(done, against or {})
         result = ArmResult(
             label=arm.label,
-            overrides=list(arm.overrides),
+            overrides=recorded(arm.overrides),
             is_null=bool(arm.seed_shift),
             seeds=list(done),
             failures={seed: o.reason for seed, o in runs.items() if not o.finished},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from evidence.comparison.compare import PLAN_FILE, Result
 from evidence.runs import Outcome
-from trainer.errors import first_line
+from trainer.errors import first_line, recorded
 from trainer.seals import read_sealed
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
@@ -67,7 +67,7 @@ def _parent(
             "arms": ", ".join(arm.label for arm in comparison.arms),
             "baseline": comparison.baseline,
             "margin": comparison.margin,
-            "common": " ".join(comparison.common),
+            "common": " ".join(recorded(comparison.common)),
         },
         metrics={f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()},
         step=len(comparison.seeds),

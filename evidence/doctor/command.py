@@ -13,7 +13,7 @@ from evidence.doctor.report import write
 from mantissa.doctor.diagnosis import CHECKS, diagnose
 from mantissa.doctor.report import lines, opening
 from trainer.config.options import parse
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, nearest, recorded
 
 REFERENCES = {"auto": None, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))
     try:
-        files = write(diagnosis, ["python", "scripts/doctor.py", *arguments])
+        files = write(diagnosis, ["python", "scripts/doctor.py", *recorded(arguments)])
     except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict
         print(f"the report could not be written ({error})", file=sys.stderr)
         return diagnosis.exit_code

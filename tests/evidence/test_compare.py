@@ -169,6 +169,17 @@ def test_another_comparison_in_the_folder_and_a_second_process_are_refused(tmp_p
         compare(comparison, configs)
 
 
+def test_no_file_of_a_comparison_has_its_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.comparison.compare.Runner", _Ended)
+    uri = "tracking.uri=http://me:s3cret@host"
+    arguments = [*TINY, PAIR, uri, f"arm.other={uri} clip=norm", "steps=40", f"output_dir={tmp_path}", "name=it"]
+    for _ in range(2):  # the second time continues
+        comparison = planned(arguments)
+        compare(comparison, check_arms(comparison))
+        assert uri in comparison.common  # for the runs
+    assert all("s3cret" not in file.read_text() for file in comparison.folder.glob("*.json"))
+
+
 class _Ended:
     """In place of a ``Runner``: every run has ended, with these relative differences of its loss by (arm, seed)."""
 

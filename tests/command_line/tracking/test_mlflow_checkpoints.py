@@ -77,7 +77,7 @@ def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
         sender.send(lambda name, size: None)
         shutil.rmtree(kept)
     (said,) = caplog.messages
-    assert "no right at http://me:***@host to delete" in said
+    assert "no right at http://***@host to delete" in said
     assert names(client, run.info.run_id) == [f"step-000000{step}" for step in (10, 20, 30)]
 
 

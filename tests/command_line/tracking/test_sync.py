@@ -230,7 +230,7 @@ def test_mistakes(folder: Path, sync: Sync, arguments: str, message: str) -> Non
 def test_a_password_is_not_stored_but_requested(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uri, shown = "http://me:s3cret@127.0.0.1:9", "http://me:***@127.0.0.1:9"
+    uri, shown = "http://me:s3cret@127.0.0.1:9", "http://***@127.0.0.1:9"
     path = undelivered(folder / "outputs" / "a", uri=uri)
     assert "s3cret" not in "".join(file.read_text() for file in path.glob("*.json*")) + caplog.text
     outcome = send(path)
