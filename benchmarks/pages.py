@@ -17,7 +17,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -309,12 +308,7 @@ def judged(result: Result) -> compare.Result:
         outcomes.append(outcome)
     plan = compare.Comparison(arms, result["baseline"], result["seeds"], result["margin"], name=result["name"])
     facts = {key: result[key] for key in ("recipe", "unit", "steps", "hardware", "versions")} | {"git": {}}
-    found: list[judge.ArmResult] = []
-    for number, look in enumerate(result["looks"], 1):
-        before = {arm.label: asdict(arm.quality) for arm in found}
-        seen = [outcome for outcome in outcomes if outcome.seed in look["seeds"]]
-        found = judge.judge(arms, plan.baseline, seen, plan.margin, number)
-        judge.keep_verdicts(found, before)
+    found = judge.judge_looks(arms, plan.baseline, outcomes, plan.margin, result["looks"])
     return compare.Result(plan, found, outcomes, facts, result["looks"])
 
 

@@ -70,6 +70,11 @@ class Outcome:
         return self.exit_code == 0 and self.summary.get("status") == "FINISHED"
 
     @property
+    def ended(self) -> bool:
+        """Whether it finished or diverged, so that it is not tried again."""
+        return self.finished or self.exit_code == DIVERGED
+
+    @property
     def reason(self) -> str:
         """Why a run failed, in words."""
         return self.failure or f"exit code {self.exit_code}"
@@ -131,7 +136,7 @@ class Runner:
                 beginning(folder / METRICS_FILE, log)
         except (OSError, ValueError, TypeError):
             return None
-        return outcome if outcome.finished or outcome.exit_code == DIVERGED else None
+        return outcome if outcome.ended else None
 
     def run(self, arm: Arm, seed: int) -> Outcome:
         """Train once, in a fresh process, and record the outcome.

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.comparison.judge import ArmResult, judge, keep_verdicts
+from evidence.comparison.judge import ArmResult, judge_looks
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged
 from mantissa.display import loss
@@ -18,7 +18,7 @@ from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError, recorded
-from trainer.files import in_use, read_object, write_json
+from trainer.files import in_use, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 from trainer.seals import read_sealed, write_sealed
@@ -59,7 +59,7 @@ class Result:
     facts: dict[str, Any]
     """Recipe, unit, steps, hardware, versions and commit."""
     looks: list[dict[str, Any]]
-    """The seeds, and the number of finished runs, of each report that judged an arm, this one last."""
+    """``seeds``, and ``ended``, arm and seed of every run that had ended, of each report that judged an arm."""
 
     @property
     def failed(self) -> bool:
@@ -107,8 +107,8 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
     }
     _begin(comparison, common, facts)
     with in_use(folder):  # a second process would remove this one's unfinished runs
-        before = read_object(folder / RESULT_FILE)
-        looks = before.get("looks", [])
+        plan = read_sealed(folder / PLAN_FILE)
+        looks = plan["looks"]
         if missing := sorted(set(looks[-1]["seeds"] if looks else ()) - set(seeds)):
             raise UserError(
                 f"seed {missing[0]} was judged before and is left out now; keep all seeds, since a verdict on chosen "
@@ -116,14 +116,14 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
             )
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
         outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
-    look = {"seeds": sorted(seeds), "finished": sum(outcome.finished for outcome in outcomes)}
-    looks = looks if look in looks[-1:] else [*looks, look]
-    judged = judge(arms, comparison.baseline, outcomes, comparison.margin, len(looks))
-    keep_verdicts(judged, {arm["label"]: arm["quality"] for arm in before.get("arms", [])})
-    if not any(arm.quality.test or arm.quality.verdict == WORSE for arm in judged if not arm.is_null):
-        looks = looks[:-1]  # nothing was judged
-    result = Result(comparison, judged, outcomes, facts, looks)
-    write_json(folder / RESULT_FILE, result.to_dict())
+        look = {"seeds": sorted(seeds), "ended": sorted([each.arm, each.seed] for each in outcomes if each.ended)}
+        looks = looks if look in looks[-1:] else [*looks, look]
+        judged = judge_looks(arms, comparison.baseline, outcomes, comparison.margin, looks)
+        if not any(arm.quality.test or arm.quality.verdict == WORSE for arm in judged if not arm.is_null):
+            looks = looks[:-1]  # nothing was judged
+        write_sealed(folder / PLAN_FILE, plan | {"looks": looks})  # before the report that shows a look
+        result = Result(comparison, judged, outcomes, facts, looks)
+        write_json(folder / RESULT_FILE, result.to_dict())
     return result
 
 
@@ -200,7 +200,7 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
                     f"({before.get(different[0])} there, {plan[different[0]]} here); give this one a name=…"
                 )
         else:
-            write_sealed(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex})
+            write_sealed(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex, "looks": []})
     except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}); restore it, or give this comparison a name=…") from None
     except OSError as error:

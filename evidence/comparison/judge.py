@@ -115,14 +115,27 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
     return results
 
 
-def keep_verdicts(arms: list[ArmResult], before: dict[str, Any]) -> None:
-    """Keep what an earlier look has decided (a ``Quality`` as JSON by label) where this one's stricter tests do not."""
-    for arm in arms:
-        known = before.get(arm.label)
-        if known and known["test"] and known["verdict"] != INCONCLUSIVE == arm.quality.verdict:
-            test = Equivalence(**known["test"] | {"difference": Interval(**known["test"]["difference"])})
-            why = f"decided at look {known['look']}, of {test.difference.count} seeds"
-            arm.quality = replace(arm.quality, verdict=test.verdict, test=test, look=known["look"], why=why)
+def judge_looks(
+    arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float, looks: list[dict[str, Any]]
+) -> list[ArmResult]:
+    """Judge at each look; what one has decided stands where the stricter tests of a later one do not.
+
+    Args:
+        arms: see ``judge``, as the other arguments.
+        baseline: as there.
+        outcomes: of the last look.
+        margin: as there.
+        looks: of each look ``ended``, arm and seed of every run that had ended; without looks this one is the first.
+    """
+    found: list[ArmResult] = []
+    for number, look in enumerate([*looks[:-1], {}], 1):
+        then = [o for o in outcomes if [o.arm, o.seed] in look["ended"]] if look else outcomes
+        before, found = found, judge(arms, baseline, then, margin, number)
+        for arm, known in zip(found, (each.quality for each in before), strict=False):
+            if known.test and known.verdict != INCONCLUSIVE == arm.quality.verdict:
+                why = f"decided at look {known.look}, of {known.test.difference.count} seeds"
+                arm.quality = replace(arm.quality, verdict=known.verdict, test=known.test, look=known.look, why=why)
+    return found
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:

@@ -142,7 +142,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
         write_sealed(one.folder / OUTCOME_FILE, {key: getattr(one, key) for key in ("exit_code", "failure", "summary")})
     facts = {"recipe": "gpt2", "unit": "tokens", "steps": 10, "hardware": detect("cpu").facts(), "git": {}}
     facts |= {"versions": {"torch": "2"}}
-    looks = [{"seeds": plan.seeds, "finished": 8}]
+    looks = [{"seeds": plan.seeds, "ended": [[each.arm, each.seed] for each in outcomes if each.ended]}]
     result = Result(plan, judge(arms, "fp32", outcomes, plan.margin), outcomes, facts, looks)
     write_json(plan.folder / "comparison.json", result.to_dict())
     write_report(result, ["python", "scripts/compare.py", "arms=fp32,bf16"])
@@ -156,7 +156,7 @@ def test_an_added_comparison_is_judged_and_drawn_from_its_file(
     (line,) = pages.add(compared.comparison.folder).read_text().splitlines()
     kept = json.loads(line)
     assert kept["command"] == "python scripts/compare.py arms=fp32,bf16"
-    assert pages.judged(kept).arms == compared.arms
+    assert pages.judged(kept).arms == pages.judged(kept | {"looks": []}).arms == compared.arms
     for sentence in sentences(compared):
         assert sentence in pages.comparisons([pages.FRONT])
     with pytest.raises(UserError, match="already"):

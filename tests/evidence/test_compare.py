@@ -12,6 +12,7 @@ import pytest
 
 from evidence.comparison.command import planned
 from evidence.comparison.compare import Result, check_arms, compare
+from evidence.comparison.judge import judge_looks
 from evidence.comparison.report import sentences
 from evidence.runs import Arm, Outcome, Runner, merged
 from tests.evidence.ended import ended
@@ -215,7 +216,8 @@ def test_more_seeds_are_another_look_with_stricter_tests(tmp_path: Path, monkeyp
     full = {(arm, seed): None for arm in ("bf16", "fp16") for seed in range(6)}
     assert looked("4", full).looks == []
     first = looked("4", spread | wide)
-    assert first.looks == looked("4", spread | wide).looks == [{"seeds": [0, 1, 2, 3], "finished": 12}]
+    every = [[arm, seed] for arm in ("bf16", "fp16", "fp32") for seed in range(4)]
+    assert first.looks == looked("4", spread | wide).looks == [{"seeds": [0, 1, 2, 3], "ended": every}]
     bf16, fp16 = (arm.quality for arm in first.arms[1:])
     assert (bf16.verdict, fp16.verdict) == ("EQUIVALENT", "INCONCLUSIVE")
     assert (
@@ -223,6 +225,7 @@ def test_more_seeds_are_another_look_with_stricter_tests(tmp_path: Path, monkeyp
         == "Look 1 at these arms, 4 seeds: tests of 4 %; with more seeds of 0.5 %; of all looks together 5 %."
     )
 
+    (first.comparison.folder / "comparison.json").unlink()  # the sealed plan has the looks
     second = looked("0,1,2,3,5", spread | wide | {("bf16", 5): 0.004})
     assert [look["seeds"] for look in second.looks] == [[0, 1, 2, 3], [0, 1, 2, 3, 5]]
     kept, fp16 = (arm.quality for arm in second.arms[1:])
@@ -237,3 +240,18 @@ def test_more_seeds_are_another_look_with_stricter_tests(tmp_path: Path, monkeyp
     assert len(third.looks) == 3, "other runs of the same seeds are another look"
     with pytest.raises(UserError, match="seed 5 was judged before and is left out now; keep all seeds"):
         looked("4", spread)
+
+
+def test_a_look_is_judged_by_the_runs_that_had_ended_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that failed at the first look and was retried counts at the second one alone, with its stricter tests."""
+    monkeypatch.setattr("evidence.comparison.compare.Runner", _Ended)
+    arguments = [*TINY, PAIR, "null=false", f"output_dir={tmp_path}", "name=it", "seeds=5"]
+    configs, spread = check_arms(planned(arguments)), {("bf16", seed): 0.0012 * (-1) ** seed for seed in range(5)}
+    for lost, seen in ((("bf16", 3), 4), (("bf16", 9), 5)):
+        monkeypatch.setattr(_Ended, "differences", spread | {("bf16", 4): 0.0, lost: None})
+        found = compare(planned(arguments), configs)
+        quality = found.arms[1].quality
+        assert quality.test
+        assert (len(quality.differences), quality.look, quality.verdict) == (seen, len(found.looks), "INCONCLUSIVE")
+    (judged,) = judge_looks(found.comparison.arms, "fp32", found.outcomes, 0.003, [])[1:]
+    assert judged.quality.verdict == "EQUIVALENT", "as it would be with all runs at the first look"
