@@ -27,7 +27,8 @@ def commands(path: Path) -> list[str]:
     text = re.sub(r"\\\n\s*#?\s*", "", path.read_text(encoding="utf-8"))
     text = re.sub(r"#!/bin/bash(\n    .*)*", "", text)  # a script, where comments are comments
     lines = text.splitlines()
-    if path.suffix == ".md":  # and within the text, where no part of them is left open
+    if path.suffix == ".md":  # and within the text, where no part of them is left open; not what was recorded of advice
+        text = re.sub(r"<!-- (advice|outcomes): made by .*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
         spans = re.findall(r"`((?:python (?:scripts/|benchmarks/[bg])|torchrun )[^`\n…<]+)`", text)
         lines = [*(line for line in lines if line.startswith("    ")), *spans]
     return [found[1].strip() for line in lines if (found := COMMAND.match(line.strip()))]
