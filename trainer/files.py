@@ -38,7 +38,7 @@ BEST = "best"
 _LARGEST_JSON = 16 * 2**20
 """Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB. As objects they take up
 to 20 times as much memory."""
-_LONGEST_LINE = 1 << 20
+LONGEST_LINE = 1 << 20
 """Bytes of a line that ``read_json_lines`` accepts."""
 
 
@@ -112,9 +112,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         regular(path)
         with path.open("rb") as file:
-            while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
+            while (line := file.readline(LONGEST_LINE)).endswith(b"\n"):
                 yield json_line(line)
-            if len(line) == _LONGEST_LINE:
+            if len(line) == LONGEST_LINE:
                 raise ValueError("a line is longer than 1 MiB")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore it") from None

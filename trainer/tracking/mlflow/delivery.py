@@ -14,6 +14,7 @@ from typing import Any
 from trainer.files import (
     BEST,
     IMAGES_FILE,
+    LONGEST_LINE,
     METRICS_FILE,
     PRECISION_FILE,
     SOURCE_FILE,
@@ -142,8 +143,10 @@ class Delivery:
         with (self._folder / METRICS_FILE).open("rb") as file:
             while True:
                 file.seek(self._offset)
+                lines: list[bytes] = []
                 # The last line may still be being written.
-                lines = [line for line in file.readlines(READ_BYTES) if line.endswith(b"\n")]
+                while sum(map(len, lines)) < READ_BYTES and (line := file.readline(LONGEST_LINE)).endswith(b"\n"):
+                    lines.append(line)
                 if not lines:
                     return
                 self._send_points([point for line in lines for point in points(json_line(line))])
