@@ -15,7 +15,7 @@ from typing import Any
 
 from evidence.turns import in_turns
 from trainer.config.compose import key_of, quoted
-from trainer.errors import UserError
+from trainer.errors import UserError, redacted
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, remove_folder
 from trainer.seals import beginning, read_sealed, sealed_or_empty, write_sealed
 from trainer.tracking.plots import Series, read_series
@@ -93,6 +93,11 @@ class Outcome:
 
 
 Launch = Callable[[list[str], Path, float | None], int]
+
+
+def recorded(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line as files and MLflow may have them: redacted, one by one."""
+    return [redacted(argument) for argument in arguments]
 
 
 def merged(*groups: Sequence[str]) -> list[str]:

@@ -118,11 +118,6 @@ def redacted(text: str) -> str:
     return text
 
 
-def recorded(arguments: Iterable[str]) -> list[str]:
-    """Return the arguments of a command line as files and MLflow may have them: redacted, one by one."""
-    return [redacted(argument) for argument in arguments]
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, redacted, of at most 300 characters.
 

@@ -27,13 +27,14 @@ from evidence.advice.search import Search
 from evidence.advice.timing import Timer
 from evidence.advice.worker import COMPILED, Worker, prepare
 from evidence.claims.reproduce import machine_name
+from evidence.runs import recorded
 from mantissa.display import duration
 from trainer.config.compose import CONF, combinations, compose
 from trainer.config.options import parse
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.data.fingerprint import fingerprint
-from trainer.errors import UserError, nearest, recorded
+from trainer.errors import UserError, nearest
 from trainer.files import PROJECT, check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes

@@ -13,10 +13,10 @@ from typing import Any
 
 from evidence.certificate.child import Kill
 from evidence.certificate.differences import Differences, differences_between, trace
-from evidence.runs import merged
+from evidence.runs import merged, recorded
 from mantissa.formats import FORMATS
 from trainer.config.options import parse
-from trainer.errors import RunError, UserError, recorded
+from trainer.errors import RunError, UserError
 from trainer.files import PROJECT, SUMMARY_FILE, write_json, write_text
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions

@@ -8,10 +8,10 @@ from pathlib import Path
 from evidence.comparison.compare import NULL, Comparison, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import sentences, table, write_report
-from evidence.runs import NULL_SHIFT, Arm, check_labels
+from evidence.runs import NULL_SHIFT, Arm, check_labels, recorded
 from trainer.config.compose import CONF, key_of
 from trainer.config.options import fraction, listed, parse, unquoted
-from trainer.errors import UserError, nearest, recorded
+from trainer.errors import UserError, nearest
 from trainer.tracking.mlflow.addresses import tracking_uri
 
 CHOSEN = ("seed", "run_name", "resume", "output_dir")

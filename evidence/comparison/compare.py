@@ -11,13 +11,13 @@ from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge_looks
 from evidence.measures import LOSS
-from evidence.runs import Arm, Outcome, Runner, merged
+from evidence.runs import Arm, Outcome, Runner, merged, recorded
 from mantissa.display import loss
 from mantissa.statistics import WORSE
 from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.errors import UserError, recorded
+from trainer.errors import UserError
 from trainer.files import in_use, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions

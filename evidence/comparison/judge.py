@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evidence.measures import LOSS, energy, memory, speed
-from evidence.runs import DIVERGED, Arm, Outcome
+from evidence.runs import DIVERGED, Arm, Outcome, recorded
 from mantissa.statistics import (
     INCONCLUSIVE,
     WORSE,
@@ -17,7 +17,6 @@ from mantissa.statistics import (
     mean_interval,
     ratio_interval,
 )
-from trainer.errors import recorded
 
 
 @dataclass

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evidence.comparison.compare import PLAN_FILE, Result
-from evidence.runs import Outcome
-from trainer.errors import first_line, recorded
+from evidence.runs import Outcome, recorded
+from trainer.errors import first_line
 from trainer.seals import read_sealed
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record

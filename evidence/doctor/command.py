@@ -10,10 +10,11 @@ import torch
 from evidence.doctor.mlflow import publish
 from evidence.doctor.replay import of_overrides, of_run
 from evidence.doctor.report import write
+from evidence.runs import recorded
 from mantissa.doctor.diagnosis import CHECKS, diagnose
 from mantissa.doctor.report import lines, opening
 from trainer.config.options import parse
-from trainer.errors import UserError, nearest, recorded
+from trainer.errors import UserError, nearest
 
 REFERENCES = {"auto": None, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -125,7 +125,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
     """Refuse a folder that lacks a file of its manifest, or holds another one, a link or a device."""
     known = {MANIFEST_FILE, *manifest.sha256}
     for name in sorted(path.name for path in folder.iterdir()):
-        if name not in known:
+        if name not in known and not name.startswith("."):  # such as .DS_Store, which file managers leave
             raise InvalidCheckpoint(f"{name} is not in the manifest; move it out of the checkpoint")
     for name in sorted(known):
         try:

@@ -70,25 +70,23 @@ def export_best(
             step = None
     model.eval()
     text = None
-    try:
-        with torch.no_grad(), config.precision.autocast(trainer.device):
-            if step is not None and config.tracking.mlflow:
+    with torch.no_grad(), config.precision.autocast(trainer.device):
+        if step is not None:
+            if config.tracking.mlflow:
                 _write_serving(model, trainer, folder, step, terminal)
+            unfinished.rename(folder.path / BEST)  # now: MLflow gets them as a model, or once as files
+        try:
             if config.tracking.epilogue:
                 text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
-    except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
-        terminal.warn("the complete model does not fit on the device; no sample is generated")
-    if step is not None:  # last: MLflow gets them as a model, or once as files
-        unfinished.rename(folder.path / BEST)
+        except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
+            terminal.warn("the complete model does not fit on the device; no sample is generated")
     return text, missing, test
 
 
 def _write_serving(model: nn.Module, trainer: Trainer, folder: RunFolder, step: int, terminal: Terminal) -> None:
     try:
         write_serving(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # it does not support all that a recipe may do
+    except Exception as error:  # there is no memory for it, or it does not support all that a recipe may do
         terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
 
 

@@ -229,3 +229,13 @@ def test_a_run_shows_what_its_model_can_do_unless_told_not_to(succeed: Train, mo
     run = [*TINY, "steps=2", "checkpoint=none"]
     assert "what it can do" in succeed(*run).out
     assert "what it can do" not in succeed(*run, "tracking.epilogue=false").out
+
+
+def test_an_epilogue_that_fails_leaves_the_best_weights(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BigNet, "epilogue", lambda *_: 1 / 0, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        train(*TINY, "steps=2", "eval_every=1")
+    (run,) = (folder / "outputs").iterdir()
+    assert (run / "best" / "model.safetensors").exists()

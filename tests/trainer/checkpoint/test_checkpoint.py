@@ -217,6 +217,12 @@ def test_folders_with_other_names_are_ignored(name: str, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "step-00000004"])
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "._state.json", ".nfs0000"])
+def test_what_a_system_leaves_in_a_folder_is_no_damage(name: str, tmp_path: Path) -> None:
+    (write(tmp_path, 3) / name).write_bytes(b"x")
+    assert load(tmp_path).step == 3
+
+
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
