@@ -140,7 +140,7 @@ def test_loss_and_metrics_are_sums_that_metrics_turns_into_shares() -> None:
     sums = {key: value.item() for key, value in output.metric_sums.items()}
     assert sums == {"top1": 1.0, "top5": 3.0}
     assert recipe.count_targets(batch) == recipe.count_units(batch) == 4
-    assert recipe.metrics(2.5, sums, 4) == {"loss": 2.5, "top1": 0.25, "top5": 0.75}
+    assert recipe.report(2.5, sums, 4) == {"loss": 2.5, "top1": 0.25, "top5": 0.75}
 
 
 def test_few_classes_have_no_top5() -> None:
