@@ -83,7 +83,7 @@ class StepConfig:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         for name in self.metrics or []:
             if name not in NAMED:
-                raise UserError(f"metrics={name} is not a metric{nearest(name, NAMED)} ({', '.join(NAMED)})")
+                raise UserError(f"metrics=[{name}] is not one of {', '.join(NAMED)}{nearest(name, NAMED)}")
         self.scaler.check(self.precision.format)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)
