@@ -196,11 +196,11 @@ class Metrics:
         shares, labels, known = output.predictions, output.targets, _sums_in(self._recipe, output)
         reports = f"recipe={self._recipe.name} reports {', '.join(known)}"
         if name in known:
-            raise UserError(f"metrics={self._names} has no effect on {name}: {reports}; leave it out")
+            raise UserError(f"metrics=[{name}] has no effect: {reports} already; leave it out")
         shapes = getattr(shares, "ndim", None), getattr(labels, "ndim", None)
         if shapes != (2, 1) or not ((shares.sum(1) - 1).abs() < 1e-2).all():
             raise UserError(
-                f"metrics={self._names} needs the probabilities of classes, which {self._recipe.name}'s loss does not "
+                f"metrics=[{name}] needs the probabilities of classes, which {self._recipe.name}'s loss does not "
                 f"return as predictions; leave it out: {reports}"
             )
         from torchmetrics import classification
