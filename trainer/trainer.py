@@ -309,15 +309,19 @@ class Trainer(Generic[Config]):
     def _metrics(self, evaluation: Evaluation) -> dict[str, float]:
         size, compile = self.plan.batching.micro_batch_size, self.config.compile
 
-        def forward(batch: Batch) -> LossOutput:
+        def forward(batch: Batch, counts: bool) -> dict[str, Tensor]:
             whole = len(next(iter(batch.values()))) == size
             with nullcontext() if whole else compile.graphs_kept(), self.config.precision.autocast(self.device):
-                return self.recipe.loss(self.model, batch)
+                output = self.recipe.loss(self.model, batch)
+            if counts:
+                self.metrics.update(output)
+            return {"loss": output.loss_sum, **output.metric_sums}
 
+        self.metrics.reset()
         self.synchronise_buffers()
         self.model.eval()
         with self.average.in_place():
-            sums, targets = evaluation.sums(forward, self.recipe.count_targets, self.metrics)
+            sums, targets = evaluation.sums(forward, self.recipe.count_targets)
         self.model.train()
         return reported(self.recipe, sums, targets) | self.metrics.values(self.world)
 

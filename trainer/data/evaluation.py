@@ -12,9 +12,7 @@ from torch import Tensor
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.loader import Loader, to_device
 from trainer.hardware import Hardware
-from trainer.metrics import Metrics
 from trainer.parallel.world import World
-from trainer.recipe import LossOutput
 
 
 class Evaluation:
@@ -46,26 +44,23 @@ class Evaluation:
         self._device, self._world = hardware.device, world
 
     def sums(
-        self, forward: Callable[[Batch], LossOutput], count_targets: Callable[[Batch], int], metrics: Metrics
+        self, forward: Callable[[Batch, bool], dict[str, Tensor]], count_targets: Callable[[Batch], int]
     ) -> tuple[dict[str, float], int]:
         """Return the sums over the samples of all ranks, and their number of targets.
 
         Args:
-            forward: takes a batch on the device; its loss and its metrics are summed.
+            forward: takes a batch on the device, and whether it counts, and returns scalars by name.
             count_targets: takes a batch on the host.
-            metrics: begin anew, and are updated with the samples of this rank.
         """
         wide = torch.float32 if self._device.type == "mps" else torch.float64  # sums of thousands of batches
         targets = 0
         sums: dict[str, Tensor] = {}
-        metrics.reset()
         for number, batch in enumerate(self._batches):
-            output = forward(to_device(batch, self._device))
             counts = number < self._own  # else a forward pass for other ranks, which gather their weights from this one
+            values = forward(to_device(batch, self._device), counts)
             if counts:
                 targets += count_targets(batch)
-                metrics.update(output)
-            for name, value in {"loss": output.loss_sum, **output.metric_sums}.items():
+            for name, value in values.items():
                 total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self._device))
                 if counts:
                     total += value
