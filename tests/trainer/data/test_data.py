@@ -173,7 +173,7 @@ def test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each(ranks: int
         world, seen = World(), []
         world.rank, world.size = rank, ranks
 
-        def forward(batch: Batch, seen: list[int] = seen) -> dict[str, torch.Tensor]:
+        def forward(batch: Batch, counts: bool, seen: list[int] = seen) -> dict[str, torch.Tensor]:
             seen.append(len(batch["index"]))
             return {"loss": batch["index"].sum().double()}
 
