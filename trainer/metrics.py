@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,13 @@ NAMED = {
     "kappa": Named("CohenKappa", {}),
     "ece": Named("CalibrationError", {"n_bins": 15, "norm": "l1"}, rises=False),
 }
+
+
+def check_named(names: Iterable[str]) -> None:
+    """Raise UserError where a name is not in ``NAMED``."""
+    for name in names:
+        if name not in NAMED:
+            raise UserError(f"metrics=[{name}] is not one of {', '.join(NAMED)}{nearest(name, NAMED)}")
 
 
 def reported(recipe: Recipe, sums: dict[str, float], targets: int) -> dict[str, float]:

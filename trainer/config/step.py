@@ -10,9 +10,9 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
-from trainer.errors import UserError, check_number, nearest
+from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
-from trainer.metrics import NAMED
+from trainer.metrics import check_named
 from trainer.optim.ema import Ema
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Schedule
@@ -81,9 +81,7 @@ class StepConfig:
             raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
-        for name in self.metrics or []:
-            if name not in NAMED:
-                raise UserError(f"metrics=[{name}] is not one of {', '.join(NAMED)}{nearest(name, NAMED)}")
+        check_named(self.metrics or [])
         self.scaler.check(self.precision.format)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)
