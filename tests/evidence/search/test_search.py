@@ -178,7 +178,7 @@ def test_a_metric_that_does_not_exist_is_refused_before_training(searched: Calla
     assert optuna.get_all_study_names(f"sqlite:///{outputs / 'optuna.db'}") == []
 
 
-@pytest.mark.parametrize(("metric", "direction"), [("f1_macro", "MAXIMIZE"), ("ece", "MINIMIZE"), ("loss", "MINIMIZE")])
+@pytest.mark.parametrize(("metric", "direction"), [("f1_macro", "MAXIMIZE"), ("ece", "MINIMIZE")])
 def test_the_study_looks_for_the_best_of_its_metric(
     metric: str, direction: str, outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
