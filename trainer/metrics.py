@@ -23,8 +23,8 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "recall_macro": ("Recall", {"average": "macro"}),
     "f1_macro": ("F1Score", {"average": "macro"}),
     "f1_weighted": ("F1Score", {"average": "weighted"}),
-    "auroc": ("AUROC", {"average": "macro"}),
-    "average_precision": ("AveragePrecision", {"average": "macro"}),
+    "auroc": ("AUROC", {"average": "none"}),
+    "average_precision": ("AveragePrecision", {"average": "none"}),
     "mcc": ("MatthewsCorrCoef", {}),
     "kappa": ("CohenKappa", {}),
     "ece": ("CalibrationError", {"n_bins": 15, "norm": "l1"}),
@@ -161,7 +161,8 @@ class Metrics:
     def _values(self) -> dict[str, float]:
         found: dict[str, Any] = {}
         for name, metric in self._metrics.items():
-            value = metric.compute()
+            by_class = name in self._named and getattr(metric, "average", None) == "none"
+            value = _macro(metric) if by_class else metric.compute()
             found |= (
                 {f"{name}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
             )
@@ -176,6 +177,17 @@ class Metrics:
             if self._device.type != "mps":
                 part.set_dtype(torch.float64)
         return metric.to(self._device)
+
+
+def _macro(metric: Any) -> Tensor:
+    """Return the mean over the classes that occur; torchmetrics' own counts the others as 0."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No positive samples|No negative samples")
+        values = metric.compute().cpu()
+    counts = torch.bincount(torch.cat(metric.target).cpu(), minlength=len(values))
+    return values[(counts > 0) & (counts < counts.sum())].mean()
 
 
 def _parts(metric: Metric) -> list[Metric]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,6 +15,7 @@ from trainer.data.contract import Batch
 from trainer.errors import UserError
 from trainer.metrics import Metrics, reported
 from trainer.parallel.single import Parallel
+from trainer.parallel.world import World
 from trainer.recipe import LossOutput
 from trainer.run.report import warnings
 from trainer.trainer import Trainer
@@ -29,6 +31,15 @@ def test_torchmetrics_says_which_value_is_the_best() -> None:
     found = Metrics(Scored(), None, ["ece"], torch.device("cpu"))
     names = ("valid/ece", "valid/rouge_rouge1_recall", "valid/loss", "valid/accuracy")
     assert [found.falls(name) for name in names] == [True, False, True, False]
+
+
+def test_only_classes_that_occur_are_averaged() -> None:
+    found = Metrics(SmallConvNet(), None, ["auroc", "average_precision"], torch.device("cpu"))
+    shares, labels = torch.rand(9, 5).softmax(1), torch.tensor([0, 1, 1, 3, 0, 3, 3, 1, 0])
+    found.update(LossOutput(torch.tensor(1.0), {}, shares, labels))
+    one_hot, of = F.one_hot(labels, 5)[:, [0, 1, 3]], shares[:, [0, 1, 3]]
+    expected = {"auroc": roc_auc_score(one_hot, of), "average_precision": average_precision_score(one_hot, of)}
+    assert found.values(World()) == pytest.approx(expected)
 
 
 def test_16_bit_predictions_are_widened() -> None:
