@@ -64,9 +64,9 @@ def trainer_of(size: int, parallel: Parallel, device: str = "cpu") -> Trainer:
 
 
 def metrics(parallel: Parallel, device: str) -> list[dict[str, float]]:
-    """Of every size, the second of two evaluations: the first is forgotten."""
+    """An evaluation of every size; the two samples of the check before it are forgotten."""
     trainers = [trainer_of(size, parallel, device) for size in SIZES]
-    return [[trainer.evaluate() for _ in range(2)][1] for trainer in trainers]
+    return [trainer.evaluate() for trainer in trainers if trainer.metric_names()]
 
 
 @pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
