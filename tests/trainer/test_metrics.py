@@ -43,9 +43,9 @@ def test_only_classes_that_occur_are_averaged() -> None:
 
 
 def test_16_bit_predictions_are_widened() -> None:
-    found = Metrics(SmallConvNet(), None, ["ece"], torch.device("cpu"))
+    found = Metrics(SmallConvNet(), None, ["auroc"], torch.device("cpu"))
     found.update(LossOutput(torch.tensor(1.0), {}, torch.rand(4, 5).half(), torch.arange(4)))
-    assert {each.dtype for each in found._metrics["ece"].confidences} == {torch.float32}
+    assert {each.dtype for each in found._metrics["auroc"].preds} == {torch.float32}
 
 
 def test_evaluation_changes_no_step() -> None:
