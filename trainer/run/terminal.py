@@ -26,8 +26,11 @@ Rows = Iterable[tuple[str, str]]
 class Terminal:
     """Writes to standard output; on a terminal the progress is one line that stays in place, elsewhere plain lines."""
 
-    def __init__(self, console: Console | None = None, shown: bool = True) -> None:
-        """Write to ``console`` (None: standard output), or nothing at all where another process does."""
+    def __init__(self, console: Console | None = None, shown: bool = True, logged: bool = True) -> None:
+        """Write to ``console`` (None: standard output), or nothing at all where another process does.
+
+        With ``logged`` what other parts log is shown here, too.
+        """
         self.console = console or Console(highlight=False, quiet=not shown)
         self._live: Live | None = None
         self._works: list[threading.Event] = []
@@ -37,10 +40,11 @@ class Terminal:
         self._interval_s = 0.2 if self.console.is_terminal else 2.0
         self.patience_s = 2.0
         """Work that takes less is not shown, see ``work``."""
-        logger = logging.getLogger("mantissa")
-        logger.handlers[:] = [_Shown(self)]
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+        if logged:
+            logger = logging.getLogger("mantissa")
+            logger.handlers[:] = [_Shown(self)]
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
 
     def block(self, title: str, rows: Rows) -> None:
         """Show aligned ``name  value`` rows under a title; long values are wrapped."""
@@ -123,7 +127,8 @@ class Terminal:
             self.note(line)
             return
         if self._live is None:
-            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            out = not self.console.stderr  # else what is printed would go there, too
+            self._live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=out)
             self._show(self._live.start)
         self._show(self._live.update, Text(line, style="green", no_wrap=True, overflow="ellipsis"), refresh=True)
 
