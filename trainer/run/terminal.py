@@ -38,8 +38,8 @@ class Terminal:
         self._metrics: dict[str, float] = {}
         # A refresh takes about a millisecond, which would slow the steps of a tiny model.
         self._interval_s = 0.2 if self.console.is_terminal else 2.0
-        self.patience_s = 2.0
-        """Work that takes less is not shown, see ``work``."""
+        self.patience_s, self.again_s = 2.0, 0.5 if self.console.is_terminal else 20.0
+        """Work that takes less is not shown; then it is shown again and again, see ``work``."""
         if logged:
             logger = logging.getLogger("mantissa")
             logger.handlers[:] = [_Shown(self)]
@@ -108,11 +108,11 @@ class Terminal:
             while not ended.wait(wait_s):
                 if self._works[-1:] == [ended]:
                     self._in_place(work_line(label, done, total, unit, time.perf_counter() - began))
-                wait_s = 0.5 if self.console.is_terminal else 20.0
+                wait_s = self.again_s
 
         thread = threading.Thread(target=show, name="progress", daemon=True)
-        thread.start()
         self._works.append(ended)
+        thread.start()
         try:
             yield advance
         finally:
