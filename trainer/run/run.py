@@ -155,15 +155,14 @@ class Run:
                         self._take_step(batches)
                     self.after_step()
             self.monitor.collect()
-            self.monitor.end()
             with self.terminal.work("writing the checkpoint"):
                 self.writer.finish()
             summary, missing = self._finish() if self.complete else ({}, [])
-        except Interrupted as second:  # do nothing that takes time
+        except Interrupted as last:  # do nothing that takes time
             self.terminal.end_progress()
             if self.tracker:
                 self.tracker.abandon()
-            raise report.left_at_once(second, self.folder, self.command) from None
+            raise Interrupted(f"{last}. {report.last_good(self.folder)}", last.exit_code - 128) from None
         except BaseException as error:
             cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
             self._close(error.status if isinstance(error, RunError) else "FAILED")

@@ -68,14 +68,7 @@ class Terminal:
         self._show(self.console.print, text, soft_wrap=not self.console.is_terminal)  # a file has no line width
 
     def progress(self, step: int, steps: int, metrics: dict[str, float] | None, unit: str) -> None:
-        """Show the progress of training, a few times a second at most; within a log interval of slow steps, too.
-
-        Args:
-            step: the last one taken.
-            steps: of the whole run.
-            metrics: of the log interval that ends with this step; None: it does not end.
-            unit: of the throughput among them.
-        """
+        """Show the progress of training, a few times a second at most; ``metrics`` is None within a log interval."""
         now = time.perf_counter()
         interval_s = self._interval_s if metrics else 10 * self._interval_s
         if now - self._shown < interval_s and (metrics is None or step not in (1, steps)):
@@ -85,14 +78,9 @@ class Terminal:
 
     @contextmanager
     def work(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
-        """Show the progress of what is not a training step, once it has taken ``patience_s``; see ``progress.work``.
+        """Show the progress of other work (see ``progress.work``), once it has taken ``patience_s``.
 
         A thread shows it: the work may be one long call. Of work within other work, the inner one is shown.
-
-        Args:
-            label: what is done, such as ``evaluating``.
-            total: how much there is to do; None: not known.
-            unit: of ``total``, such as ``batches``.
         """
         if self.console.quiet:
             yield lambda done, total=None: None

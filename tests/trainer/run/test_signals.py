@@ -58,15 +58,6 @@ def test_a_closed_terminal_requests_a_stop_unless_nohup_says_otherwise(before: s
         assert signal.signal(signal.SIGHUP, original) is before
 
 
-def test_a_second_sigterm_of_a_user_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for launcher in ("LOCAL_RANK", "SLURM_JOB_ID"):
-        monkeypatch.delenv(launcher, raising=False)
-    with Signals() as signals, pytest.raises(Interrupted, match="second signal"):  # noqa: PT012
-        signals.ahead = "finishing the step"
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("in_training", [False, True])
 def test_signals_are_answered_while_a_library_does_not_return(in_training: bool) -> None:
     program = f"""
@@ -84,7 +75,7 @@ with Signals() as signals:
         process.send_signal(signal.SIGINT)
         if in_training:
             assert process.stdout.readline() == "finishing the step; press Ctrl-C again to stop now\n"
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)  # of a user, not of a launcher
         said = "second signal: stopped immediately" if in_training else "interrupted before or after training"
         assert said in process.communicate(timeout=300)[1]
-    assert process.returncode in (130, 1)  # 1: the traceback of what came before the call
+    assert process.returncode in (130, 143, 1)  # 1: the traceback of what came before the call
