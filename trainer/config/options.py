@@ -7,12 +7,10 @@ import pkgutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from trainer.errors import LARGEST, RunError, UserError, nearest, redacted
-from trainer.progress import shown_by
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,8 +42,7 @@ def run(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
-        with shown_by(lambda *work: _error_stream().work(*work)):
-            return function(given)
+        return function(given)
     except RunError as error:
         print(redacted(f"error: {error}"), file=sys.stderr)
         return error.exit_code
@@ -54,15 +51,6 @@ def run(
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@cache
-def _error_stream() -> Any:
-    from rich.console import Console
-
-    from trainer.run.terminal import Terminal
-
-    return Terminal(Console(stderr=True, highlight=False), logged=False)
 
 
 def parse(

@@ -145,13 +145,13 @@ class Run:
         trainer = self.trainer
         self.signals.ahead = f"finishing the step, {self._saving}"
         self.monitor.start()
-        first = "compiling the model" if self.config.compile.mode != "none" else "taking the first step"
+        beginning = "compiling the model" if self.config.compile.mode != "none" else "taking the first step"
         try:
             if self.unevaluated:  # the run was stopped before it came to that
                 self.after_step()
             with closing(trainer.batches()) as batches:
                 while not self.complete and self.stopped_by is None:
-                    with self.terminal.work(first) if self.first is None else nullcontext():
+                    with self.terminal.work(beginning) if self.first is None else nullcontext():
                         self._take_step(batches)
                     self.after_step()
             self.monitor.collect()

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mantissa.display import duration, loss, quantity
 from trainer.errors import redacted
-from trainer.progress import Advance
+from trainer.progress import Advance, shown_by
 
 Rows = Iterable[tuple[str, str]]
 
@@ -131,6 +131,13 @@ class Terminal:
             write(*arguments, **options)
         except OSError:  # nobody watches any more; training continues
             leave_unread()
+
+
+@contextmanager
+def on_error_stream() -> Iterator[None]:
+    """Show the progress of work there: what a script prints may go to a file."""
+    with shown_by(Terminal(Console(stderr=True, highlight=False), logged=False).work):
+        yield
 
 
 def leave_unread() -> None:
