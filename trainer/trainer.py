@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.data.evaluation import Evaluation
+from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
 from trainer.determinism import random_state, seed_everything, set_determinism, set_random_state
 from trainer.hardware import Hardware, detect
@@ -268,15 +268,15 @@ class Trainer(Generic[Config]):
         """The torchmetrics objects that evaluation updates."""
         return Metrics(self.recipe, self.datasets, self.config.metrics, self.device)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
         """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
         self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
-        return self._metrics(self._validation)
+        return self._metrics(self._validation, watch)
 
-    def test(self) -> dict[str, float]:
+    def test(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
         """Return the recipe's metrics over all test samples, likewise."""
         assert self.datasets.test is not None
-        return self._metrics(self._evaluation(self.datasets.test, None))
+        return self._metrics(self._evaluation(self.datasets.test, None), watch)
 
     @torch.no_grad()
     def metric_names(self) -> list[str]:
@@ -306,7 +306,7 @@ class Trainer(Generic[Config]):
         return Evaluation(dataset, limit, size, self.config.loader, self.hardware, self.world)
 
     @torch.no_grad()
-    def _metrics(self, evaluation: Evaluation) -> dict[str, float]:
+    def _metrics(self, evaluation: Evaluation, watch: Watch) -> dict[str, float]:
         size, compile = self.plan.batching.micro_batch_size, self.config.compile
 
         def forward(batch: Batch, counts: bool) -> dict[str, Tensor]:
@@ -320,9 +320,11 @@ class Trainer(Generic[Config]):
         self.metrics.reset()
         self.synchronise_buffers()
         self.model.eval()
-        with self.average.in_place():
-            sums, targets = evaluation.sums(forward, self.recipe.count_targets)
-        self.model.train()
+        try:
+            with self.average.in_place():
+                sums, targets = evaluation.sums(forward, self.recipe.count_targets, watch)
+        finally:
+            self.model.train()
         return reported(self.recipe, sums, targets) | self.metrics.values(self.world)
 
     def _set_lr(self) -> float:
