@@ -99,6 +99,7 @@ _MOST = {
     "batch_size": 2**24,
     "micro_batch_size": 2**24,
     "epochs": 1e6,
+    "seed": 2**32 - 1,
     "recipe.layers": 4096,
     "recipe.width": 2**16,
     "recipe.context": 2**24,
