@@ -35,18 +35,21 @@ class Hub(TokenizedText, ImageSource):
     subset: str | None = None
     """The configuration, where the dataset has several."""
     train_split: str = "train"
+    """The split that is trained on."""
     valid_split: str | None = None
-    """None: the first of ``VALIDATION`` that there is, else ``valid_fraction`` of the training split is set aside; it
-    is, too, where the training split itself is named.
+    """The split that is evaluated; null: validation, else test, where there is one, else ``valid_fraction`` of the
+    training split is set aside; it is, too, where the training split itself is named.
     """
     test: str | None = None
     """A split that is evaluated once, at the end, with the best weights."""
     text_column: str | None = None
+    """null: the only column of text."""
     image_column: str | None = None
+    """null: the only column of images."""
     label_column: str | None = None
-    """None: the only column of that type."""
+    """null: the only column of labels."""
     rows: str = "auto"
-    """Of text: ``documents``, ``lines`` of one text that are joined, or ``auto``: what they look like."""
+    """Of text: ``lines`` of one text that are joined, or ``documents``; auto: what they look like."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

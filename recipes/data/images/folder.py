@@ -35,7 +35,7 @@ class ImageFolder(ImageSource):
     valid_fraction: float = 0.1
     """Of each class, where there is no ``val/``; which files, is decided by a hash of their names."""
     test: str | None = None
-    """A folder of class folders, evaluated once, at the end, with the best weights; None: ``test/`` beside ``train/``,
+    """A folder of class folders, evaluated once, at the end, with the best weights; null: ``test/`` beside ``train/``,
     where it has images in class folders.
     """
     skip_corrupt: bool = False

@@ -31,11 +31,11 @@ class TokenizedText(TextSource):
     """What every source of text shares: how it is tokenised, split and cached. Subclasses define ``splits``."""
 
     tokenizer: str = OWN_BPE
-    """bpe (trained on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
+    """bpe (trained once, on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
     vocab_size: int = 4096
     """Of the BPE; a small text gives fewer."""
     valid_fraction: float = 0.1
-    """Of the text, set aside for validation."""
+    """Of the text, set aside for validation: its end, or whole files, rows or modules where there are many."""
     cache_dir: str = field(default_factory=lambda: os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa")
     """Where tokenised text is kept."""
     whole: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
