@@ -54,7 +54,7 @@ class GPT2(LanguageRecipe):
     dropout: float = 0.0
     """Probability, in training."""
     gelu: str = "tanh"
-    """Of a new model: tanh, GPT-2's approximation; erf: the exact function, which takes a third of its time on a CPU."""
+    """Of a new model: tanh, GPT-2's approximation; erf: the exact one, which takes a third of its time on a CPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -78,8 +78,8 @@ class StepConfig:
     """Samples of a forward pass in one process; the rest is gradient accumulation. auto: what is forecast to fit, at
     most the recipe's number for the device."""
     eval_every: int | str = "auto"
-    """Optimizer steps between two evaluations, or ``epoch``; auto: ``epoch`` where ``epochs`` is set, else a tenth of the
-    run, at least 25."""
+    """Optimizer steps between two evaluations, or ``epoch``; auto: ``epoch`` where ``epochs`` is set, else a tenth of
+    the run, at least 25."""
     eval_samples: int | str = "auto"
     """Validation samples of an evaluation, at most; auto: ten training batches."""
     freeze: list[str] | None = None

@@ -46,8 +46,8 @@ class Precision:
     mode: str = "fp32"
     """What ``precision=…`` sets."""
     fp32_modules: list[str] = field(default_factory=list)
-    """Patterns of submodules that compute in fp32 and have fp32 weights: ``[lm_head]`` or ``["*.ln_*"]``; as apex O2 does
-    in a ResNet: ``["*bn*", "*downsample.1"]``."""
+    """Patterns of submodules that compute in fp32 and have fp32 weights: ``[lm_head]`` or ``["*.ln_*"]``; as apex O2
+    does in a ResNet: ``["*bn*", "*downsample.1"]``."""
     fp8_scaling: str | None = None
     """Of fp8: ``tensorwise``, or ``rowwise``: a scale for each row, more exact and slower; null: tensorwise."""
     fp32_ops: list[str] | None = None
