@@ -103,6 +103,7 @@ class StepConfig:
             raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
+        self.recipe.check_complete()
         self.scaler.check(self.precision.format)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)

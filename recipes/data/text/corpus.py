@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sysconfig
 from collections import Counter
@@ -130,9 +131,11 @@ class TextFiles(TokenizedText):
 
     kind: ClassVar[str] = "text"
     path: str = ""
-    """A UTF-8 file, or a folder of them."""
+    """A file, or a folder of them."""
     pattern: str = "*.txt"
     """Which names count in a folder and the folders below it."""
+    encoding: str = "utf-8"
+    """Of the files, such as latin-1, cp1252 or utf-16."""
     test: str | None = None
     """Another file or folder, evaluated once, at the end, with the best weights."""
 
@@ -140,6 +143,12 @@ class TextFiles(TokenizedText):
         super().__post_init__()
         if not self.path:
             raise UserError("missing required option: data.path; set a text file or a folder, such as notes.txt")
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise UserError(
+                f"data.encoding={self.encoding} is unknown to Python; use utf-8, latin-1 or cp1252"
+            ) from None
         _check_text("data.path", self.path)
         if self.test is not None:
             _check_text("data.test", self.test)
@@ -174,7 +183,7 @@ class TextFiles(TokenizedText):
         return paths
 
     def _corpus(self, key: str, name: str) -> Corpus:
-        corpus = _files(self._paths(key, name), key)
+        corpus = _files(self._paths(key, name), key, self.encoding)
         if not corpus.sizes.sum():
             raise UserError(f"{key} is empty; set {key.partition('=')[0]} to a file or folder that has text")
         return corpus
@@ -192,26 +201,33 @@ def _check_text(key: str, name: str) -> None:
         )
 
 
-def _files(paths: list[Path], key: str) -> Corpus:
+def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Corpus:
     stats = [path.stat() for path in paths]
     return Corpus(
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
-        read=lambda rows: (_read(paths[row], key) for row in rows),
-        identity=[[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)],
+        read=lambda rows: (_read(paths[row], key, encoding) for row in rows),
+        identity=[
+            [str(path), stat.st_size, stat.st_mtime_ns, encoding] for path, stat in zip(paths, stats, strict=True)
+        ],
     )
 
 
-def _read(path: Path, key: str) -> str:
-    """Return a UTF-8 file's text as it is, line ends included, without a byte order mark."""
+def _read(path: Path, key: str, encoding: str) -> str:
+    """Return a file's text as it is, line ends included, without a byte order mark."""
     try:
         content = path.read_bytes()
-        if (offset := content.find(0)) >= 0:
-            raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {offset}")
-        return content.decode("utf-8").removeprefix("\ufeff")
+        text = content.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{key}: {path} is not UTF-8 text: the byte at offset {error.start} does not decode") from None
+        likely = "utf-16" if b"\0" in content else "latin-1"
+        raise UserError(
+            f"{key}: {path} is not {encoding} text: the byte at offset {error.start} does not decode; set its "
+            f"encoding, such as data.encoding={likely}, or convert it: iconv -f {likely} -t utf-8 {path.name} > new.txt"
+        ) from None
     except OSError as error:
         raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
+    if "\0" in text:
+        raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {content.find(0)}")
+    return text
 
 
 def _short(count: int) -> str:

@@ -50,6 +50,14 @@ def test_yaml_repeats_no_other_default_than_the_class() -> None:
     assert looked_at > 20
 
 
+def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
+    class Half(TwoByTwo):
+        count_targets = Recipe.count_targets
+
+    with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, such as def count_targets\(self, b"):
+        StepConfig(Half(), NoData())
+
+
 def test_overrides_arrive_with_their_types() -> None:
     composed = compose(
         *("recipe=gpt2", "precision=bf16", "clip.max_norm=2", "steps=7"),
