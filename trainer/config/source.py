@@ -5,7 +5,6 @@ and checking a command line needs. Its definition, and what that refers to, is e
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast

@@ -6,12 +6,15 @@ import json
 import pytest
 import torch
 
-from tests.helpers import CONF, CPU, SHIPPED, compose
+from tests.helpers import CONF, CPU, SHIPPED, NoData, SmallConvNet, compose
 from trainer.config import registration as config
 from trainer.config.registration import flatten
+from trainer.config.step import StepConfig
+from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.optim.update import ClipNorm
 from trainer.precision.scaler import AutoScaler
+from trainer.recipe import Recipe
 
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
@@ -51,7 +54,7 @@ def test_yaml_repeats_no_other_default_than_the_class() -> None:
 
 
 def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
-    class Half(TwoByTwo):
+    class Half(SmallConvNet):
         count_targets = Recipe.count_targets
 
     with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, such as def count_targets\(self, b"):
