@@ -177,7 +177,7 @@ def test_python_docs_is_this_interpreters_library() -> None:
     train, valid = PythonDocs().splits()
     names = {Path(file[0]).name for file in train.corpus.identity}
     assert {"argparse.py", "heapq.py", "decoder.py"} <= names
-    assert not any("site-packages" in name or "/test/" in name for name, _, _ in train.corpus.identity)
+    assert not any("site-packages" in name or "/test/" in name for name, *_ in train.corpus.identity)
     assert set(train.rows).isdisjoint(valid.rows)
     sizes = train.corpus.sizes
     assert 0.05 < sizes[list(valid.rows)].sum() / sizes.sum() <= 0.1
