@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import DecodedImages, held_out
+from recipes.data.images.pixels import DecodedImages, check_broken, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import hub_reachable
@@ -50,9 +50,13 @@ class Hub(TokenizedText, ImageSource):
     """null: the only column of labels."""
     rows: str = "auto"
     """Of text: ``lines`` of one text that are joined, or ``documents``; auto: what they look like."""
+    broken: str = "error"
+    """What an image that cannot be decoded does: error: it ends the run, which saves a checkpoint first; skip: the next
+    image takes its place, and it is counted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_broken(self.broken)
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
         if self.rows not in READINGS:
@@ -97,7 +101,7 @@ class Hub(TokenizedText, ImageSource):
         if self.test is not None:
             held = self._split(splits, "test", self.test)
             parts["test"] = self._images(held, self._labels(held, label, classes, f"data.test={self.test}"))
-        size = image_size or min(*train_set.image(0).size, 224)
+        size = image_size or min(*train_set.decoded(0)[0].size, 224)
         return self.opened(
             f"{self.name} ({origin})",
             f"data.name={self.name}",
@@ -163,7 +167,7 @@ class Hub(TokenizedText, ImageSource):
         name = self._column(dataset, "image_column", self.image_column, lambda each: type(each).__name__ == "Image")
         encoded = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         rows = np.arange(len(labels)) if rows is None else rows
-        return HubImages(f"data.name={self.name}", encoded, name, labels, rows)
+        return HubImages(f"data.name={self.name}", encoded, name, labels, rows, self.broken)
 
     def _local_path(self) -> Path | None:
         """Return the file or folder that ``name`` means, or None for a hub id."""
@@ -278,12 +282,14 @@ def _may_be_class(feature: Any) -> bool:
 class HubImages(DecodedImages):
     """Some rows of a dataset."""
 
-    def __init__(self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray) -> None:
+    def __init__(
+        self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray, broken: str
+    ) -> None:
+        super().__init__(torch.from_numpy(labels[rows]), broken)
         self.where, self.encoded, self.column, self.rows = where, encoded, column, rows
-        self.labels = torch.from_numpy(labels[rows])
 
-    def stored(self, index: int) -> tuple[Any, str, str]:
+    def stored(self, index: int) -> tuple[Any, str]:
         row = int(self.rows[index])
         stored = self.encoded[row][self.column] or {"path": None, "bytes": b""}  # of a row without an image
         file = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
-        return file, f"{self.where}: the image of row {row}", ""
+        return file, f"{self.where}: the image of row {row}"

@@ -137,26 +137,34 @@ def test_options_that_cannot_work_are_refused_at_once(source: type, tmp_path: Pa
             source(path=str(tmp_path), valid_fraction=fraction)
 
 
-def test_a_damaged_image_is_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_image_is_named_at_the_start_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = animals(tmp_path) / "dog" / "4.png"
-    file.write_bytes(file.read_bytes()[:-200])  # which shows when it is decoded
+    whole = ImageFolder(path=str(tmp_path)).images(16)
+    content = file.read_bytes()
+    for damaged in (content[:-200], b"not an image"):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"dog/4\.png cannot be read .*data\.broken=skip"):
+            ImageFolder(path=str(tmp_path)).images(16)
+    file.write_bytes(content[:300] + bytes(200) + content[500:])  # which shows when it is decoded
     data = ImageFolder(path=str(tmp_path)).images(16)
-    damaged = next(part for part in (data.train, data.valid) if any(b"dog/4" in file for file in part.files))
-    with pytest.raises(UserError, match=r"dog/4\.png cannot be decoded .*data\.skip_corrupt=true"):
-        damaged.batch(plain(len(damaged)))
-    (tmp_path / "cat" / "2.png").write_text("not an image")  # which shows at the start
-    with pytest.raises(UserError, match=r"cat/2\.png cannot be read .*data\.skip_corrupt=true"):
-        ImageFolder(path=str(tmp_path)).images(16)
+    part = "train" if any(b"dog/4" in name for name in data.train.files) else "valid"
+    row = next(row for row, name in enumerate(getattr(data, part).files) if b"dog/4" in name)
+    samples = plain(len(getattr(data, part)))
+    with pytest.raises(UserError, match=r"dog/4\.png cannot be decoded .*data\.broken=skip"):
+        getattr(data, part).batch(samples)
     with caplog.at_level(logging.WARNING, "mantissa"):
-        data = ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
-    assert len(data.train) + len(data.valid) == 18
-    for part in (data.train, data.valid):
-        part.batch(plain(len(part)))
-    assert "left out 2 of 20 images" in caplog.text
-    for file in tmp_path.rglob("*.png"):
-        file.write_text("not an image")
-    with pytest.raises(UserError, match="not one of 20 images can be decoded"):
-        ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
+        skipping = getattr(ImageFolder(path=str(tmp_path), broken="skip").images(16), part)
+        batches = [skipping.batch(order) for order in (samples, samples[::-1], samples)]
+    assert caplog.text.count("dog/4.png cannot be decoded") == 1
+    assert skipping.unreadable.nonzero().tolist() == [[row]]
+    expected = getattr(whole, part).batch([*samples[:row], samples[(row + 1) % len(samples)], *samples[row + 1 :]])
+    for batch, flipped in zip(batches, (False, True, False), strict=True):
+        for name, tensor in batch.items():
+            assert torch.equal(tensor.flip(0) if flipped else tensor, expected[name])
+    for each in tmp_path.rglob("*.png"):
+        each.write_text("not an image")
+    with pytest.raises(UserError, match="not one of 8 images can be decoded"):
+        ImageFolder(path=str(tmp_path), broken="skip", valid_fraction=0.45).images(16).valid.batch(plain(1))
 
 
 # ------------------------------------------------------------------------------------------------ idx

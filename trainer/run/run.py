@@ -7,11 +7,13 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
 from mantissa.display import finite, loss
+from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config
@@ -136,7 +138,7 @@ class Run:
         try:
             with closing(trainer.batches()) as batches:
                 while not self.complete and self.stopped_by is None:
-                    microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
+                    microbatches = self._next(batches)  # not profiled: data in memory is not part of the step's
                     profiled = self.profiler.step(trainer.step + 1)
                     if not isinstance(profiled, nullcontext):
                         self.monitor.leave_out()
@@ -187,6 +189,19 @@ class Run:
     def step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step. Overridden where steps are timed or traced, as ``log`` is."""
         return self.trainer.train_step(microbatches)
+
+    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        """Return the next step's microbatches; save before a sample that cannot be read ends the run."""
+        try:
+            return next(batches)
+        except UserError as error:
+            if self.world.size > 1 or not self.trainer.step or not self.config.checkpoint.enabled:
+                raise
+            self.writer.finish()
+            if checkpoint.steps(self.folder.checkpoints)[-1:] != [self.trainer.step]:
+                self._save(None)
+                self.writer.finish()
+            raise UserError(f"{error}. {report.last_good(self.folder)}; resume with:\n  {self.command}") from error
 
     def log(self, record: StepRecord) -> None:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
@@ -274,6 +289,9 @@ class Run:
             self.terminal.note(f"early stopping: {why}")
         epilogue, missing, test = export_best(self.trainer, self.folder, self.scores.best, self.terminal)
         summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(test)}
+        data = self.trainer.datasets
+        marks = [part.unreadable for part in (data.train, data.valid, data.test) if hasattr(part, "unreadable")]
+        summary["unreadable_samples"] = sum(int(self.world.add(each.float()).count_nonzero()) for each in marks)
         self.terminal.block("summary", report.summary_rows(summary))
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
@@ -330,6 +348,7 @@ class Run:
             "processes": self.world.size,
             "checkpoints": self.writer.facts(),
             "skipped_steps": monitor.skipped_steps,  # of the whole run
+            "unreadable_samples": 0,  # counted at the end
             "wall_time_s": time.monotonic() - self.began,
             "resume": self.command,
             "hardware": self.hardware.facts(),
