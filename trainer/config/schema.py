@@ -10,12 +10,12 @@ from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
 from trainer.config.step import Resolved, StepConfig
 from trainer.errors import UserError
+from trainer.files import default_name
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
-from trainer.run_folder import default_name
 from trainer.tracking.mlflow.addresses import explicit_uri
 from trainer.tracking.options import Tracking
 
@@ -57,6 +57,8 @@ class RunConfig:
     """When a run ends before its last step."""
     log_every: int = 10
     """Optimizer steps between two lines of metrics.jsonl."""
+    recipe_path: str | None = None
+    """A folder with recipes of your own; null: those of ``recipes/`` and of installed packages."""
     init_from: str | None = None
     """Start with the best weights of a run: its folder, its ``best/``, or ``mlflow:RUN_ID``."""
     resume: str | None = None

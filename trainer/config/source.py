@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from trainer.errors import UserError
 from trainer.files import PROJECT
 
 _PREFIX = "outline of "
@@ -53,7 +54,12 @@ def real(cls: Any) -> Any:
     """Return the class that an outline was read from; imports its module."""
     if cls in _real:
         return _real[cls]
-    return getattr(importlib.import_module(cls.__module__.removeprefix(_PREFIX)), cls.__name__)
+    return getattr(importlib.import_module(origin(cls)), cls.__name__)
+
+
+def origin(cls: type) -> str:
+    """Return the module that an outline was read from."""
+    return cls.__module__.removeprefix(_PREFIX).replace("/", ".")
 
 
 def objects(config: Any) -> Any:
@@ -90,8 +96,12 @@ class _Source:
 
     def __init__(self, module: str, file: Path) -> None:
         self.name = module
-        self.tree = ast.parse(file.read_text(encoding="utf-8"), file)
-        self.module = sys.modules[_PREFIX + module] = ModuleType(_PREFIX + module)  # for typing.get_type_hints
+        try:
+            self.tree = ast.parse(file.read_text(encoding="utf-8"))
+        except SyntaxError as error:
+            raise UserError(f"{file}, line {error.lineno}: {error.msg}") from error
+        alias = _PREFIX + module.replace(".", "/")  # without dots: it has no parent to be imported
+        self.module = sys.modules[alias] = ModuleType(alias)  # where typing.get_type_hints looks
         self.definitions: dict[str, ast.stmt] = {}
         for node in self.tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -152,6 +162,12 @@ def _file(module: str) -> Path | None:
     return None
 
 
+def module_of(file: Path, root: Path) -> str:
+    """Return the dotted name of the module in a file below ``root``."""
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def _reduced(node: ast.ClassDef) -> ast.ClassDef:
     """Return the class with its options, and what names it as a choice."""
     body = [entry for entry in node.body if _names_choice(entry) or _is_option(entry)]
@@ -165,7 +181,7 @@ def _is_option(entry: ast.stmt) -> bool:
 
 
 def _names_choice(entry: ast.stmt) -> bool:
-    """Return whether a statement in a class's body gives the class a ``kind`` or ``name``, and no option of that name."""
+    """Return whether a statement in a class's body gives it a ``kind`` or ``name``, and not an option of that name."""
     if isinstance(entry, ast.AnnAssign):
         target, is_field = entry.target, "ClassVar" not in ast.unparse(entry.annotation)
     elif isinstance(entry, ast.Assign):
