@@ -195,7 +195,7 @@ class Hub(TokenizedText, ImageSource):
         path = self._local_path()
         arguments: dict[str, Any] = {"path": self.name, "name": self.subset}
         if path:
-            arguments |= {"path": str(path), "cache_dir": str(Path(self.cache_dir).expanduser() / "datasets")}
+            arguments |= {"path": str(path), "cache_dir": str(self.cache_folder / "datasets")}
             if path.is_file():
                 arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
         elif not hub_reachable():

@@ -29,7 +29,7 @@ class Optimizer:
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
     """Of the weights of linear, convolution, embedding and attention layers. Everything else is not decayed, whatever
-    its shape: biases, norms, scales, class tokens, plain position embeddings. The rule is ``decayed``.
+    its shape: biases, norms, scales, class tokens, plain position embeddings.
     """
     groups: Any = None
     """A mapping of name patterns to what the parameters that match have of their own: ``lr``, a multiple of the

@@ -19,6 +19,7 @@ from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.split import Corpus, Split, split
 from recipes.data.text.tokenizers import OWN_BPE, BytePairs, Bytes, Characters
+from trainer.cache import cache_folder
 from trainer.data.apart import check_apart
 from trainer.errors import UserError
 from trainer.recipe import NO_OPTION
@@ -37,8 +38,8 @@ class TokenizedText(TextSource):
     """Of the BPE; a small text gives fewer."""
     valid_fraction: float = 0.1
     """Of the text, set aside for validation: its end, or whole files, rows or modules where there are many."""
-    cache_dir: str = field(default_factory=lambda: os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa")
-    """Where tokenised text is kept."""
+    cache_dir: str | None = None
+    """Where tokenised text is kept; null: the environment's ``MANTISSA_CACHE``, else ``~/.cache/mantissa``."""
     whole: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
     """Whether no text is set aside for validation: training and validation text are then both all of it."""
 
@@ -65,6 +66,11 @@ class TokenizedText(TextSource):
         """Return what the text is called in the start block."""
         return self.kind
 
+    @property
+    def cache_folder(self) -> Path:
+        """The folder that ``cache_dir`` means."""
+        return cache_folder() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+
     def tokens(self, tokenizer: str | None) -> TokenData:
         train, valid = self.splits()
         test = self.test_split()
@@ -72,7 +78,7 @@ class TokenizedText(TextSource):
         one = self.whole and train.corpus is valid.corpus
         if one:
             parts = {"train": Split.whole(train.corpus)}
-        ids, text_bytes, opened = open_or_build(self.cache_dir, self.kind, parts, self._plan(tokenizer, parts))
+        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, self._plan(tokenizer, parts))
         counts = f"{_short(len(ids['train']))} tokens"
         counts += "" if one else f" and {_short(len(ids['valid']))} for validation ({valid.origin})"
         counts += f" and {_short(len(ids['test']))} for testing" if "test" in ids else ""

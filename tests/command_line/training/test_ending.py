@@ -246,8 +246,9 @@ def test_an_epilogue_that_fails_leaves_the_best_weights(
 
 @pytest.mark.usefixtures("user_data")
 def test_a_damaged_photo_ends_the_run_saved_and_is_replaced_when_it_is_resumed(train: Train, folder: Path) -> None:
-    options = [*IMAGES[:2], "data=imagefolder", "data.path=images", "recipe.image_size=32", "batch_size=2", "steps=6",
-               "eval_samples=2", "eval_every=6", "deterministic=true", "tracking=local", "loader.workers=0"]  # fmt: skip
+    options = [*IMAGES[:2], "data=imagefolder", "data.path=images", "recipe.image_size=32", "batch_size=2",
+               "eval_samples=2", "eval_every=6", "steps=6", "deterministic=true", "tracking=local",
+               "loader.workers=0"]  # fmt: skip
     training = ImageFolder(path="images").images(32).train
     order = [sample.index for sample in DataOrder(len(training), 0).samples(0, len(training))]
     position = max(order.index(index) for index in (1, 2, 4, 5, 7, 8))  # the others are in the data's fingerprint
