@@ -273,7 +273,8 @@ def _clear_up(folder: Path) -> None:
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE_BYTES:
-        raise OSError(f"{size(needed)} are needed, {size(free)} are free in {folder}")
+        spare = f"and {size(SPARE_BYTES)} for the metric log"
+        raise OSError(f"{size(needed)} are needed, {spare}; {size(free)} are free in {folder}")
 
 
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_me
 from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, check_entries, in_use, read_object
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
+from trainer.run.disk import check_disk
 from trainer.run.memory.fit import fit_plan
 from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
@@ -82,6 +83,8 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
             Scores(trainer.config).check_known(trainer.metric_names)
             with _written(resolved.config.output_dir):
                 if folder is None:
+                    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+                    world.on_first(partial(check_disk, config, resolved.plan, parameters))
                     folder = world.on_first(partial(_begun, resolved, datasets, stack))
                 run = run_class(trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions)
             return run.train()
