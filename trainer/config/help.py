@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config import outside, source
-from trainer.config.compose import composed
+from trainer.config.compose import checked_arguments, composed
 from trainer.config.explain import intended_key, known_options
-from trainer.config.registration import CONF, by_key, choices, options, root
+from trainer.config.registration import CONF, by_key, choices, groups, options, root
 from trainer.errors import UserError, nearest
 
 USAGE = """\
@@ -49,7 +49,8 @@ def page(arguments: Sequence[str]) -> str:
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     overrides = [argument for argument in arguments if "=" in argument]
     words = [intended_key(argument) for argument in arguments if "=" not in argument and argument[:1] != "-"]
-    if not overrides and not words:
+    if not words and by_key(overrides).keys() <= {"recipe_path"}:
+        checked_arguments(overrides)
         return "\n".join([USAGE, *(_group(name, width) for name in _groups())])
     found, known, typed = keys(composed(overrides)), known_options(), by_key(overrides)
     for word in words:
@@ -158,12 +159,11 @@ def _group(name: str, width: int, choice: str = "") -> str:
 
 
 def _choices(group: str) -> list[tuple[str, str]]:
-    """Return the choices of a group, each with the first sentence of its YAML's comment."""
-    found = []
-    for name in choices(group):
-        path = next(path for conf in (CONF, *outside.configs()) if (path := conf / group / f"{name}.yaml").is_file())
+    """Return the choices of a group, each with the first sentence of its YAML's comment, or of its class."""
+    found = {name: source.summary(cls) for name, cls in groups()["recipe"].items()} if group == "recipe" else {}
+    for path in [path for conf in (CONF, *outside.configs()) for path in (conf / group).glob("*.yaml")]:
         text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
-        head = re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text)
-        about = head[0].removeprefix("# ").replace("\n# ", " ").strip() if head else ""
-        found.append((name, about.removeprefix(f"{group}={name}: ")))
-    return found
+        if head := re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text):
+            about = head[0].removeprefix("# ").replace("\n# ", " ").strip()
+            found[path.stem] = about.removeprefix(f"{group}={path.stem}: ")
+    return sorted(found.items())

@@ -63,9 +63,11 @@ def main(run_class: type[Run] | None = None) -> int:
 
 def _help() -> int:
     try:
-        print(help.page(sys.argv[1:]))
+        print(help.page(sys.argv[1:]), flush=True)
     except UserError as error:
         return _report(error)
+    except BrokenPipeError:  # of ``--help | head``
+        leave_unread()
     return 0
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+
+from trainer.config import outside
+from trainer.config.registration import by_key
+from trainer.errors import UserError
 
 # Hydra's own would run any Python file to ask it. The other scripts take the options of train.py, too.
 INSTALL = r"""_mantissa_completion() {
@@ -25,6 +30,8 @@ def without_schemas(arguments: Sequence[str]) -> Iterator[None]:
     if "query=bash" not in arguments:
         yield
         return
+    with suppress(UserError):
+        outside.use(by_key(os.environ.get("COMP_LINE", "").split()).get("recipe_path"))
     with redirect_stdout(io.StringIO()) as printed:
         yield
     print(" ".join(word for word in printed.getvalue().split() if not word.endswith("_schema")))
