@@ -279,4 +279,6 @@ def test_an_error_is_reported_if_another_rank_finds_it_first(start: Start, tmp_p
     """torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first."""
     (tmp_path / "slow.py").write_text(SLOW_SPEAKER)
     _, err = done(start(2, "parallel=single", script=str(tmp_path / "slow.py")), code=1)
-    assert err.count("error: torchrun started 2 processes, and parallel=single uses one; set parallel=ddp") == 1
+    sentence = "torchrun started 2 processes, and parallel=single uses one; set parallel=ddp"
+    assert err.count(f"error: {sentence}") == 1
+    assert f": {sentence}" in err[err.index("Root Cause") :]  # at the end, where the user looks

@@ -25,7 +25,7 @@ from trainer.config import help
 from trainer.config.compose import checked_arguments
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory, redacted
-from trainer.parallel.world import launched_processes
+from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import completion
 from trainer.run.signals import OUTSIDE
 from trainer.run.sweep import Begin, Ended, Sweep
@@ -162,6 +162,7 @@ def _report(error: RunError | Interrupted) -> int:
             prefix = f"rank {rank}: {prefix}"
     if speaks:
         print(redacted(f"{prefix}{error}"), file=sys.stderr, flush=True)
+        tell_torchrun(redacted(str(error)))
     elif not isinstance(error, Interrupted):
         # torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first.
         atexit.register(time.sleep, _PATIENCE)
@@ -174,7 +175,6 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 def _report_of_rank(error: Exception) -> int:
     """Name the rank that failed. A rank that lost its connection to it prints no traceback: it would hide the cause."""
     from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     rank = os.environ["RANK"]
     if isinstance(error, DistError) or any(sign in str(error) for sign in _GONE):
@@ -182,7 +182,5 @@ def _report_of_rank(error: Exception) -> int:
         return 1
     traceback.print_exception(error)
     print(f"rank {rank}: error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    handler = get_error_handler()  # torchrun shows what it writes as the root cause
-    handler.initialize()
-    handler.record_exception(error)
+    tell_torchrun("".join(traceback.format_exception(error)))
     return 1
