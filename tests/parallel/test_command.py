@@ -251,9 +251,10 @@ def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, sta
 SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-from trainer.run import command, sweep
+from trainer.config import build as module
+from trainer.run import command
 
-build, sleep = sweep.build, time.sleep
+build, sleep = module.build, time.sleep
 
 def last(*arguments):  # rank 0 finds the mistake when rank 1 has
     while not Path("waits").exists():
@@ -267,7 +268,7 @@ def waits(seconds):
     sleep(seconds)
 
 if os.environ["RANK"] == "0":
-    sweep.build = last
+    module.build = last
 else:
     atexit.register(Path("left").touch)
     time.sleep = waits
