@@ -82,13 +82,10 @@ def check(composed: DictConfig) -> None:
     _refuse_unknown(composed, root(), "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
+    other = {"eval_every": source.outline("trainer.config.step", "EPOCH")}
     for entry in options(root()):
-        value = composed[entry.name]
-        if entry.type == "int | str" and (entry.name, value) != (
-            "eval_every",
-            source.outline("trainer.config.step", "EPOCH"),
-        ):
-            check_number(entry.name, value)
+        if entry.type == "int | str" and composed[entry.name] != other.get(entry.name):
+            check_number(entry.name, composed[entry.name])
     check_largest(flatten(OmegaConf.to_object(composed)))
 
 
