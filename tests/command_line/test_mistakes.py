@@ -187,13 +187,13 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     command = f"{BIGNET} steps=9 eval_every=3".split()
     each, best = 3 * 4 * 2 * 72 + 2 * 4 * 2, 4 * 2 * 72  # weights, two averages and a counter for each of two layers
     needed = 3 * each + best + checkpoint.SPARE_BYTES
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1, total=1 << 40))
     done = train(*command)
     assert done.code == 2
     assert "output_dir=outputs: 1.0 MiB of disk are free" in done.err
     assert "3 checkpoints of" in done.err
     assert not (folder / "outputs").exists()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed, total=1 << 40))
     assert train(*command).code == 0
 
 

@@ -29,10 +29,11 @@ def check_disk(config: Config, plan: Plan, parameters: int) -> None:
         parameters: of the model.
     """
     options, folder = config.checkpoint, Path(config.output_dir).expanduser().absolute()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     saves = plan.evaluations + (0 if isinstance(options.every, str) else plan.steps // options.every)
     copies = min(options.keep + 2, saves)
-    if not options.enabled or free > _ROUGH * parameters * (copies + 1) + SPARE_BYTES:
+    rough = _ROUGH * parameters * (copies + 1) + SPARE_BYTES
+    if not options.enabled or disk.free > rough or not disk.total:  # some file systems do not tell
         return
     try:
         held = forecast(replace(config, parallel=Parallel())).highest
@@ -40,10 +41,10 @@ def check_disk(config: Config, plan: Plan, parameters: int) -> None:
         return
     export = held["weights"] + held["buffers"]
     each = export + held["optimizer"]
-    if free < (needed := copies * each + export + SPARE_BYTES):
+    if disk.free < (needed := copies * each + export + SPARE_BYTES):
         raise UserError(
-            f"output_dir={config.output_dir}: {size(free)} of disk are free, but {size(needed)} are needed: {copies} "
-            f"checkpoints of {size(each)} (the newest, the best, and the next while it is written), best/ of "
+            f"output_dir={config.output_dir}: {size(disk.free)} of disk are free, but {size(needed)} are needed: "
+            f"{copies} checkpoints of {size(each)} (the newest, the best, and the next while it is written), best/ of "
             f"{size(export)}, and {size(SPARE_BYTES)} for logs; free disk space, choose another with output_dir=…, or "
             "keep nothing with checkpoint=none"
         )

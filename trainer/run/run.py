@@ -12,6 +12,8 @@ from contextlib import closing, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
+
 from mantissa.display import finite, loss
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
@@ -290,7 +292,7 @@ class Run:
         epilogue, missing, test = export_best(self.trainer, self.folder, self.scores.best, self.terminal)
         summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(test)}
         data = self.trainer.datasets
-        marks = [part.unreadable for part in (data.train, data.valid, data.test) if hasattr(part, "unreadable")]
+        marks = [getattr(part, "unreadable", torch.zeros(1)) for part in (data.train, data.valid, data.test)]
         summary["unreadable_samples"] = sum(int(self.world.add(each.float()).count_nonzero()) for each in marks)
         self.terminal.block("summary", report.summary_rows(summary))
         ledger = self.profiler.ledger
