@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import DecodedImages, check_broken, held_out
+from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import hub_reachable
@@ -56,7 +56,6 @@ class Hub(TokenizedText, ImageSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_broken(self.broken)
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
         if self.rows not in READINGS:

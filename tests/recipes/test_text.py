@@ -290,7 +290,7 @@ def test_text_in_another_encoding(tmp_path: Path) -> None:
     data = TextFiles(path=str(path), tokenizer="chars", encoding="latin-1").tokens(None)
     assert data.tokenizer.decode(data.train[:7].tolist()) == "déjà vu"
     with pytest.raises(UserError, match=r"data\.encoding=latin-l is unknown"):
-        TextFiles(path=str(path), encoding="latin-l")
+        TextFiles(path=str(path), encoding="latin-l").tokens(None)
 
 
 def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> None:

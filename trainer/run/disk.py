@@ -21,12 +21,7 @@ _ROUGH = 24
 def check_disk(config: Config, plan: Plan, parameters: int) -> None:
     """Raise UserError where the free disk space is less than a new run needs for its checkpoints and its export.
 
-    The forecast of their sizes takes seconds, so it is made only where a rough bound is above what is free.
-
-    Args:
-        config: as composed.
-        plan: its numbers.
-        parameters: of the model.
+    The config is as composed. Forecasting sizes takes seconds: only where a rough bound is above what is free.
     """
     options, folder = config.checkpoint, Path(config.output_dir).expanduser().absolute()
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import REMEDY, DecodedImages, check_broken, check_fraction, check_path, unreadable
+from recipes.data.images.pixels import REMEDY, DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.apart import check_apart
 from trainer.errors import UserError
@@ -44,7 +44,6 @@ class ImageFolder(ImageSource):
     image takes its place, and it is counted."""
 
     def __post_init__(self) -> None:
-        check_broken(self.broken)
         check_fraction(self.valid_fraction)
         check_path(self.path, WANTED)
         if self.test is not None and not Path(self.test).expanduser().is_dir():

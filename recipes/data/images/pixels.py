@@ -148,6 +148,8 @@ class DecodedImages(Images):
     """
 
     def __init__(self, labels: Tensor, broken: str = "error") -> None:
+        if broken not in ("error", "skip"):
+            raise UserError(f"data.broken={broken} is unknown; use data.broken=error or skip")
         self.labels, self.broken = labels, broken
         self.unreadable = torch.zeros(len(labels), dtype=torch.bool)
         """Those found so far; loading processes share this memory."""
@@ -247,12 +249,6 @@ def held_out(labels: np.ndarray, fraction: float) -> np.ndarray:
         if len(members) > 1 and not mask[members].any():
             mask[members[-1]] = True
     return mask
-
-
-def check_broken(broken: str) -> None:
-    """Refuse a ``data.broken`` that is neither ``error`` nor ``skip``."""
-    if broken not in ("error", "skip"):
-        raise UserError(f"data.broken={broken} is unknown; use data.broken=error or skip")
 
 
 def check_fraction(fraction: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import sysconfig
 from collections import Counter
@@ -149,12 +148,6 @@ class TextFiles(TokenizedText):
         super().__post_init__()
         if not self.path:
             raise UserError("missing required option: data.path; set a text file or a folder, such as notes.txt")
-        try:
-            codecs.lookup(self.encoding)
-        except LookupError:
-            raise UserError(
-                f"data.encoding={self.encoding} is unknown to Python; use utf-8, latin-1 or cp1252"
-            ) from None
         _check_text("data.path", self.path)
         if self.test is not None:
             _check_text("data.test", self.test)
@@ -229,6 +222,8 @@ def _read(path: Path, key: str, encoding: str) -> str:
             f"{key}: {path} is not {encoding} text: the byte at offset {error.start} does not decode; set its "
             f"encoding, such as data.encoding={likely}, or convert it: iconv -f {likely} -t utf-8 {path.name} > new.txt"
         ) from None
+    except LookupError:
+        raise UserError(f"data.encoding={encoding} is unknown to Python; use utf-8, latin-1 or cp1252") from None
     except OSError as error:
         raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
     if "\0" in text:
