@@ -188,5 +188,5 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
     rows.append(("skipped steps", str(summary["skipped_steps"])))
     if summary["unreadable_samples"]:
         rows.append(("unreadable samples", f"{summary['unreadable_samples']}, in whose place the next ones were taken"))
-    rows.append(("time", duration(summary["wall_time_s"])))
+    rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
     return rows

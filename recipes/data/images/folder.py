@@ -18,6 +18,7 @@ from recipes.data.images.pixels import REMEDY, DecodedImages, check_fraction, ch
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.apart import check_apart
 from trainer.errors import UserError
+from trainer.progress import work
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 FILES_CHECKED = 20_000
@@ -119,10 +120,11 @@ def _failures(files: list[str]) -> Iterator[tuple[str, Exception]]:
             return error
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for file, error in zip(files, pool.map(failure, files), strict=True):
+    with ThreadPoolExecutor(os.cpu_count()) as pool, work("checking the images", len(files), "files") as advance:
+        for number, (file, error) in enumerate(zip(files, pool.map(failure, files), strict=True), 1):
             if error:
                 yield file, error
+            advance(number)
 
 
 def _seems_cut(file: str) -> bool:
