@@ -12,6 +12,7 @@ from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
 from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
+from trainer.metrics import check_named
 from trainer.optim.ema import Ema
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Schedule
@@ -82,6 +83,8 @@ class StepConfig:
     the run, at least 25."""
     eval_samples: int | str = "auto"
     """Validation samples of an evaluation, at most; auto: ten training batches."""
+    metrics: list[str] | None = None
+    """Further metrics of a classifier's evaluations: ``[f1_macro,auroc,ece]``; docs/tasks.md has all names."""
     freeze: list[str] | None = None
     """Parameters or modules that are not trained, by name or pattern: ``[layer1, "*.bn1", wte]``."""
     deterministic: bool = False
@@ -104,6 +107,7 @@ class StepConfig:
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.recipe.check_complete()
+        check_named(self.metrics or [])
         self.scaler.check(self.precision.format)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)
