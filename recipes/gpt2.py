@@ -49,9 +49,12 @@ class GPT2(LanguageRecipe):
     cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes
     gpu_sizes = Sizes(steps=2000, batch_size=480, micro_batch_size=16)  # the published half a million tokens a step
     longest = 1024
+    size: str = "auto"
+    """nano, mini, 124M, 350M, 774M or 1558M; auto: mini on a CPU, 124M on a GPU."""
     dropout: float = 0.0
+    """Probability, in training."""
     gelu: str = "tanh"
-    """Of a new model: tanh, GPT-2's approximation, or erf, the exact function, in a third of the time on a CPU."""
+    """Of a new model: tanh, GPT-2's approximation; erf: the exact one, which takes a third of its time on a CPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -59,10 +59,11 @@ class SizedRecipe(Recipe):
     pretrained: str | None = None
     """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
     context: int | str = "auto"
-    """Tokens of a sample; of t5, of the encoder's input. auto: the size's own."""
+    """Tokens of a sample; auto: the size's own."""
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, as far as they take a model's mask and bias; eager: scores of T × T in memory."""
     lora: LoRA = field(default_factory=LoRA)
+    """Low-rank adapters, of which only the weights are trained (Hu et al. 2021), through peft."""
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION:

@@ -54,6 +54,14 @@ class Decision(NamedTuple):
 
 NO_OPTION = {"omegaconf_ignore": True}
 """Metadata of a config's field that users do not set."""
+_MUST_HAVE = {
+    "sizes": "def sizes(self, hardware): return Sizes(steps=200, batch_size=64, micro_batch_size=64)",
+    "datasets": "def datasets(self, data, seed): return Datasets(train, valid, '569 tumours')",
+    "build_model": "def build_model(self, datasets): return nn.Linear(30, 2)",
+    "count_targets": "def count_targets(self, batch): return len(batch['y'])",
+    "loss": "def loss(self, model, batch): … return LossOutput(losses.sum(), {})",
+}
+"""The methods that every recipe defines, each with an example."""
 
 
 @dataclass
@@ -156,6 +164,14 @@ class Recipe:
     """Factor of the optimizer's default learning rate with ``init_from`` or ``recipe.pretrained``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
+
+    def check_complete(self) -> None:
+        """Raise UserError where the recipe lacks a method that training calls."""
+        for method, example in _MUST_HAVE.items():
+            if getattr(type(self), method) is getattr(Recipe, method):
+                raise UserError(
+                    f"{type(self).__name__} (recipe={self.name}) has no {method}; write it, such as {example}"
+                )
 
     def chosen(self, decisions: Iterable[Decision]) -> Self:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""

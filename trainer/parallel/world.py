@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # a command line is checked before torch is imported
@@ -26,6 +29,12 @@ def launched_local_rank() -> tuple[int, int]:
 def restarted() -> bool:
     """Return whether torchrun started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def tell_torchrun(message: str) -> None:
+    """Let torchrun, whose own traceback follows what this process printed, end with this message."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def launch_id() -> str:

@@ -22,6 +22,7 @@ from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, check_entr
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
+from trainer.run.disk import check_disk
 from trainer.run.memory.fit import fit_plan
 from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
@@ -90,6 +91,8 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
             with _written(resolved.config.output_dir):
                 if folder is None:
+                    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+                    world.on_first(partial(check_disk, config, resolved.plan, parameters))
                     folder = world.on_first(partial(_begun, resolved, datasets, stack))
                 with work("preparing the run"):
                     run = run_class(
