@@ -179,7 +179,11 @@ def test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each(ranks: int
 
         evaluation = Evaluation(Echo(), None, 8, Loader(workers=0), CPU, world)
         done: list[tuple[int, int]] = []
-        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]), lambda *now: done.append(now))
+
+        def watch(*now: int, done: list[Any] = done) -> None:
+            done.append(now)
+
+        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]), watch)
         totals += torch.tensor([sums["loss"], targets])
         forwards.append(len(seen))
         assert done == [(number, len(seen)) for number in range(1, len(seen) + 1)]  # all may stop after the same batch
