@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import signal
@@ -144,9 +143,6 @@ class Run:
                         record = self.step(microbatches)
                     if self.first is None:
                         self.first = record
-                        # To walk what was imported and built, half a million objects, stops the host for half a second.
-                        gc.collect(1)
-                        gc.freeze()
                     self.log(record)
                     self.after_step()
             self.monitor.collect()
@@ -163,8 +159,6 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
-        finally:
-            gc.unfreeze()  # else the model would outlive the run, in a sweep
         if not self.complete:
             assert self.stopped_by is not None
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
