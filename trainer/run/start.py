@@ -81,7 +81,7 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
                 gc.collect()
                 stack.callback(gc.unfreeze)
             gc.freeze()
-            gc.enable()
+        gc.enable()
         terminal.note("building the model …")
         try:
             trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
