@@ -330,9 +330,10 @@ class SizedRecipe(Recipe):
 def _import_transformers() -> None:
     """Import what every model of transformers needs, without what only others than ours do, which takes half a second.
 
-    What transformers finds installed, it imports; where a module is None, Python says that there is none.
+    What transformers finds installed, it imports, and it looks once. Of a module that is None, Python says that there
+    is none.
     """
-    if "transformers.modeling_utils" in sys.modules:
+    if "transformers" in sys.modules:
         return
     left_out = {"scipy", "torchvision"} - sys.modules.keys()
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
