@@ -62,7 +62,7 @@ def test_published_sizes_have_their_parameters(
     ],
 )
 def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
-    recipe: str, on_cpu: tuple[str, int, tuple[int, ...]], on_gpu: tuple[str, int, tuple[int, ...]]
+    recipe: str, on_cpu: tuple[str, int, tuple[int, int, int]], on_gpu: tuple[str, int, tuple[int, int, int]]
 ) -> None:
     for hardware, (size, context, sizes) in ((CPU, on_cpu), (GPU, on_gpu)):
         config = compose(f"recipe={recipe}", "data=synthetic")
