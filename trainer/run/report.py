@@ -186,5 +186,5 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
         rows.append(("MFU", share))
     rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
-    rows.append(("time", duration(summary["wall_time_s"])))
+    rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
     return rows
