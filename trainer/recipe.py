@@ -42,6 +42,8 @@ class Sizes:
     steps: int
     batch_size: int
     micro_batch_size: int
+    why: str = ""
+    """Empty: they are the default of the device."""
 
 
 class Decision(NamedTuple):

@@ -144,7 +144,7 @@ class StepConfig:
         recipe, chosen = self.recipe.resolve(hardware, self.data)
         world = world or World()
         decisions = [*self.preset, *chosen]
-        sizes = recipe.sizes(hardware)
+        sizes = world.on_first(lambda: recipe.sizes(hardware))  # which may measure
         numbers: dict[str, Any] = {}
 
         def number(key: str, auto: int, why: str) -> int:
@@ -156,7 +156,7 @@ class StepConfig:
             numbers[key] = value
             return value
 
-        default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
+        default = sizes.why or f"{'GPU' if hardware.is_gpu else 'CPU'} default"
         opened, auto, why, epoch = None, sizes.steps, default, Fraction(0)
         if self.epochs is not None or self.eval_every == EPOCH:
             opened = world.first_then_others(replace(self, recipe=recipe).open_datasets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import signal
@@ -172,8 +171,6 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
-        finally:
-            gc.unfreeze()  # else the model would outlive the run, in a sweep
         if self.stopped_by is not None and not summary:
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
                 self._close("KILLED")
@@ -206,9 +203,6 @@ class Run:
             record = self.step(microbatches)
         if self.first is None:
             self.first = record
-            # To walk what was imported and built, half a million objects, stops the host for half a second.
-            gc.collect(1)
-            gc.freeze()
         self.log(record)
 
     def step(self, microbatches: list[Batch]) -> StepRecord:

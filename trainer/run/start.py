@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -82,6 +83,12 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
             datasets = opened or world.first_then_others(resolved.config.open_datasets)
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides)
+        if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
+            if gc.isenabled():  # another program's, not that of open_the_program
+                gc.collect()
+                stack.callback(gc.unfreeze)
+            gc.freeze()
+        gc.enable()
         terminal.note("building the model …")
         try:
             with work("building the model"):

@@ -16,6 +16,7 @@ from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
 from trainer.tracking.mlflow.answers import watching
 from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.models import prepare
 from trainer.tracking.mlflow.record import RunInfo
 
 log = logging.getLogger("mantissa")
@@ -137,6 +138,7 @@ class Feed(threading.Thread):
             while not self._ending.is_set():
                 delivery.send_new(pause=lambda: self._ending.wait(PAUSE_S))
                 self._works()
+                prepare()
                 self._ending.wait(self._flush_every_s)
         delivery.complete(self._status)
         self._works()
