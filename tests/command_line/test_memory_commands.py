@@ -97,7 +97,7 @@ def test_the_report_is_of_the_microbatch_that_was_chosen(
     monkeypatch.setattr("trainer.run.start.fit_plan", to_eight)
     job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=16", "tracking=local"]
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", *job])
-    monkeypatch.setattr(command, "out_of_memory", report)
+    monkeypatch.setattr("trainer.run.memory.fit.out_of_memory", report)
     assert command.main(Fails) == 4
     assert reported == [*job, "micro_batch_size=8"]
     assert "not enough memory" in capsys.readouterr().err
