@@ -7,8 +7,10 @@ import math
 import os
 import select
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
@@ -30,6 +32,8 @@ class Terminal:
         self._shown = -math.inf
         # A refresh takes about a millisecond, which would slow the steps of a tiny model.
         self._interval_s = 0.2 if self.console.is_terminal else 2.0
+        self.patience_s = 2.0
+        """Work that takes less is not shown, see ``work``."""
         logger = logging.getLogger("mantissa")
         logger.handlers[:] = [_Shown(self)]
         logger.setLevel(logging.INFO)
@@ -62,7 +66,45 @@ class Terminal:
         if now - self._shown < self._interval_s and step not in (1, steps):
             return
         self._shown = now
-        line = progress_line(step, steps, metrics, unit)
+        self._in_place(progress_line(step, steps, metrics, unit))
+
+    @contextmanager
+    def work(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Callable[[float], None]]:
+        """Show the progress of what is not a training step, once it has taken ``patience_s``.
+
+        A thread shows it: the work may be one long call. Yields a function that takes how much is done, and is cheap.
+
+        Args:
+            label: what is done, such as ``evaluating``.
+            total: how much there is to do; None: not known.
+            unit: of ``total``, such as ``batches``.
+        """
+        if self.console.quiet:
+            yield lambda done: None
+            return
+        began, done, ended = time.perf_counter(), 0.0, threading.Event()
+
+        def advance(now: float) -> None:
+            nonlocal done
+            done = now
+
+        def show() -> None:
+            wait_s = self.patience_s
+            while not ended.wait(wait_s):
+                self._in_place(work_line(label, done, total, unit, time.perf_counter() - began))
+                wait_s = 0.5 if self.console.is_terminal else 20.0
+
+        thread = threading.Thread(target=show, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield advance
+        finally:
+            ended.set()
+            thread.join()
+            self.end_progress()
+
+    def _in_place(self, line: str) -> None:
+        """Show a line in the place of the one before; in a file below it."""
         if not self.console.is_terminal:
             self.note(line)
             return
@@ -117,4 +159,13 @@ def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -
         parts.append(f"skipped {metrics['skipped_steps']:g}")
     if step > 1:  # the first step takes longer than any other
         parts.append(f"eta {duration((steps - step) * metrics['step_time_s'])}")
+    return "  ".join(parts)
+
+
+def work_line(label: str, done: float, total: float | None, unit: str, seconds: float) -> str:
+    """Return ``evaluating  12/48 batches  eta 0:30``, or what is known of it and the time so far."""
+    parts = [label]
+    if done:
+        parts.append(f"{quantity(done)}{f'/{quantity(total)}' if total else ''} {unit}".rstrip())
+    parts.append(f"eta {duration(seconds / done * (total - done))}" if total and done else duration(seconds))
     return "  ".join(parts)
