@@ -41,6 +41,13 @@ class EarlyStopping:
             raise UserError(f"early_stopping.{key} has no effect alone; also set early_stopping.patience=5")
 
 
+RESERVED = (
+    *("recipe", "size", "image_size", "classes", "pretrained", "precision", "precision.support", "precision.arithmetic"),
+    *("hardware", "parallel", "processes", "git.dirty", "changed_on_resume", "group", "note"),
+)
+"""Tags of MLflow that a run sets itself, beside ``mlflow.…``, ``mantissa.…`` and ``init_from.…``."""
+
+
 @dataclass
 class RunConfig:
     """The options of the run around the steps: what is measured, reported and kept, and where."""
@@ -55,6 +62,12 @@ class RunConfig:
     resume: str | None = None
     output_dir: str = "outputs"
     run_name: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+    """Tags of the run in MLflow and in tables, such as ``tags.team=vision``."""
+    note: str | None = None
+    """A sentence about the run: the beginning of its description in MLflow."""
+    group: str | None = None
+    """What the run belongs to, such as one of several sweeps: the tag ``group`` in MLflow."""
 
 
 @dataclass
@@ -68,6 +81,9 @@ class Config(RunConfig, StepConfig):
         if self.log_every < 1:
             raise UserError(f"log_every={self.log_every} must be at least 1")
         self.diagnostics.check(self.optimizer)
+        for name in self.tags:
+            if name in RESERVED or name.partition(".")[0] in ("mlflow", "mantissa", "init_from"):
+                raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
 
     @property
     def name(self) -> str:

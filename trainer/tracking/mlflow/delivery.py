@@ -96,6 +96,8 @@ class Delivery:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             run = create_run(self._client, info.experiment, info.name, info.key, info.started_s)
         self.run_id = str(run.info.run_id)
+        self._notes = {"", run.data.tags.get("note", ""), info.tags.get("note", "")}
+        """What the user has set as ``note``, before and now."""
         self._ended = run.info.status != "RUNNING"
         self._checkpoints = CheckpointSender(self._client, run, folder, info.checkpoints)
         progress(METRICS, 0)
@@ -192,6 +194,8 @@ class Delivery:
             params[valid_key(key)] = cut(text, MAX_PARAM_VAL_LENGTH)
         if session:
             tags[SESSION_TAG] = session
+        if "note" in tags and run.data.tags.get(NOTE_TAG, "") in self._notes:
+            tags[NOTE_TAG] = tags["note"]
         if changed := [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]:
             tags["changed_on_resume"] = " ".join(changed)
         new = [Param(key, value) for key, value in params.items() if key not in known]
@@ -270,8 +274,9 @@ class Delivery:
         resumable = self._info.checkpoints != "none"
         if note := description(self._folder, self.run_id, self._model_id, resumable=resumable):
             before = self._client.get_run(self.run_id).data.tags.get(NOTE_TAG, "")
-            if not before or before.startswith(note.partition(" in ")[0]):  # a user's own words stay
-                self._client.set_tag(self.run_id, NOTE_TAG, note)
+            if before.partition(note.partition(" in ")[0])[0].strip() in self._notes:  # other words of a user stay
+                own = self._info.tags.get("note")
+                self._client.set_tag(self.run_id, NOTE_TAG, f"{own}\n\n{note}" if own else note)
 
     def _write_record(self) -> None:
         with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again
