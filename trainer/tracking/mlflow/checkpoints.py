@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME
 from trainer.errors import first_line
 from trainer.files import METRICS_FILE
+from trainer.tracking.mlflow.addresses import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,7 +39,7 @@ class CheckpointSender:
     folder: Path
     mode: str
     """``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the best, from
-    which a resumed run exports its best weights; ``none``."""
+    which a resumed run exports its best weights; ``none``; ``auto``: ``last`` to a server, ``none`` to a file here."""
     _sent: set[str] = field(default_factory=set)
     """The names of those that MLflow has."""
     _may_remove: bool = True
@@ -72,12 +73,13 @@ class CheckpointSender:
 
     def _wanted(self) -> list[Path]:
         root = self.folder / CHECKPOINTS
-        if self.mode == "none" or not root.is_dir():
+        local = self.mode == "auto" and database_file(self.client.tracking_uri) is not None
+        if self.mode == "none" or local or not root.is_dir():
             return []
         from trainer.checkpoint import store as checkpoint  # with torch
 
         steps = checkpoint.steps(root)
-        if self.mode == "last":
+        if self.mode != "all":
             steps = sorted({*steps[-1:], checkpoint.best_step(root) or -1} & {*steps})
         return [checkpoint.path_of(root, step) for step in steps]
 

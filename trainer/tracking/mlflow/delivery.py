@@ -42,6 +42,8 @@ ARTIFACTS = (
 """What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 SESSION_TAG = "mantissa.session"
 """The tag that holds the name of the process that has trained a run last."""
+FOLDER_TAG = "mantissa.folder"
+"""The tag that holds where the run's folder was when it was trained last."""
 MODULES_FILE = "precision_modules.json"
 UPLOAD_BYTES_PER_S = 1e4
 """The slowest upload of an artifact that still counts as progress; MLflow itself ends one that stands still."""
@@ -193,7 +195,7 @@ class Delivery:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             params[valid_key(key)] = cut(text, MAX_PARAM_VAL_LENGTH)
         if session:
-            tags[SESSION_TAG] = session
+            tags |= {SESSION_TAG: session, FOLDER_TAG: str(self._folder.absolute())}
         if "note" in tags and run.data.tags.get(NOTE_TAG, "") in self._notes:
             tags[NOTE_TAG] = tags["note"]
         if changed := [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]:
