@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,8 +27,17 @@ _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--i
 """Options that print something to be read by itself, or by a program."""
 
 
+_opened: list[float] = []
+
+
+def taken_opening() -> float:
+    """Return when the program was opened, on the monotonic clock, to whoever asks first; to others, what time it is."""
+    return _opened.pop() if _opened else time.monotonic()
+
+
 def open_the_program(arguments: Sequence[str]) -> None:
     """Handle SIGINT and SIGTERM from now on, and print what is being loaded."""
+    _opened.append(time.monotonic())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
@@ -47,7 +57,7 @@ def _speaks() -> bool:
 
 
 class Signals:
-    """While entered: in training, the first SIGINT or SIGTERM requests a stop, and a second one ends the run at once.
+    """While entered: the first SIGINT or SIGTERM in training requests a stop, and a second one ends the run at once.
 
     SIGHUP, which comes when the terminal is closed (often twice), requests a stop too, unless nohup ignores it. Under
     torchrun and SLURM further SIGTERMs are ignored: both send one to every process, and SIGKILL where that takes too
@@ -57,7 +67,10 @@ class Signals:
 
     def __init__(self, save_on: Sequence[str] = ()) -> None:
         """Prepare the handlers; ``save_on`` names signals without their ``SIG``."""
-        self.training = False
+        self.ahead: str | None = None
+        """What is done before a first signal ends the run, such as ``finishing the step``; None: it ends at once."""
+        self.tell: Callable[[str], None] = print
+        """Shows the user a line."""
         self.stop: int | None = None
         """The number of the signal that requested the stop."""
         self._save = False
@@ -81,11 +94,14 @@ class Signals:
         launched = number == signal.SIGTERM and _LAUNCHERS & os.environ.keys()
         if self.stop is not None and (launched or number in _HANGUP):
             return
-        if not self.training:
+        if self.ahead is None:
             raise Interrupted(OUTSIDE, number)
         if self.stop is not None:
-            raise Interrupted("second signal: stopped immediately, without saving", number)
+            raise Interrupted("second signal: stopped immediately", number)
         self.stop = number
+        # By a thread: this one may be within a line of its own.
+        answer = f"{self.ahead}; press Ctrl-C again to stop now"
+        threading.Thread(target=self.tell, args=(answer,), daemon=True).start()
 
     def take_save(self) -> bool:
         """Return whether a checkpoint was requested since the last call."""
