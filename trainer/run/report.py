@@ -206,4 +206,6 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
     rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
     rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
+    if summary["mlflow"]:
+        rows.append(("MLflow", ", ".join(summary["mlflow"])))
     return rows

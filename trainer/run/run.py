@@ -361,6 +361,8 @@ class Run:
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
         self.terminal.note(f"\nrun folder {self.folder.path}{compare}")
+        if self.tracker and (addresses := self.tracker.addresses):
+            self.terminal.note(f"in MLflow {', '.join(addresses)}")
         if stop:  # a sweep must not begin another run
             raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return summary, missing
@@ -409,6 +411,7 @@ class Run:
             "checkpoints": self.writer.facts(),
             "skipped_steps": monitor.skipped_steps,  # of the whole run
             "resume": self.command,
+            "mlflow": self.tracker.addresses if self.tracker else [],  # so far; mlflow.json has the model's
             "hardware": self.hardware.facts(),
             "versions": versions(),
             "git": self.git,

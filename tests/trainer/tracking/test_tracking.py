@@ -147,6 +147,9 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
         ({"register": "a/b"}, r"tracking\.register=a/b must be a name without slash and colon"),
         ({"register": "net", "mlflow": False}, r"tracking\.register has no effect with tracking=local"),
         ({"uri": "runs"}, r"tracking\.uri=runs.*sqlite:///runs"),
+        ({"uri": "file:///tmp/runs"}, r"file:///tmp/runs is not a URI that MLflow supports; use sqlite:///file\.db"),
+        ({"uri": "postgresql+foo://host/db"}, r"postgresql\+foo://host/db is not a URI that MLflow supports"),
+        ({"uri": "mysql+pymysql://host/db"}, r"mysql\+pymysql://host/db needs the Python package pymysql; install it"),
         ({"uri": "htp://me:s3cret@host"}, r"=htp://\*\*\*@host is not a URI that MLflow supports"),
     ],
 )

@@ -49,11 +49,11 @@ class CheckpointSender:
         """Return the checkpoints that MLflow is not known to have, oldest first."""
         return [path for path in self._wanted() if path.name not in self._sent]
 
-    def send(self, before: Callable[[str, int], None]) -> None:
+    def send(self, before: Callable[[str, Path], None]) -> None:
         """Send what MLflow lacks, and remove what the run folder no longer has, except steps later than its newest.
 
         Args:
-            before: called before each file with the name of its checkpoint and its bytes; it may wait, or raise to
+            before: called before each file with the name of its checkpoint and its path; it may wait, or raise to
                 stop.
         """
         for path in self.unsent():
@@ -83,7 +83,7 @@ class CheckpointSender:
             steps = sorted({*steps[-1:], checkpoint.best_step(root) or -1} & {*steps})
         return [checkpoint.path_of(root, step) for step in steps]
 
-    def _send(self, path: Path, before: Callable[[str, int], None]) -> None:
+    def _send(self, path: Path, before: Callable[[str, Path], None]) -> None:
         """Send a checkpoint, unless MLflow has it.
 
         Raises:
@@ -101,7 +101,7 @@ class CheckpointSender:
         companions = [(self.folder / name, None) for name in COMPANIONS]
         tensors = [(file, place) for file in path.iterdir() if file != manifest]
         for file, target in (*companions, *tensors, (manifest, place)):
-            before(path.name, file.stat().st_size)
+            before(path.name, file)
             self.client.log_artifact(run_id, str(file), target)
 
     def _remove(self, name: str) -> None:
