@@ -17,7 +17,7 @@ from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
 from trainer.run_folder import default_name
 from trainer.tracking.mlflow.addresses import explicit_uri
-from trainer.tracking.options import Tracking
+from trainer.tracking.options import Tracking, is_own_tag
 
 
 @dataclass
@@ -39,13 +39,6 @@ class EarlyStopping:
         if self.patience is None and (self.metric is not None or self.min_delta):
             key = "min_delta" if self.metric is None else "metric"
             raise UserError(f"early_stopping.{key} has no effect alone; also set early_stopping.patience=5")
-
-
-RESERVED = (
-    *("recipe", "size", "image_size", "classes", "pretrained", "precision", "precision.support", "precision.arithmetic"),
-    *("hardware", "parallel", "processes", "git.dirty", "changed_on_resume", "group", "note"),
-)
-"""Tags of MLflow that a run sets itself, beside ``mlflow.…``, ``mantissa.…`` and ``init_from.…``."""
 
 
 @dataclass
@@ -82,7 +75,7 @@ class Config(RunConfig, StepConfig):
             raise UserError(f"log_every={self.log_every} must be at least 1")
         self.diagnostics.check(self.optimizer)
         for name in self.tags:
-            if name in RESERVED or name.partition(".")[0] in ("mlflow", "mantissa", "init_from"):
+            if is_own_tag(name) or name in ("group", "note"):
                 raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
 
     @property
