@@ -249,8 +249,8 @@ class Sweep:
         alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.summary.get("status") == "FINISHED":
-                values = (row.values.get(key, "") for key in self.keys if key != "seed")
-                alike.setdefault(tuple(values), []).append(row)
+                same = tuple(row.values.get(key, "") for key in self.keys if key != "seed")
+                alike.setdefault(same, []).append(row)
         found = []
         for rows in alike.values():
             if len(rows) > 1:

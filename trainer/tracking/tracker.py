@@ -62,7 +62,7 @@ class Tracker:
 
     @property
     def addresses(self) -> list[str]:
-        """What MLflow has so far: ``runs:/RUN_ID``, and when the best weights are a model there, ``models:/MODEL_ID``."""
+        """What MLflow has so far: ``runs:/RUN_ID``, and ``models:/MODEL_ID`` once the best weights are a model."""
         record = read_record(self.folder) if self._feed else {}
         run = [f"runs:/{record['run_id']}"] if "run_id" in record else []
         return [*run, *([record["model"]] if "model" in record else [])]

@@ -186,9 +186,7 @@ class Feed(threading.Thread):
         finally:
             monitor.finish()
 
-    def _progress(
-        self, what: str, part: Path | None = None, rest: int | None = None, allowance_s: float = 0.0
-    ) -> None:
+    def _progress(self, what: str, part: Path | None = None, rest: int | None = None, allowance_s: float = 0.0) -> None:
         if self._abandoned:
             raise DeliveryAbandoned
         self._lacks = what
