@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from typing import Any
 
 Advance = Callable[..., None]
 """Takes how much is done, and how much there is where that was not known before; it may be called often."""
 Show = Callable[..., AbstractContextManager[Advance]]
 """Takes what ``work`` takes."""
 
-_show: ContextVar[Show | None] = ContextVar("show", default=None)
+_shows: list[Show] = []
+"""The last one shows. Not by thread: libraries call what they are given in threads of their own."""
 
 
 def work(label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Advance]:
@@ -23,15 +22,14 @@ def work(label: str, total: float | None = None, unit: str = "") -> AbstractCont
         total: how much there is to do; None: not known.
         unit: of ``total``, such as ``MB``.
     """
-    show = _show.get()
-    return show(label, total, unit) if show else nullcontext(lambda *_: None)
+    return _shows[-1](label, total, unit) if _shows else nullcontext(lambda *_: None)
 
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
     """Show meanwhile what ``work`` reports."""
-    before: Any = _show.set(show)
+    _shows.append(show)
     try:
         yield
     finally:
-        _show.reset(before)
+        _shows.remove(show)

@@ -205,7 +205,6 @@ def test_the_test_text_is_evaluated_once_with_the_best_weights(
     found = summary(folder)
     assert before["units"] == found["units"] == 6 * 4 * 8
     assert found["wall_time_s"] > before["wall_time_s"] > before["train_time_s"] > 0
-    assert found["train_time_s"] == pytest.approx(before["train_time_s"], abs=0.01)  # no step was taken
     assert found["test"].keys() == {"loss", "perplexity"}
     assert found["test"]["loss"] != found["final"]["valid/loss"]
     scored = {each.name: each.value for each in summary_metrics(run / "metrics.jsonl", found)}
