@@ -378,12 +378,13 @@ class Run:
             self._close_tracker(status, self._summary(status))
 
     def _close_tracker(self, status: str, summary: dict[str, Any]) -> bool:
-        """Return whether the summary was written; it also gets the time that MLflow was waited for."""
+        """Return whether the summary was written; it also gets what MLflow has, and the time that it was waited for."""
         assert self.tracker is not None
         written, path = self.tracker.close(status, summary), self.folder.path / SUMMARY_FILE
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
-                write_sealed(path, read_sealed(path) | {"wall_time_s": self._totals()["wall_time_s"]})
+                now = {"wall_time_s": self._totals()["wall_time_s"], "mlflow": self.tracker.addresses}
+                write_sealed(path, read_sealed(path) | now)
         return written
 
     def _summary(self, status: str) -> dict[str, Any]:
@@ -421,7 +422,7 @@ class Run:
             "checkpoints": self.writer.facts(),
             "skipped_steps": monitor.skipped_steps,  # of the whole run
             "resume": self.command,
-            "mlflow": self.tracker.addresses if self.tracker else [],  # so far; mlflow.json has the model's
+            "mlflow": self.tracker.addresses if self.tracker else [],
             "hardware": self.hardware.facts(),
             "versions": versions(),
             "git": self.git,

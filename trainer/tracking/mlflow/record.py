@@ -62,8 +62,8 @@ class RunInfo:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the run's ``key``, the ``sessions`` that
-    have trained the run here, ``model`` (``models:/MODEL_ID``) once MLflow has the best weights, and once it has all of the
-    run ``delivered`` (true), with ``continued_elsewhere`` where that is another's.
+    have trained the run here, ``model`` (``models:/MODEL_ID``) once MLflow has the best weights, and once it has all
+    ``delivered`` (true), with ``continued_elsewhere`` where that is another's.
 
     Empty if MLflow has not answered yet, or the file is damaged or another run's: then the run is found by its key.
     """
