@@ -45,10 +45,24 @@ def swept_keys(arguments: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(each.get_key_element().lstrip("+") for each in parsed if each.is_sweep_override()))
 
 
-def _spread(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    """Return ``2.5 ± 0.1``, mean and sample standard deviation; empty where a value is missing."""
-    known = [value for value in values if value is not None]
-    return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}" if len(known) == len(values) else ""
+def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return best and final score, throughput and memory; of several runs ``2.5 ± 0.1``, with the sample deviation."""
+
+    def shown(values: Sequence[float | None], text: Callable[[float], str]) -> str:
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
+            return ""
+        deviation = [statistics.stdev(known)] if len(known) > 1 else []
+        return " ± ".join(map(text, [statistics.fmean(known), *deviation]))
+
+    wide = " (fp32 arithmetic)" if summaries[0].get("fp32_arithmetic") else ""
+    rate = shown([each.get("units_per_s") for each in summaries], quantity)
+    return [
+        shown([(each.get("best") or {}).get("value") for each in summaries], loss),
+        shown([(each.get("final") or {}).get("valid/loss") for each in summaries], loss),
+        rate and f"{rate} {summaries[0]['unit']}/s{wide}",
+        shown([each.get("peak_memory_bytes") for each in summaries], size),
+    ]
 
 
 def name_of(name: str, values: dict[str, str], typed: bool = False) -> str:
@@ -107,17 +121,15 @@ class Row:
     def cells(self, keys: Sequence[str]) -> list[str]:
         """Return the row of the table; ``keys``: what is swept, and the labels that differ."""
         summary = self.summary
-        best, final, speed = summary.get("best"), summary.get("final") or {}, summary.get("units_per_s")
-        memory = summary.get("peak_memory_bytes")
-        wide = " (fp32 arithmetic)" if summary.get("fp32_arithmetic") else ""
+        best, final, rate, memory = _results([summary])
         return [
             summary.get("run", self.name),
             *(self.values.get(key) or self.labels.get(key, "") for key in keys),
-            loss(best["value"]) if best else "",
-            f"{best['step']:.0f}" if best else "",
-            loss(final["valid/loss"]) if "valid/loss" in final else "",
-            f"{quantity(speed)} {summary['unit']}/s{wide}" if speed else "",
-            size(memory) if memory else "",
+            best,
+            f"{summary['best']['step']:.0f}" if best else "",
+            final,
+            rate,
+            memory,
             summary.get("status", "stopped" if self.stopped else "failed").lower(),
         ]
 
@@ -240,9 +252,9 @@ class Sweep:
         """
         if len(self.rows) < 2:
             return ""
-        known = dict.fromkeys(key for row in self.rows for key in row.labels)
-        keys = [*self.keys, *(key for key in known if len({row.labels.get(key) for row in self.rows}) > 1)]
-        keys = list(dict.fromkeys(keys))
+        known = [key for row in self.rows for key in row.labels]
+        differ = (key for key in known if len({row.labels.get(key) for row in self.rows}) > 1)
+        keys = list(dict.fromkeys([*self.keys, *differ]))
         heading = ["run", *keys, "best", "at step", "final", "throughput", "peak memory", "status"]
         rows = [row.cells(keys) for row in sorted(self.rows, key=lambda row: row.score)]
         return columns([heading, *rows, *(self._over_seeds(keys) if "seed" in self.keys else ())])
@@ -261,18 +273,8 @@ class Sweep:
         for rows in alike.values():
             if len(rows) > 1:
                 values = rows[0].values | {"seed": f"{len(rows)} seeds"}
-                summaries = [row.summary for row in rows]
-                rates = _spread([each.get("units_per_s") for each in summaries], quantity)
-                cells = [
-                    "mean ± sd",
-                    *(values.get(key, "") for key in keys),
-                    _spread([(each.get("best") or {}).get("value") for each in summaries], loss),
-                    "",
-                    _spread([(each.get("final") or {}).get("valid/loss") for each in summaries], loss),
-                    rates and f"{rates} {summaries[0]['unit']}/s",
-                    _spread([each.get("peak_memory_bytes") for each in summaries], size),
-                    "",
-                ]
+                best, *others = _results([row.summary for row in rows])
+                cells = ["mean ± sd", *(values.get(key, "") for key in keys), best, "", *others, ""]
                 found.append((statistics.fmean(row.score[1] for row in rows), cells))
         return [cells for _, cells in sorted(found, key=lambda each: each[0])]
 

@@ -53,8 +53,8 @@ READ_BYTES = 1 << 16
 """Of the metric log in one call of MLflow: some hundred lines."""
 
 Progress = Callable[..., None]
-"""Called between two calls of MLflow, with what is sent next, in words; it may raise to stop. By name also ``part``: the
-file or folder; ``rest``: the bytes of all files from here on; ``allowance_s``: how long it may take, in seconds."""
+"""Called between two calls of MLflow, with what is sent next, in words; it may raise to stop. By name also ``part``:
+the file or folder; ``rest``: the bytes of all files from here on; ``allowance_s``: how long it may take, in seconds."""
 
 
 class Delivery:

@@ -28,17 +28,10 @@ NEW_TOKENS = 64
 _PREFIX = ".mlflow-model-"
 
 
-def log_best(
-    client: MlflowClient, run: Any, folder: Path, info: RunInfo, begin: Callable[..., None] = lambda part: None
-) -> str | None:
+def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo, begin: Callable[..., None]) -> str | None:
     """Log the best weights in a run's folder, whose metrics MLflow has, as a model, or complete one that was started.
 
-    Args:
-        client: of the store.
-        run: MLflow's.
-        folder: the run's.
-        info: what MLflow got when the run began.
-        begin: called with ``part``, the folder that is sent next.
+    ``begin`` is called with ``part``, the folder that is sent.
 
     Returns:
         The model's id; None: they cannot be served.
