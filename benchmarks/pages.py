@@ -1,4 +1,4 @@
-"""Write what README and docs show of results/: ``python benchmarks/pages.py``.
+"""Write what README and docs show of results/, and docs/options.md: ``python benchmarks/pages.py``.
 
   python benchmarks/pages.py                            write the blocks and the picture that are out of date
   python benchmarks/pages.py add outputs/compare/NAME   first append a finished comparison, a certificate, or an advice
@@ -34,6 +34,7 @@ from evidence.claims.criteria import shown
 from evidence.comparison import compare, judge, plots, report
 from evidence.measures import LOSS
 from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner
+from trainer.config.help import markdown
 from trainer.config.options import run
 from trainer.errors import UserError
 from trainer.files import PROJECT, read_json, write_text
@@ -65,6 +66,9 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{' '.join(arguments)} is unknown; say add outputs/compare/NAME, or nothing")
         print(f"appended to {add(Path(arguments[1]))}")
     changed = blocks.write(contents())
+    if (options := PROJECT / "docs" / "options.md").read_text(encoding="utf-8") != (explained := markdown()):
+        write_text(options, explained)
+        changed.append(options)
     for path, (result, picture) in pictures().items():
         if shows(path) != digest(result):
             picture(result)

@@ -94,7 +94,12 @@ class Bert(SizedRecipe):
     template = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
     predictor = "question_answering"
     least_context = 16
+    size: str = "auto"
+    """nano, base or large; auto: nano on a CPU, base on a GPU."""
+    context: int | str = "auto"
+    """Tokens of question and passage together; auto: the published 384, fewer in nano."""
     dropout: float = 0.1
+    """Probability, in training."""
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""

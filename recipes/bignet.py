@@ -32,7 +32,9 @@ class BigNet(Recipe):
     pretrained: str | None = None
     """The ``best/`` of a run, to start from its weights, with its layers and width."""
     layers: int = 20
+    """Linear layers."""
     width: int = 1000
+    """Inputs and outputs of each."""
     loss_weight: float = 1.0
     """Multiplies the loss: a small one makes gradients that fp16 cannot hold without loss scaling."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import nn
 
+from mantissa.formats import BF16, FP32
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.errors import UserError
+from trainer.hardware import NATIVE, Hardware, threads
+from trainer.profiling.rates import product_rates
 from trainer.recipe import Sizes
 
 
@@ -32,6 +36,10 @@ SHAPES = {
     "1558M": Shape(48, 25, 1600, 1024),
 }
 
+FAST_TFLOPS = 0.2
+"""From this rate of a CPU's products on, 200 steps of 16 samples take minutes. Of two cores those with instructions for
+bf16 were above it, others below."""
+
 # In one kernel each, where transformers' gelu_new, the name that GPT-2's own config has, takes eight.
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
 
@@ -46,12 +54,16 @@ class GPT2(LanguageRecipe):
     shapes = SHAPES
     on_cpu = "mini"
     on_gpu = "124M"
-    cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes
+    cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes, where products are fast
+    slow_cpu_sizes = Sizes(steps=200, batch_size=4, micro_batch_size=16)  # a few minutes, where they are not
     gpu_sizes = Sizes(steps=2000, batch_size=480, micro_batch_size=16)  # the published half a million tokens a step
     longest = 1024
+    size: str = "auto"
+    """nano, mini, 124M, 350M, 774M or 1558M; auto: mini on a CPU, 124M on a GPU."""
     dropout: float = 0.0
+    """Probability, in training."""
     gelu: str = "tanh"
-    """Of a new model: tanh, GPT-2's approximation, or erf, the exact function, in a third of the time on a CPU."""
+    """Of a new model: tanh, GPT-2's approximation; erf: the exact one, which takes a third of its time on a CPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +73,22 @@ class GPT2(LanguageRecipe):
             raise UserError(
                 f"recipe.gelu={self.gelu} has no effect with recipe.pretrained, which has its own; remove it"
             )
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Return those of the device; for the CPU's own model those that suit the measured rate of its products.
+
+        That is bf16's, or fp32's where bf16 uses fp32 arithmetic, of one thread's own time: what else runs here does
+        not count. It is the same in all precisions, so that all train the same.
+        """
+        if hardware.device.type != "cpu" or self.pretrained or self.size != self.on_cpu:
+            return super().sizes(hardware)
+        name = BF16.name if hardware.support(BF16.name) == NATIVE else FP32.name
+        count = torch.get_num_threads()
+        with threads(1):
+            rate = count * product_rates(hardware, [name])[name]
+        sizes, found = (self.slow_cpu_sizes, "less than") if rate < FAST_TFLOPS else (self.cpu_sizes, "at least")
+        why = f"for a CPU that multiplies at {found} {FAST_TFLOPS} TFLOP/s: {rate:.2g} in {name}"
+        return replace(sizes, why=why)
 
     def network(self, vocabulary: int, context: int) -> Any:
         """Return transformers' GPT-2 in fp32: with random weights, or the pretrained one."""

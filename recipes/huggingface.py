@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -59,10 +61,11 @@ class SizedRecipe(Recipe):
     pretrained: str | None = None
     """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
     context: int | str = "auto"
-    """Tokens of a sample; of t5, of the encoder's input. auto: the size's own."""
+    """Tokens of a sample; auto: the size's own."""
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, as far as they take a model's mask and bias; eager: scores of T × T in memory."""
     lora: LoRA = field(default_factory=LoRA)
+    """Low-rank adapters, of which only the weights are trained (Hu et al. 2021), through peft."""
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION:
@@ -202,6 +205,7 @@ class SizedRecipe(Recipe):
 
     def build_model(self, datasets: TextDatasets) -> Any:
         """Build the model, and put the adapters into it."""
+        _import_transformers()
         model = self.new_model(datasets)
         self.lora.inject(_network(model), self.name)
         return model
@@ -313,6 +317,23 @@ class SizedRecipe(Recipe):
             use = "use data=python_docs, text, hub or synthetic"
             raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
         return data
+
+
+def _import_transformers() -> None:
+    """Import what every model of transformers needs, without what only others than ours do, which takes half a second.
+
+    What transformers finds installed, it imports, and it looks once. Of a module that is None, Python says that there
+    is none.
+    """
+    if "transformers" in sys.modules:
+        return
+    left_out = {"scipy", "torchvision"} - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
+    try:
+        import_module("transformers.modeling_utils")
+    finally:
+        for package in left_out:
+            del sys.modules[package]
 
 
 def _network(model: Any) -> Any:

@@ -215,7 +215,7 @@ class LanguageRecipe(SizedRecipe):
         tokens = batch["tokens"]
         return LossOutput(model(tokens[:, :-1], tokens[:, 1:]), {})
 
-    def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
+    def report(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
         """Report the loss in nats per token, and its exponential."""
         return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
 
@@ -234,12 +234,13 @@ class LanguageRecipe(SizedRecipe):
         prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
         torch.manual_seed(0)
-        for _ in range(length):  # a cache would be faster; a hundred tokens do not need one
-            hidden = model.network.base_model(prompt, use_cache=False).last_hidden_state[:, -1]
-            logits = model.network.lm_head(hidden)[:, : tokenizer.vocab_size].float()
+        tokens, past, written = prompt, None, []
+        for _ in range(length):
+            output = model.network.base_model(tokens, past_key_values=past, use_cache=True)
+            logits = model.network.lm_head(output.last_hidden_state[:, -1])[:, : tokenizer.vocab_size].float()
             if not logits.isfinite().all():
                 return "no generated sample: the model's outputs are not finite"
             top, ids = logits.topk(min(40, logits.shape[-1]))
-            prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
-        written = prompt[0, len(start) :].tolist()
+            tokens, past = ids.gather(1, torch.multinomial(top.softmax(-1), 1)), output.past_key_values
+            written.append(int(tokens))
         return f"a generated sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"

@@ -52,10 +52,14 @@ class Llama(LanguageRecipe):
     on_gpu = "1B"
     cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a minute or two
     gpu_sizes = Sizes(steps=500, batch_size=8, micro_batch_size=1)  # one sample of 8192 tokens at a time
+    size: str = "auto"
+    """nano, 1B or 8B; auto: nano on a CPU, 1B on a GPU."""
     layers: int | None = None
-    """These five: null is the size's own."""
+    """Blocks; null: the size's own, as of the next four."""
     width: int | None = None
+    """Of the residual stream."""
     heads: int | None = None
+    """Heads of queries."""
     kv_heads: int | None = None
     """Heads of keys and values, each shared by ``heads`` / ``kv_heads`` heads of queries."""
     ffn: int | None = None

@@ -39,9 +39,10 @@ class ResNet(Recipe):
     adjustable: ClassVar[tuple[str, ...]] = ("image_size", "mean", "std")
 
     arch: str = "auto"
-    """Any classifier of torchvision.models, by its name there; with ``timm/`` before it one of timm."""
+    """Any classifier of torchvision.models by its name there: resnet18, vit_b_16, convnext_tiny; with ``timm/`` before
+    it one of timm. auto: resnet18 on a CPU, resnet50 on a GPU."""
     image_size: int | str = "auto"
-    """Pixels on a side; auto: the data's own size."""
+    """Pixels on a side; auto: the size of the data."""
     train_image_size: int | None = None
     """Pixels on a side in training, where they are others than in evaluation: a smaller size trains faster, and objects
     look larger in random crops (Touvron et al. 2019). null: ``image_size``."""
@@ -59,7 +60,8 @@ class ResNet(Recipe):
     channels_last: bool = True
     """Keep weights and images in NHWC order, which tensor cores prefer."""
     label_smoothing: float = 0.0
-    """Of the training loss: the share of the target that all classes get in equal parts."""
+    """Of the training loss: the share of the target that all classes get in equal parts; usual: 0.1 (Szegedy et al.
+    2016)."""
     criterion: str = "cross_entropy"
     """The training loss: ``cross_entropy``, or ``bce``: binary cross-entropy of each class (Wightman et al. 2021)."""
     bce_threshold: float | None = None
@@ -191,7 +193,8 @@ class ResNet(Recipe):
         sums = {"top1": right[:, 0].sum(dtype=torch.float32)}
         if logits.shape[1] >= TOP5_FROM:
             sums["top5"] = right.sum(dtype=torch.float32)
-        return LossOutput(loss_sum, sums, None if model.training else logits.detach())
+        shares = None if model.training else logits.detach().softmax(1)
+        return LossOutput(loss_sum, sums, shares, label)
 
     def _training_loss(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
         weights = None if self.class_weights is None else model.class_weights.on(logits.device)

@@ -116,7 +116,12 @@ class T5(SizedRecipe):
     template = "$A {eos_token} | $A {eos_token} $B {eos_token}"
     predictor = "text_to_text"
     least_context = 16
+    size: str = "auto"
+    """nano, small or base; auto: nano on a CPU, small on a GPU."""
+    context: int | str = "auto"
+    """Tokens of the encoder's input, at most; auto: the published 512, fewer in nano."""
     dropout: float = 0.1
+    """Probability, in training."""
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and remove spans."""

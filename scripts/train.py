@@ -2,7 +2,7 @@
 
 import sys
 
-from trainer.run.signals import open_the_program
+from trainer.run.signals import close_the_program, open_the_program
 
 if __name__ == "__main__":
     open_the_program(sys.argv[1:])  # before the imports below, which take seconds
@@ -10,4 +10,4 @@ if __name__ == "__main__":
 from trainer.run.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    close_the_program(main())

@@ -35,18 +35,24 @@ class Hub(TokenizedText, ImageSource):
     subset: str | None = None
     """The configuration, where the dataset has several."""
     train_split: str = "train"
+    """The split that is trained on."""
     valid_split: str | None = None
-    """None: the first of ``VALIDATION`` that there is, else ``valid_fraction`` of the training split is set aside; it
-    is, too, where the training split itself is named.
+    """The split that is evaluated; null: validation, else test, where there is one, else ``valid_fraction`` of the
+    training split is set aside; it is, too, where the training split itself is named.
     """
     test: str | None = None
     """A split that is evaluated once, at the end, with the best weights."""
     text_column: str | None = None
+    """null: the only column of text."""
     image_column: str | None = None
+    """null: the only column of images."""
     label_column: str | None = None
-    """None: the only column of that type."""
+    """null: the only column of labels."""
     rows: str = "auto"
-    """Of text: ``documents``, ``lines`` of one text that are joined, or ``auto``: what they look like."""
+    """Of text: ``lines`` of one text that are joined, or ``documents``; auto: what they look like."""
+    broken: str = "error"
+    """What an image that cannot be decoded does: error: it ends the run, which saves a checkpoint first; skip: the next
+    image takes its place, and it is counted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +100,7 @@ class Hub(TokenizedText, ImageSource):
         if self.test is not None:
             held = self._split(splits, "test", self.test)
             parts["test"] = self._images(held, self._labels(held, label, classes, f"data.test={self.test}"))
-        size = image_size or min(*train_set.image(0).size, 224)
+        size = image_size or min(*train_set.decoded(0)[0].size, 224)
         return self.opened(
             f"{self.name} ({origin})",
             f"data.name={self.name}",
@@ -161,7 +167,7 @@ class Hub(TokenizedText, ImageSource):
         name = self._column(dataset, "image_column", self.image_column, lambda each: type(each).__name__ == "Image")
         encoded = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         rows = np.arange(len(labels)) if rows is None else rows
-        return HubImages(f"data.name={self.name}", encoded, name, labels, rows)
+        return HubImages(f"data.name={self.name}", encoded, name, labels, rows, self.broken)
 
     def _local_path(self) -> Path | None:
         """Return the file or folder that ``name`` means, or None for a hub id."""
@@ -189,7 +195,7 @@ class Hub(TokenizedText, ImageSource):
         path = self._local_path()
         arguments: dict[str, Any] = {"path": self.name, "name": self.subset}
         if path:
-            arguments |= {"path": str(path), "cache_dir": str(Path(self.cache_dir).expanduser() / "datasets")}
+            arguments |= {"path": str(path), "cache_dir": str(self.cache_folder / "datasets")}
             if path.is_file():
                 arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
         elif not hub_reachable():
@@ -276,12 +282,14 @@ def _may_be_class(feature: Any) -> bool:
 class HubImages(DecodedImages):
     """Some rows of a dataset."""
 
-    def __init__(self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray) -> None:
+    def __init__(
+        self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray, broken: str
+    ) -> None:
+        super().__init__(torch.from_numpy(labels[rows]), broken)
         self.where, self.encoded, self.column, self.rows = where, encoded, column, rows
-        self.labels = torch.from_numpy(labels[rows])
 
-    def stored(self, index: int) -> tuple[Any, str, str]:
+    def stored(self, index: int) -> tuple[Any, str]:
         row = int(self.rows[index])
         stored = self.encoded[row][self.column] or {"path": None, "bytes": b""}  # of a row without an image
         file = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
-        return file, f"{self.where}: the image of row {row}", ""
+        return file, f"{self.where}: the image of row {row}"

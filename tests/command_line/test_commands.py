@@ -165,11 +165,3 @@ def test_bignet_ends_with_the_ledger(train: Train, folder: Path) -> None:
     ledger = read(only_run(folder) / "profile" / "ledger.json")
     assert ledger["step"] == 3  # counted from 1, as in metrics.jsonl
     assert "autocast can save at most " in after
-
-
-def test_help_lists_every_choice(train: Train, folder: Path) -> None:
-    done = train("--help")
-    assert (done.code, done.err) == (0, "")
-    for choice in CHOICES:
-        assert f"\n  {choice.partition('/')[2]} " in done.out
-    assert not list(folder.iterdir())

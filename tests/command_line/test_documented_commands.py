@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import PROJECT, SHIPPED
 
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
-FILES = [*PAGES, *SHIPPED, *sorted((PROJECT / "scripts").glob("*.py")), PROJECT / "trainer/run/command.py"]
+FILES = [*PAGES, *SHIPPED, *sorted((PROJECT / "scripts").glob("*.py")), PROJECT / "trainer/config/help.py"]
 COMMAND = re.compile(
     r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*"
     r"(?:python (?:scripts/|benchmarks/[bg])|torchrun |make |sbatch |pip |docker |source )[^`]*)"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.command_line.conftest import Start, Train
 from tests.helpers import CONF, PROJECT
+from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.trainer import Trainer
 
@@ -41,6 +44,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "device=tpu": ("device=tpu is not a device; use auto, cpu, cuda",),
     "+typo=1": ("typo is not a key of the config", "--cfg job"),
     "recipe.sise=mini": ("did you mean 'recipe.size'?",),
+    "metrics=[f1_marco]": ("metrics=[f1_marco] is not one of accuracy, ", "did you mean 'f1_macro'?"),
     "optimizer.betas=1": ("did you mean 'optimizer.options.betas'?",),
     "optimizer.xyz=1": ("optimizer.xyz is not a key of the config; optimizer has name, lr, weight_decay",),
     "early_stopping=3": ("early_stopping=3: set one of its options: early_stopping.patience, early_stopping.min_",),
@@ -64,7 +68,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     # types and ranges
     "steps=abc": ("steps=abc must be a whole number, or auto",),
     "seed=x": ("seed=x must be a whole number",),
-    "seed=4294967296": ("seed=4294967296 must lie between",),
+    "seed=4294967296": ("seed=4294967296 must be at most 4294967295",),
     "seed=null": ("seed=null must be given a value",),
     "seed=-1": ("seed=-1 must lie between",),
     "optimizer.lr=abc": ("optimizer.lr=abc must be a number",),
@@ -178,19 +182,41 @@ def no_space(*arguments: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_loses_the_checkpoints_and_reports_it(
+def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    command = f"{BIGNET} steps=9 eval_every=3".split()
+    each, best = 3 * 4 * 2 * 72 + 2 * 4 * 2, 4 * 2 * 72  # weights, two averages and a counter for each of two layers
+    needed = 3 * each + best + checkpoint.SPARE_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1, total=1 << 40))
+    done = train(*command)
+    assert done.code == 2
+    assert "output_dir=outputs: 1.0 MiB of disk are free" in done.err
+    assert "3 checkpoints of" in done.err
+    assert not (folder / "outputs").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed, total=1 << 40))
+    assert train(*command).code == 0
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_a_disk_that_fills_up_leaves_the_last_weights(
+    best: int, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CheckpointWriter, "flush", no_space)
-    done = train(*f"{BIGNET} steps=2 eval_every=1".split())
-    assert done.code == 1
-    assert done.err.startswith("error: all 2 steps are done, but the best weights, of step ")
-    assert done.err.endswith("were not saved; free disk space and start it again: it has no checkpoint\n")
+    options = f"{BIGNET} steps=2 eval_every=1 optimizer.lr={1e-3 if best == 2 else 100}".split()
+    done = train(*options)
     for step in (1, 2):
         assert f"the checkpoint of step {step} was not saved ([Errno 28] No space left on device)" in done.out
-    summary = json.loads((folder / "outputs/bignet-fp32-s0/summary.json").read_text())
-    assert (summary["status"], summary["checkpoints"]["saved"], summary["checkpoints"]["failed"]) == ("FAILED", 0, 2)
-    assert list((folder / "outputs/bignet-fp32-s0/checkpoints").iterdir()) == []
+    run = folder / "outputs/bignet-fp32-s0"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["best"]["step"], summary["checkpoints"]["saved"], summary["checkpoints"]["failed"]) == (best, 0, 2)
+    assert (run / "best" / "model.safetensors").exists()
+    assert (done.code, summary["status"]) == ((0, "FINISHED") if best == 2 else (1, "FAILED"))
+    if best == 1:
+        assert done.err.startswith(
+            "error: all 2 steps are done, but the best weights, of step 1, were not saved (those "
+        )
+        assert done.err.endswith("of step 2 are exported); free disk space and start it again: it has no checkpoint\n")
 
 
 @pytest.mark.parametrize(

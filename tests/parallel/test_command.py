@@ -251,9 +251,10 @@ def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, sta
 SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-from trainer.run import command, sweep
+from trainer.config import build as module
+from trainer.run import command
 
-build, sleep = sweep.build, time.sleep
+build, sleep = module.build, time.sleep
 
 def last(*arguments):  # rank 0 finds the mistake when rank 1 has
     while not Path("waits").exists():
@@ -267,7 +268,7 @@ def waits(seconds):
     sleep(seconds)
 
 if os.environ["RANK"] == "0":
-    sweep.build = last
+    module.build = last
 else:
     atexit.register(Path("left").touch)
     time.sleep = waits
@@ -279,4 +280,6 @@ def test_an_error_is_reported_if_another_rank_finds_it_first(start: Start, tmp_p
     """torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first."""
     (tmp_path / "slow.py").write_text(SLOW_SPEAKER)
     _, err = done(start(2, "parallel=single", script=str(tmp_path / "slow.py")), code=1)
-    assert err.count("error: torchrun started 2 processes, and parallel=single uses one; set parallel=ddp") == 1
+    sentence = "torchrun started 2 processes, and parallel=single uses one; set parallel=ddp"
+    assert err.count(f"error: {sentence}") == 1
+    assert f": {sentence}" in err[err.index("Root Cause") :]  # at the end, where the user looks

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.synthetic import Synthetic
+from tests.helpers import same_bits
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -137,26 +139,29 @@ def test_options_that_cannot_work_are_refused_at_once(source: type, tmp_path: Pa
             source(path=str(tmp_path), valid_fraction=fraction)
 
 
-def test_a_damaged_image_is_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = animals(tmp_path) / "dog" / "4.png"
-    file.write_bytes(file.read_bytes()[:-200])  # which shows when it is decoded
-    data = ImageFolder(path=str(tmp_path)).images(16)
-    damaged = next(part for part in (data.train, data.valid) if any(b"dog/4" in file for file in part.files))
-    with pytest.raises(UserError, match=r"dog/4\.png cannot be decoded .*data\.skip_corrupt=true"):
-        damaged.batch(plain(len(damaged)))
-    (tmp_path / "cat" / "2.png").write_text("not an image")  # which shows at the start
-    with pytest.raises(UserError, match=r"cat/2\.png cannot be read .*data\.skip_corrupt=true"):
-        ImageFolder(path=str(tmp_path)).images(16)
+def test_a_damaged_image_is_named_at_the_start_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = ImageFolder(path=str(animals(tmp_path))).images(16).train
+    row = int(whole.labels.sum()) - 1  # the last cat, as many as dogs; a dog follows
+    file, samples = Path(whole.files[row].decode()), plain(len(whole))
+    content, name = file.read_bytes(), rf"cat/{file.stem}\.png"
+    for damaged in (content[:-200], b"not an image"):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{name} cannot be read .*data\.broken=skip"):
+            ImageFolder(path=str(tmp_path)).images(16)
+    file.write_bytes(content[:300] + bytes(200) + content[500:])  # which shows when it is decoded
+    with pytest.raises(UserError, match=rf"{name} cannot be decoded .*data\.broken=skip"):
+        ImageFolder(path=str(tmp_path)).images(16).train.batch(samples)
+    expected = whole.batch([*samples[:row], samples[row + 1], *samples[row + 1 :]])
+    skipping = ImageFolder(path=str(tmp_path), broken="skip").images(16).train
     with caplog.at_level(logging.WARNING, "mantissa"):
-        data = ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
-    assert len(data.train) + len(data.valid) == 18
-    for part in (data.train, data.valid):
-        part.batch(plain(len(part)))
-    assert "left out 2 of 20 images" in caplog.text
-    for file in tmp_path.rglob("*.png"):
-        file.write_text("not an image")
-    with pytest.raises(UserError, match="not one of 20 images can be decoded"):
-        ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
+        for found in (skipping.batch(samples), skipping.batch(samples[::-1]), skipping.batch(samples)):
+            assert same_bits(found, expected) or same_bits({key: x.flip(0) for key, x in found.items()}, expected)
+    assert len(re.findall(f"{name} cannot be decoded", caplog.text)) == 1
+    assert skipping.unreadable.nonzero().tolist() == [[row]]
+    for each in tmp_path.rglob("*.png"):
+        each.write_text("not an image")
+    with pytest.raises(UserError, match="not one of 8 images can be decoded"):
+        ImageFolder(path=str(tmp_path), broken="skip", valid_fraction=0.45).images(16).valid.batch(plain(1))
 
 
 # ------------------------------------------------------------------------------------------------ idx

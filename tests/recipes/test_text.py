@@ -175,9 +175,9 @@ def test_a_large_vocabulary_takes_32_bits(tmp_path: Path) -> None:
 
 def test_python_docs_is_this_interpreters_library() -> None:
     train, valid = PythonDocs().splits()
-    names = {Path(name).name for name, _, _ in train.corpus.identity}
+    names = {Path(file[0]).name for file in train.corpus.identity}
     assert {"argparse.py", "heapq.py", "decoder.py"} <= names
-    assert not any("site-packages" in name or "/test/" in name for name, _, _ in train.corpus.identity)
+    assert not any("site-packages" in name or "/test/" in name for name, *_ in train.corpus.identity)
     assert set(train.rows).isdisjoint(valid.rows)
     sizes = train.corpus.sizes
     assert 0.05 < sizes[list(valid.rows)].sum() / sizes.sum() <= 0.1
@@ -271,8 +271,8 @@ def test_options_out_of_range(option: str, value: object, file: Path) -> None:
         (b"\xef\xbb\xbf", "no text is left"),
         (b"a", "no text is left for the train part"),
         (b"fine until\x00here", "zero byte at offset 10"),
-        ("fine until é".encode("latin-1"), "offset 11"),
-        ("text".encode("utf-16"), "zero byte at offset 3"),
+        ("fine until é".encode("latin-1"), "offset 11 .*; set its encoding, such as data.encoding=latin-1, .*iconv"),
+        ("text".encode("utf-16"), "offset 0 .* data.encoding=utf-16"),
     ],
 )
 def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, message: str) -> None:
@@ -282,6 +282,15 @@ def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, mes
         with pytest.raises(UserError, match=message):
             TextFiles(path=str(path), tokenizer=tokenizer).tokens(None)
     assert not list(cache.rglob("*.bin"))
+
+
+def test_text_in_another_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("déjà vu ".encode("latin-1") * 9)
+    data = TextFiles(path=str(path), tokenizer="chars", encoding="latin-1").tokens(None)
+    assert data.tokenizer.decode(data.train[:7].tolist()) == "déjà vu"
+    with pytest.raises(UserError, match=r"data\.encoding=latin-l is unknown"):
+        TextFiles(path=str(path), encoding="latin-l").tokens(None)
 
 
 def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_published_sizes_have_their_parameters(
     ],
 )
 def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
-    recipe: str, on_cpu: tuple[str, int, tuple[int, ...]], on_gpu: tuple[str, int, tuple[int, ...]]
+    recipe: str, on_cpu: tuple[str, int, tuple[int, int, int]], on_gpu: tuple[str, int, tuple[int, int, int]]
 ) -> None:
     for hardware, (size, context, sizes) in ((CPU, on_cpu), (GPU, on_gpu)):
         config = compose(f"recipe={recipe}", "data=synthetic")
@@ -69,6 +70,28 @@ def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
         found = [(choice.key, choice.value) for choice in choices]
         assert found == [("recipe.size", size), ("recipe.context", context)]
         assert config.recipe.sizes(hardware) == Sizes(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates", "batch_size"),
+    [
+        ((), {"fp32": 0.19}, 4),
+        ((), {"fp32": 0.21}, 16),
+        (("avx512_bf16",), {"bf16": 0.19}, 4),  # whatever fp32's is
+        (("avx512_bf16",), {"bf16": 0.21}, 16),
+    ],
+)
+def test_the_rate_of_its_products_decides_about_the_batch_of_a_cpu(
+    flags: tuple[str, ...], rates: dict[str, float], batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware, count = replace(CPU, cpu_flags=frozenset(flags)), torch.get_num_threads()
+    monkeypatch.setattr("recipes.gpt2.product_rates", lambda *_: {name: rates[name] / count for name in rates})
+    config, plan, decisions, _ = compose("recipe=gpt2", "data=synthetic").resolve(hardware)
+    assert (config.batch_size, plan.batching.batch_size, plan.steps) == (batch_size, batch_size, 200)
+    (why,) = [decision.why for decision in decisions if decision.key == "batch_size"]
+    assert f"{next(iter(rates.values()))} in {next(iter(rates))}" in why
+    other = compose("recipe=gpt2", "recipe.size=nano", "data=synthetic").resolve(hardware)
+    assert other.plan.batching.batch_size == 16  # takes seconds anyway
 
 
 @pytest.mark.parametrize(

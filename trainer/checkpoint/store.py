@@ -53,16 +53,17 @@ class Checkpoint:
     """The ``checkpoint`` config group."""
 
     enabled: bool = True
+    """Whether anything is saved; a run without a checkpoint cannot be resumed."""
     every: int | str = "auto"
     """Optimizer steps between two checkpoints; auto: one at every evaluation, and in long epochs ten a run."""
     keep: int = 1
-    """How many of the newest checkpoints are kept, in addition to the best."""
+    """Newest checkpoints that are kept besides the best."""
     background: bool = True
     """Copy to host memory (as much as weights and optimizer state take) and write while training continues."""
     save_on_signal: list[str] = field(default_factory=list)
     """Signals, such as USR1, at which the run finishes the step, saves a checkpoint and continues."""
     best: str = "auto"
-    """The metric that marks the best checkpoint, such as ``valid/top1``; auto: the recipe's."""
+    """The metric that marks the best checkpoint, such as ``valid/top1``; auto: the recipe's, mostly ``valid/loss``."""
 
     def due(self, step: int, evaluated: bool, save_every: int | None) -> bool:
         """Return whether a checkpoint is saved after this step; ``save_every``: see ``Plan``."""
@@ -273,7 +274,8 @@ def _clear_up(folder: Path) -> None:
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE_BYTES:
-        raise OSError(f"{size(needed)} are needed, {size(free)} are free in {folder}")
+        spare = f"and {size(SPARE_BYTES)} for the metric log"
+        raise OSError(f"{size(needed)} are needed, {spare}; {size(free)} are free in {folder}")
 
 
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:

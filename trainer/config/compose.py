@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Sweep
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import outside
@@ -45,16 +46,33 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
     Raises:
         UserError: one of them is a mistake.
     """
-    overrides = checked_arguments(overrides)
-    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
-    try:
-        name, kept, overrides = base(overrides, recorded)
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = hydra.compose(name, overrides)
-        check(composed)
+    with _explained():
+        name, kept, overrides = base(checked_arguments(overrides), recorded)
+        config = hydra.compose(name, overrides)
+        check(config)
         from trainer.config.build import build
 
-        return build(composed, overrides, kept)
+        return build(config, overrides, kept)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Return what Hydra makes of overrides, in which required options may be missing; it needs no torch.
+
+    Raises:
+        UserError: one of them is a mistake.
+    """
+    with _explained():
+        name, _, overrides = base(checked_arguments(overrides))
+        return hydra.compose(name, overrides)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Let Hydra compose configs, and make one sentence of its errors."""
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
     finally:

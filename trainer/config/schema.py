@@ -25,11 +25,11 @@ class EarlyStopping:
     """The options ``early_stopping.…``. The schedule stays that of the whole run."""
 
     patience: int | None = None
-    """Evaluations without an improvement after which training ends; None: it never ends early."""
+    """Evaluations (epochs, where ``epochs`` is set) without an improvement after which the run ends; null: never."""
     min_delta: float = 0.0
-    """What counts as an improvement: a change by more than this, in the metric's unit."""
+    """An improvement is a change by more than this, in the metric's unit."""
     metric: str | None = None
-    """Such as ``valid/loss``; None: the metric that marks the best checkpoint."""
+    """Such as ``valid/loss``; null: the metric that marks the best checkpoint."""
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
@@ -46,16 +46,28 @@ class RunConfig:
     """The options of the run around the steps: what is measured, reported and kept, and where."""
 
     profiler: Profiler = field(default_factory=Profiler)
+    """What is recorded of a few steps."""
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    """What is measured about rounding during training."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When the state is saved, and what is kept."""
     tracking: Tracking = field(default_factory=Tracking)
+    """Where metrics and models go."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    """When a run ends before its last step."""
     log_every: int = 10
+    """Optimizer steps between two lines of metrics.jsonl."""
     recipe_path: str | None = None
+    """A folder with recipes of your own; null: those of ``recipes/`` and of installed packages."""
     init_from: str | None = None
+    """Start with the best weights of a run: its folder, its ``best/``, or ``mlflow:RUN_ID``."""
     resume: str | None = None
+    """Continue a run: its folder or ``mlflow:RUN_ID``; auto: the newest of this name, or a new one; same: the one of
+    this name and these options, as sweeps do. null: a new run."""
     output_dir: str = "outputs"
+    """The parent of the run folders."""
     run_name: str | None = None
+    """Of the run folder and in MLflow; null: recipe-precision-sSEED."""
     tags: dict[str, str] = field(default_factory=dict)
     """Tags of the run in MLflow and in tables, such as ``tags.team=vision``."""
     note: str | None = None

@@ -69,6 +69,12 @@ def objects(config: Any) -> Any:
     return real(type(config))(**made)
 
 
+def summary(cls: type) -> str:
+    """Return the first line of an outline's docstring."""
+    node = _nodes.get(cls)
+    return ((node and ast.get_docstring(node)) or "").partition("\n")[0]
+
+
 def documented(cls: type) -> dict[str, str]:
     """Return what the docstrings below the fields of an outline say, by field."""
     found = {}

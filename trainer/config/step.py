@@ -12,6 +12,7 @@ from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
 from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
+from trainer.metrics import check_named
 from trainer.optim.ema import Ema
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Schedule
@@ -35,32 +36,59 @@ class StepConfig:
     """All options of a ``Trainer``. It does not change: ``resolve`` returns another one."""
 
     recipe: Recipe
+    """What is trained: model, loss and metrics."""
     data: DataSource
+    """What it is trained on."""
     augment: Augment = field(default_factory=Augment)
+    """How training changes images at random."""
     precision: Precision = field(default_factory=Precision)
+    """The number formats of weights, arithmetic and optimizer state."""
     scaler: Scaler = field(default_factory=Scaler)
+    """How the loss is scaled, so that gradients in fp16 are not flushed to 0."""
     clip: Clip = field(default_factory=Clip)
+    """How large gradients are reduced."""
     loader: Loader = field(default_factory=Loader)
+    """How batches get to the device."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    """The optimizer and its learning rate."""
     schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over the steps."""
     ema: Ema = field(default_factory=Ema)
+    """The average of the weights that is evaluated and exported in their place."""
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    """What backward recomputes, to save memory."""
     compile: Compile = field(default_factory=Compile)
+    """Whether torch.compile compiles the model's forward and backward."""
     parallel: Parallel = field(default_factory=Parallel)
+    """How several processes train together."""
     debug: Debug = field(default_factory=Debug)
+    """Short runs that find mistakes."""
     device: str = "auto"
+    """cpu, cuda, cuda:1 or mps; auto: the GPU, else the CPU."""
     threads: int | None = None
-    """Of torch's operators on a CPU; None: torch's default."""
+    """Of torch's operators on a CPU; null: torch's default, one per core or OMP_NUM_THREADS."""
     seed: int = 0
+    """Of weights, order of the samples, augmentation and dropout."""
     steps: int | str = "auto"
+    """Optimizer steps of the run; auto: the recipe's number for the device."""
     epochs: float | None = None
-    """Passes over the training data, in the place of ``steps``."""
+    """Passes over the training data, such as 3 or 0.5, in the place of ``steps``."""
     batch_size: int | str = "auto"
+    """Samples of an optimizer step, of all processes together; auto: the recipe's number for the device."""
     micro_batch_size: int | str = "auto"
+    """Samples of a forward pass in one process; the rest is gradient accumulation. auto: what is forecast to fit, at
+    most the recipe's number for the device."""
     eval_every: int | str = "auto"
+    """Optimizer steps between two evaluations, or ``epoch``; auto: ``epoch`` where ``epochs`` is set, else a tenth of
+    the run, at least 25."""
     eval_samples: int | str = "auto"
+    """Validation samples of an evaluation, at most; auto: ten training batches."""
+    metrics: list[str] | None = None
+    """Further metrics of a classifier's evaluations: ``[f1_macro,auroc,ece]``; docs/tasks.md has all names."""
     freeze: list[str] | None = None
+    """Parameters or modules that are not trained, by name or pattern: ``[layer1, "*.bn1", wte]``."""
     deterministic: bool = False
+    """Bitwise the same results each time on the same hardware; some operations are slower."""
     source: FirstWeights | None = field(default=None, metadata=NO_OPTION)
     """Where the first weights come from; None: they are the recipe's."""
     preset: tuple[Decision, ...] = field(default=(), metadata=NO_OPTION)
@@ -78,6 +106,8 @@ class StepConfig:
             raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
+        self.recipe.check_complete()
+        check_named(self.metrics or [])
         self.scaler.check(self.precision.format)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)
@@ -114,7 +144,7 @@ class StepConfig:
         recipe, chosen = self.recipe.resolve(hardware, self.data)
         world = world or World()
         decisions = [*self.preset, *chosen]
-        sizes = recipe.sizes(hardware)
+        sizes = world.on_first(lambda: recipe.sizes(hardware))  # which may measure
         numbers: dict[str, Any] = {}
 
         def number(key: str, auto: int, why: str) -> int:
@@ -126,7 +156,7 @@ class StepConfig:
             numbers[key] = value
             return value
 
-        default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
+        default = sizes.why or f"{'GPU' if hardware.is_gpu else 'CPU'} default"
         opened, auto, why, epoch = None, sizes.steps, default, Fraction(0)
         if self.epochs is not None or self.eval_every == EPOCH:
             opened = world.first_then_others(replace(self, recipe=recipe).open_datasets)

@@ -26,7 +26,8 @@ class Dataset(Protocol):
 
     Where ``batch`` uses torch's global generator, the dataset has an attribute ``uses_global_generator`` that is true:
     no thread beside the training then calls it. Where it has an attribute ``pins``, the loader sets this to whether it
-    may put its batches into page-locked memory (``torch.empty(…, pin_memory=True)``), which saves a copy.
+    may put its batches into page-locked memory (``torch.empty(…, pin_memory=True)``), which saves a copy. An attribute
+    ``unreadable`` (bool, one for each sample) marks those whose place others have taken; the run counts them.
     """
 
     def __len__(self) -> int:

@@ -47,8 +47,9 @@ class ExponentialMovingAverage(Ema):
 
     kind: ClassVar[str] = "default"
     decay: float = 0.999
-    """The average is over about 1 / (1 - decay) steps."""
+    """The average is over about 1 / (1 - decay) steps; torchvision's reference for ResNet-50 has 0.99998 a step."""
     warmup: bool = True
+    """Average over fewer steps at first: the first weights are random, and soon forgotten."""
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:

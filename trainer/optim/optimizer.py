@@ -24,19 +24,19 @@ class Optimizer:
     """An optimizer's class and its options; a new choice is one YAML file."""
 
     name: str = "AdamW"
-    """The class in torch.optim, or one of the others of ``trainer.optim.classes``."""
+    """The class: one of torch.optim, or Muon, Lion, Lamb, AdamWScheduleFree."""
     lr: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
-    """Applied to the weights of linear, convolution, embedding and attention layers. Everything else is not decayed,
-    whatever its shape: biases, norms, scales, class tokens, plain position embeddings. The rule is ``decayed``.
+    """Of the weights of linear, convolution, embedding and attention layers. Everything else is not decayed, whatever
+    its shape: biases, norms, scales, class tokens, plain position embeddings.
     """
     groups: Any = None
     """A mapping of name patterns to what the parameters that match have of their own: ``lr``, a multiple of the
     learning rate, and ``weight_decay``, where they have any. Of several patterns the last one decides.
     """
     layer_decay: float | None = None
-    """Multiplies the learning rate from each block to the one below, from 1 at the head; see ``layer_factors``."""
+    """Multiplies the learning rate from each block to the one below, from 1 at the head; null: 1."""
     fused: bool | str = "auto"
     """Use one kernel for the whole update; auto: if torch has one for this device."""
     set_to_none: bool = True

@@ -42,7 +42,7 @@ class Cosine(Schedule):
 
     kind: ClassVar[str] = "cosine"
     final: float = 0.1
-    """The multiple at the very end, one step after the last."""
+    """The multiple of the peak at the very end, one step after the last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +58,7 @@ class Linear(Schedule):
 
     kind: ClassVar[str] = "linear"
     final: float = 0.0
-    """The multiple at the very end, one step after the last."""
+    """The multiple of the peak at the very end, one step after the last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,6 +116,7 @@ class WarmupStableDecay(Schedule):
     decay: float = 0.2
     """The share of the steps after warm-up in which the rate falls."""
     final: float = 0.0
+    """The multiple of the peak at the very end, one step after the last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,6 +45,7 @@ class ClipNorm(Clip):
 
     kind: ClassVar[str] = "norm"
     max_norm: float = 1.0
+    """The largest total norm of all gradients."""
 
     def __post_init__(self) -> None:
         if not self.max_norm > 0:  # so that NaN is refused, too
@@ -67,6 +68,7 @@ class ClipValue(Clip):
 
     kind: ClassVar[str] = "value"
     max_value: float = 1.0
+    """The largest absolute value of an element."""
 
     def __post_init__(self) -> None:
         if not self.max_value > 0:

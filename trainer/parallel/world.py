@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # a command line is checked before torch is imported
@@ -26,6 +29,12 @@ def launched_local_rank() -> tuple[int, int]:
 def restarted() -> bool:
     """Return whether torchrun started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def tell_torchrun(message: str) -> None:
+    """Let torchrun, whose own traceback follows what this process printed, end with this message."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def launch_id() -> str:
@@ -70,6 +79,10 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank. Only for the thread that saves, which has its own process group."""
+        return [value]
+
+    def gather_on_first(self, value: T) -> list[T]:
+        """Return every rank's value, by rank, on rank 0; nothing on the others. It must be picklable."""
         return [value]
 
     def on_first(self, work: Callable[[], T]) -> T:

@@ -70,6 +70,11 @@ class ProcessWorld(World):
         dist.all_gather_object(values, value, group=self._writers)
         return values
 
+    def gather_on_first(self, value: T) -> list[T]:
+        values: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, values)
+        return values or []
+
     def on_first(self, work: Callable[[], T]) -> T:
         outcome: list[Any] = [None, None]
         bug: Exception | None = None
@@ -190,9 +195,9 @@ class FSDP(SeveralProcesses):
     """Free a block's gathered weights between forward and backward: less memory, one more all-gather. Those outside of
     the blocks are gathered once for both."""
     param_dtype: str | None = None
-    """``bf16``/``fp16``: FSDP2's own policy, which gathers all weights cast to it and computes with them (gradients are
-    still summed in fp32). None: autocast decides, as elsewhere. From torch 2.15 on what it rounds to 16 bits is
-    gathered so: the same numbers for half the traffic."""
+    """``bf16``/``fp16``: FSDP2's own policy, which gathers all weights cast to it and computes with them, norms and
+    embeddings, too (gradients are still summed in fp32). null: autocast decides, as elsewhere. From torch 2.15 on what
+    it rounds to 16 bits is gathered so: the same numbers for half the traffic."""
 
     def check(self, precision: Precision) -> None:
         if precision.format.half_weights and precision.fp32_modules:

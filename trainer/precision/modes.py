@@ -44,16 +44,18 @@ class Precision:
     """
 
     mode: str = "fp32"
+    """What ``precision=…`` sets."""
     fp32_modules: list[str] = field(default_factory=list)
-    """Name patterns (``lm_head``, ``*.ln_*``) of submodules that compute in fp32 and have fp32 weights."""
+    """Patterns of submodules that compute in fp32 and have fp32 weights: ``[lm_head]`` or ``["*.ln_*"]``; as apex O2
+    does in a ResNet: ``["*bn*", "*downsample.1"]``."""
     fp8_scaling: str | None = None
-    """``tensorwise`` or ``rowwise``: one scale for each tensor, or for each row (``fp8`` only)."""
+    """Of fp8: ``tensorwise``, or ``rowwise``: a scale for each row, more exact and slower; null: tensorwise."""
     fp32_ops: list[str] | None = None
-    """Operators (``softmax``, ``layer_norm``) that compute in fp32, see ``trainer.precision.operators``."""
+    """Operators that compute in fp32: ``[softmax]`` or ``[layer_norm,mean]``."""
     low_ops: list[str] | None = None
-    """Operators that compute in the 16-bit dtype, where autocast or the model would take fp32."""
+    """Operators that compute in the 16-bit format where autocast or the model takes fp32: ``[layer_norm]``."""
     kernels: str = "auto"
-    """How a CPU multiplies 16-bit operands: ``auto``, ``native`` or ``fp32``, see ``trainer.precision.kernels``."""
+    """How a CPU multiplies 16-bit operands: ``native``, ``fp32``; auto: what is measured to be faster."""
 
     def __post_init__(self) -> None:
         if self.mode not in FORMATS:

@@ -168,7 +168,7 @@ class TorchProfiler(Profiler):
     wait: int = 3
     """Steps before profiling starts, in which caches, autotuning and memory settle."""
     warmup: int = 2
-    """Steps that are traced and discarded, because the tracer is slow at first."""
+    """Steps that are traced and discarded, at least 1, because the tracer is slow at first."""
     active: int = 3
     """Steps that are recorded."""
     record_shapes: bool = True

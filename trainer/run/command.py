@@ -9,37 +9,30 @@ import atexit
 import ctypes
 import gc
 import os
-import re
-import shutil
 import signal
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.compose import CONF, checked_arguments
+from trainer.config import help
+from trainer.config.compose import checked_arguments
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory, redacted
-from trainer.parallel.world import launched_processes
+from trainer.parallel.world import launched_processes, tell_torchrun
+from trainer.run import completion
 from trainer.run.signals import OUTSIDE
 from trainer.run.sweep import Begin, Ended, Sweep
 from trainer.run.terminal import leave_unread
 
 if TYPE_CHECKING:
     from trainer.run.run import Run
-
-_USAGE = """\
-python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
-python scripts/train.py -m key=a,b ...      runs every combination
-"""
 
 
 def main(run_class: type[Run] | None = None) -> int:
@@ -49,13 +42,16 @@ def main(run_class: type[Run] | None = None) -> int:
         run_class: the class that trains; None: ``Run``.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(_USAGE + _choices())
+        return _help()
+    if "install=bash" in sys.argv[1:]:
+        print(completion.INSTALL)
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
     attempt = partial(_attempt, run_class)
     try:
         arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
-        codes = _sweep(Sweep(arguments), attempt)
+        with completion.without_schemas(arguments):
+            codes = _sweep(Sweep(arguments), attempt)
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -63,6 +59,16 @@ def main(run_class: type[Run] | None = None) -> int:
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()
     return max(codes, default=0)
+
+
+def _help() -> int:
+    try:
+        print(help.page(sys.argv[1:]), flush=True)
+    except UserError as error:
+        return _report(error)
+    except BrokenPipeError:  # of ``--help | head``
+        leave_unread()
+    return 0
 
 
 def _in_a_group() -> bool:
@@ -156,6 +162,7 @@ def _report(error: RunError | Interrupted) -> int:
             prefix = f"rank {rank}: {prefix}"
     if speaks:
         print(redacted(f"{prefix}{error}"), file=sys.stderr, flush=True)
+        tell_torchrun(redacted(str(error)))
     elif not isinstance(error, Interrupted):
         # torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first.
         atexit.register(time.sleep, _PATIENCE)
@@ -168,7 +175,6 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 def _report_of_rank(error: Exception) -> int:
     """Name the rank that failed. A rank that lost its connection to it prints no traceback: it would hide the cause."""
     from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     rank = os.environ["RANK"]
     if isinstance(error, DistError) or any(sign in str(error) for sign in _GONE):
@@ -176,27 +182,5 @@ def _report_of_rank(error: Exception) -> int:
         return 1
     traceback.print_exception(error)
     print(f"rank {rank}: error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    handler = get_error_handler()  # torchrun shows what it writes as the root cause
-    handler.initialize()
-    handler.record_exception(error)
+    tell_torchrun("".join(traceback.format_exception(error)))
     return 1
-
-
-def _choices() -> str:
-    """Return the choices of every config group, each with the first sentence of its YAML's comment."""
-    width = max(60, shutil.get_terminal_size((120, 24)).columns)
-    lines = []
-    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
-        lines.append(f"\n{group.name}")
-        for path in sorted(group.glob("*.yaml")):
-            about = _first_sentence(path).removeprefix(f"{group.name}={path.stem}: ")
-            name = f"  {path.stem:<21} "
-            lines += textwrap.wrap(about, width, initial_indent=name, subsequent_indent=" " * len(name))
-    return "\n".join(lines)
-
-
-def _first_sentence(path: Path) -> str:
-    """Return the comment at the head of a YAML, up to the line that ends a sentence; commands are no part of it."""
-    text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
-    found = re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text)
-    return found[0].removeprefix("# ").replace("\n# ", " ").strip() if found else ""

@@ -64,9 +64,12 @@ def export_best(
     model = unsharded(trainer.model, build, averages)
     if not trainer.world.first or model is None:
         return None, [], test
-    if best is not None and config.checkpoint.enabled and step != best["step"]:
-        instead = "" if step is None else f" (those of step {step} are exported)"
-        missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
+    if best is not None and config.checkpoint.enabled:
+        step = trainer.step if step is None else step  # no checkpoint fitted on the disk; the weights alone may
+        if step != best["step"]:
+            missing.append(
+                f"the best weights, of step {best['step']}, were not saved (those of step {step} are exported)"
+            )
     unfinished = folder.path / f".{BEST}.partial"
     if step is not None:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -127,6 +127,11 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
             f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step has some of "
             "them twice; set a smaller batch_size"
         )
+    if trainer.averages_twice:
+        found.append(
+            f"the loss of recipe={trainer.recipe.name} is a mean, which is then divided by the number of targets once "
+            'more: return a sum, as with reduction="sum"'
+        )
     if patience is not None and plan.evaluations < patience + 2:
         found.append(
             f"early_stopping.patience={patience} cannot end this run, which has {plan.evaluations} evaluations; set a "
@@ -194,6 +199,8 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
         rows.append(("MFU", share))
     rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
+    if summary["unreadable_samples"]:
+        rows.append(("unreadable samples", f"{summary['unreadable_samples']}, in whose place the next ones were taken"))
     rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
     if summary["mlflow"]:
         rows.append(("MLflow", ", ".join(summary["mlflow"])))

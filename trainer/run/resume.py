@@ -30,7 +30,7 @@ _WORDS = ("tags", "note", "group")
 MAY_CHANGE = (
     *("steps", "epochs"),  # make the run longer, and with it the schedule
     *("device", "threads", "parallel", "loader", "activation_checkpointing"),
-    *("log_every", "eval_every", "early_stopping", "profiler", "diagnostics", "debug"),
+    *("log_every", "eval_every", "metrics", "early_stopping", "profiler", "diagnostics", "debug"),
     *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name", *_WORDS),
 )
 """Keys and groups that may differ between a run and its continuation: they do not change what is learnt.
@@ -49,7 +49,7 @@ def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
         return False
     if key in ("micro_batch_size", "precision.kernels"):  # rounding; and of the first what batch norm sees
         return not now.get("deterministic")
-    return key.partition(".")[0] in MAY_CHANGE
+    return key == "data.broken" or key.partition(".")[0] in MAY_CHANGE
 
 
 def check_same(folder: RunFolder, flat: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import signal
@@ -12,7 +11,10 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
+
 from mantissa.display import duration, finite, loss
+from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config
@@ -91,7 +93,7 @@ class Run:
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
         self.command = resume_command(folder.path)
-        self.scores = Scores(self.config)
+        self.scores = Scores(self.config, trainer.metrics.falls)
         self.first: StepRecord | None = None
         """The first step that this process took."""
         self.began = began or time.monotonic()
@@ -169,8 +171,6 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
-        finally:
-            gc.unfreeze()  # else the model would outlive the run, in a sweep
         if self.stopped_by is not None and not summary:
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
                 self._close("KILLED")
@@ -195,7 +195,7 @@ class Run:
         return self.plan.evaluates(self.trainer.step) and self.scores.step != self.trainer.step
 
     def _take_step(self, batches: Iterator[list[Batch]]) -> None:
-        microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
+        microbatches = self._next(batches)  # not profiled: a dataset in memory is not part of the step's memory
         profiled = self.profiler.step(self.trainer.step + 1)
         if not isinstance(profiled, nullcontext):
             self.monitor.leave_out()
@@ -203,14 +203,24 @@ class Run:
             record = self.step(microbatches)
         if self.first is None:
             self.first = record
-            # To walk what was imported and built, half a million objects, stops the host for half a second.
-            gc.collect(1)
-            gc.freeze()
         self.log(record)
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step. Overridden where steps are timed or traced, as ``log`` is."""
         return self.trainer.train_step(microbatches)
+
+    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        """Return the next step's microbatches; save before a sample that cannot be read ends the run."""
+        try:
+            return next(batches)
+        except UserError as error:
+            if self.world.size > 1 or not self.trainer.step or not self.config.checkpoint.enabled:
+                raise
+            self.writer.finish()
+            if checkpoint.steps(self.folder.checkpoints)[-1:] != [self.trainer.step]:
+                self._save(None)
+                self.writer.finish()
+            raise UserError(f"{error}. {report.last_good(self.folder)}; resume with:\n  {self.command}") from error
 
     def log(self, record: StepRecord) -> None:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
@@ -349,6 +359,9 @@ class Run:
         except EvaluationStopped:
             return {}, []
         summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | self._totals()
+        data = self.trainer.datasets
+        marks = [getattr(part, "unreadable", torch.zeros(1)) for part in (data.train, data.valid, data.test)]
+        summary["unreadable_samples"] = sum(int(self.world.add(each.float()).count_nonzero()) for each in marks)
         self.terminal.block("summary", report.summary_rows(summary))
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
@@ -421,6 +434,7 @@ class Run:
             "processes": self.world.size,
             "checkpoints": self.writer.facts(),
             "skipped_steps": monitor.skipped_steps,  # of the whole run
+            "unreadable_samples": 0,  # counted at the end
             "resume": self.command,
             "mlflow": self.tracker.addresses if self.tracker else [],
             "hardware": self.hardware.facts(),

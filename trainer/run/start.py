@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, check_entr
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
+from trainer.run.disk import check_disk
 from trainer.run.memory.fit import fit_plan
 from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
@@ -81,14 +83,23 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
             datasets = opened or world.first_then_others(resolved.config.open_datasets)
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides)
+        if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
+            if gc.isenabled():  # another program's, not that of open_the_program
+                gc.collect()
+                stack.callback(gc.unfreeze)
+            gc.freeze()
+        gc.enable()
         terminal.note("building the model …")
         try:
             with work("building the model"):
                 trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
-            Scores(trainer.config).check_known(trainer.metric_names)
+            scores = Scores(trainer.config, trainer.metrics.falls)
+            scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
             with _written(resolved.config.output_dir):
                 if folder is None:
+                    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+                    world.on_first(partial(check_disk, config, resolved.plan, parameters))
                     folder = world.on_first(partial(_begun, resolved, datasets, stack))
                 with work("preparing the run"):
                     run = run_class(

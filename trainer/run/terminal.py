@@ -73,7 +73,9 @@ class Terminal:
         interval_s = self._interval_s if metrics else 10 * self._interval_s
         if now - self._shown < interval_s and (metrics is None or step not in (1, steps)):
             return
-        self._shown, self._metrics = now, metrics or self._metrics
+        if metrics:  # of the first step, the time says nothing about the others
+            self._metrics = metrics | ({"step_time_s": math.nan} if step == 1 else {})
+        self._shown = now
         self._in_place(progress_line(step, steps, self._metrics, unit))
 
     @contextmanager
@@ -174,7 +176,7 @@ def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -
         parts.append(f"scale {metrics['loss_scale']:g}")
     if metrics["skipped_steps"]:
         parts.append(f"skipped {metrics['skipped_steps']:g}")
-    if step > 1:  # the first step takes longer than any other
+    if math.isfinite(metrics["step_time_s"]):
         parts.append(f"eta {duration((steps - step) * metrics['step_time_s'])}")
     return "  ".join(parts)
 

@@ -33,12 +33,13 @@ class Tracking:
     """The ``tracking`` config group: whether MLflow gets the run, where it is, and how often metrics are sent."""
 
     mlflow: bool = True
+    """Whether metrics, models and checkpoints are sent to MLflow."""
     uri: str | None = None
-    """The tracking URI; None: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
+    """The tracking URI; null: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
     experiment: str | None = None
-    """The name of MLflow's experiment; None: the recipe's name."""
+    """The name of MLflow's experiment; null: the recipe's name."""
     system_metrics: bool = True
-    """Whether MLflow samples the machine's CPU, memory and GPU while the run trains."""
+    """Whether MLflow samples the machine's CPU, memory and GPU, every 5 s."""
     flush_every_s: float = 5.0
     """Seconds between two uploads of new metrics."""
     patience_s: float = 30.0
@@ -47,9 +48,9 @@ class Tracking:
     """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none;
     auto: last to a server, and none to a file on this machine, where the run folder has them."""
     register: str | None = None
-    """The registered model that gets the best weights as a new version; None: they are not registered."""
+    """The registered model that gets the best weights as a new version; null: register them on MLflow's page."""
     parent: str | None = None
-    """MLflow's id of the run that this one is shown below, such as a search's; None: none."""
+    """MLflow's id of the run that this one is shown below; scripts/search.py sets it. null: none."""
     epilogue: bool = True
     """Whether a finished run shows what its model can do, such as generated text, where its recipe has that."""
 

@@ -14,16 +14,17 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import DecodedImages, check_fraction, check_path, unreadable
+from recipes.data.images.pixels import REMEDY, DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.apart import check_apart
 from trainer.errors import UserError
 from trainer.progress import work
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-HEADERS_CHECKED = 20_000
+FILES_CHECKED = 20_000
 WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
-REMEDY = "repair or delete it, or leave such files out with data.skip_corrupt=true"
+ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}
+"""How a whole JPEG or PNG ends, by how it begins; a few more bytes may follow."""
 
 
 @dataclass
@@ -36,11 +37,12 @@ class ImageFolder(ImageSource):
     valid_fraction: float = 0.1
     """Of each class, where there is no ``val/``; which files, is decided by a hash of their names."""
     test: str | None = None
-    """A folder of class folders, evaluated once, at the end, with the best weights; None: ``test/`` beside ``train/``,
+    """A folder of class folders, evaluated once, at the end, with the best weights; null: ``test/`` beside ``train/``,
     where it has images in class folders.
     """
-    skip_corrupt: bool = False
-    """Leave out images that cannot be decoded; to find them, every file is decoded once at the start."""
+    broken: str = "error"
+    """What an image that cannot be decoded does: error: it ends the run, which saves a checkpoint first; skip: the next
+    image takes its place, and it is counted."""
 
     def __post_init__(self) -> None:
         check_fraction(self.valid_fraction)
@@ -55,43 +57,33 @@ class ImageFolder(ImageSource):
             UserError: no images, fewer than two classes, a file that is no image.
         """
         train_folder, valid_folder = _split_folders(Path(self.path).expanduser())
-        train = self._readable(_images_by_class(train_folder))
+        train = self._checked(_images_by_class(train_folder))
         classes = sorted(train)
         if valid_folder:
-            valid = self._readable(_images_by_class(valid_folder))
+            valid = self._checked(_images_by_class(valid_folder))
         else:
             train, valid = _split(train, self.valid_fraction)
         parts = {"training": train, "validation": valid}
         test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder, set(classes))
         if test_folder:
-            parts["test"] = self._readable(_images_by_class(test_folder))
+            parts["test"] = self._checked(_images_by_class(test_folder))
             for role in ("training", "validation"):
                 check_apart(f"data.test={test_folder}", _files(parts["test"]), _files(parts[role]), role)
         for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
             if unknown := sorted(set(part) - set(classes)):
                 raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")
-        datasets = {name: FolderImages(part, classes) for name, part in parts.items()}
+        datasets = {name: FolderImages(part, classes, self.broken) for name, part in parts.items()}
         side = datasets["training"].shorter_side()
         return self.opened(
             self.kind, f"data.path={self.path}", datasets, classes, image_size or 224, side, decodes=True
         )
 
-    def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Leave out what cannot be decoded, or refuse what is no image at all."""
+    def _checked(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Refuse what is no image, or only the beginning of one, unless such files are skipped."""
         files = _files(classes)
-        if not self.skip_corrupt:
-            spread = files[:: -(-len(files) // HEADERS_CHECKED)]
-            for file, reason in _failures(spread, decode=False):
-                raise UserError(f"{file} cannot be read as an image ({reason}); {REMEDY}")
-            return classes
-        corrupt = {file for file, _ in _failures(files, decode=True)}
-        if corrupt:
-            message = "data.skip_corrupt: left out %d of %d images that cannot be decoded, such as %s"
-            logging.getLogger("mantissa").warning(message, len(corrupt), len(files), min(corrupt))
-        left = {name: [file for file in members if file not in corrupt] for name, members in classes.items()}
-        if len(corrupt) == len(files):
-            raise UserError(f"data.path={self.path}: not one of {len(files)} images can be decoded")
-        return {name: members for name, members in left.items() if members}
+        for file, reason in _failures(files[:: -(-len(files) // FILES_CHECKED)]) if self.broken == "error" else ():
+            raise UserError(f"{file} cannot be read as an image ({reason}); {REMEDY}")
+        return classes
 
 
 def _files(classes: dict[str, list[str]]) -> list[str]:
@@ -101,20 +93,19 @@ def _files(classes: dict[str, list[str]]) -> list[str]:
 class FolderImages(DecodedImages):
     """A dataset of image files."""
 
-    def __init__(self, files: dict[str, list[str]], classes: list[str]) -> None:
+    def __init__(self, files: dict[str, list[str]], classes: list[str], broken: str = "error") -> None:
         # One array of bytes, not a list of strings: worker processes share it without copying.
         self.files = np.array([os.fsencode(file) for name in classes for file in files.get(name, [])])
-        self.labels = torch.tensor(
-            [label for label, name in enumerate(classes) for _ in files.get(name, [])], dtype=torch.int64
-        )
+        labels = [label for label, name in enumerate(classes) for _ in files.get(name, [])]
+        super().__init__(torch.tensor(labels, dtype=torch.int64), broken)
 
-    def stored(self, index: int) -> tuple[str, str, str]:
+    def stored(self, index: int) -> tuple[str, str]:
         file = os.fsdecode(self.files[index])
-        return file, file, f"; {REMEDY}"
+        return file, file
 
 
-def _failures(files: list[str], decode: bool) -> Iterator[tuple[str, Exception]]:
-    """Open every file in a pool of threads (decoding releases the GIL); yield those that fail, in order."""
+def _failures(files: list[str]) -> Iterator[tuple[str, Exception]]:
+    """Open every file in a pool of threads, and decode those that seem to be cut off; yield what fails, in order."""
     from PIL import Image
 
     Image.init()  # loads every format now, before threads would do so at once
@@ -123,7 +114,7 @@ def _failures(files: list[str], decode: bool) -> Iterator[tuple[str, Exception]]
     def failure(file: str) -> Exception | None:
         try:
             with Image.open(file) as image:
-                if decode:
+                if _seems_cut(file):
                     image.load()
         except damage as error:
             return error
@@ -134,6 +125,14 @@ def _failures(files: list[str], decode: bool) -> Iterator[tuple[str, Exception]]
             if error:
                 yield file, error
             advance(number)
+
+
+def _seems_cut(file: str) -> bool:
+    """Return whether a file does not end as its format does."""
+    with open(file, "rb") as stored:
+        end = ENDS.get(stored.read(2), b"")
+        stored.seek(max(0, stored.seek(0, os.SEEK_END) - 64))
+        return end not in stored.read()
 
 
 def _split_folders(root: Path) -> tuple[Path, Path | None]:

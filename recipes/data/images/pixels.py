@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """Of ImageNet's training images, red, green, blue, in units of 0 to 1."""
+REMEDY = "repair it, or let the next image take its place with data.broken=skip"
 
 
 def square(image: Image.Image, size: int, view: View) -> np.ndarray:
@@ -85,12 +87,11 @@ class Images:
         Raises:
             UserError: which image cannot be decoded.
         """
-        rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
-        drawn = mixing.draw(self.augment, samples, self.image_size)
-        return {"image": self.squares(samples), "label": self.labels[rows]} | drawn
+        images, rows = self.squares(samples)
+        return {"image": images, "label": self.labels[rows]} | mixing.draw(self.augment, samples, self.image_size)
 
-    def squares(self, samples: Sequence[SampleId]) -> Tensor:
-        """Return the images alone."""
+    def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
+        """Return the images, and the numbers of their labels."""
         raise NotImplementedError
 
     @property
@@ -113,7 +114,7 @@ class ArrayImages(Images):
     def __len__(self) -> int:
         return self.length
 
-    def squares(self, samples: Sequence[SampleId]) -> Tensor:
+    def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
         rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
         # Torch keeps page-locked blocks and gives none away while the device copies from it; new memory would take
         # several times as long to fill.
@@ -126,7 +127,7 @@ class ArrayImages(Images):
         if any(view.box or view.policy for view in views):
             for target, row, view in zip(squares.numpy(), rows, views, strict=True):
                 target[:] = square(_picture(self.images[row]), self.image_size, view)
-            return squares
+            return squares, rows
         if self.images.shape[1:] == shape[1:]:
             whole = torch.index_select(self.images, 0, rows, out=squares)
         else:
@@ -134,14 +135,27 @@ class ArrayImages(Images):
         for image, view in zip(whole.numpy(), views, strict=False):
             if (moved := _moved(image, view)) is not image:
                 image[:] = moved
-        return squares.copy_(whole)
+        return squares.copy_(whole), rows
 
 
 class DecodedImages(Images):
-    """A dataset of images that are decoded when they are fetched. Subclasses define ``stored`` and set ``labels``."""
+    """A dataset of images that are decoded when they are fetched. Subclasses define ``stored``.
 
-    def stored(self, index: int) -> tuple[Any, str, str]:
-        """Return what Pillow opens, what to call it, and what to do where it is damaged."""
+    Args:
+        labels: int64, one for each image.
+        broken: ``error``; or ``skip``: the next image takes the place of one that cannot be decoded. That depends on
+            the files alone, so every epoch, process and resumed run has the same samples.
+    """
+
+    def __init__(self, labels: Tensor, broken: str = "error") -> None:
+        if broken not in ("error", "skip"):
+            raise UserError(f"data.broken={broken} is unknown; use data.broken=error or skip")
+        self.labels, self.broken = labels, broken
+        self.unreadable = torch.zeros(len(labels), dtype=torch.bool)
+        """Those found so far; loading processes share this memory."""
+
+    def stored(self, index: int) -> tuple[Any, str]:
+        """Return what Pillow opens, and what to call it."""
         raise NotImplementedError
 
     @contextmanager
@@ -153,20 +167,35 @@ class DecodedImages(Images):
         """
         from PIL import Image
 
-        file, name, remedy = self.stored(index)
+        file, name = self.stored(index)
         try:
             with Image.open(file) as image:
                 yield image
         except unreadable() as error:
-            raise UserError(f"{name} cannot be decoded ({error}){remedy}") from error
+            raise UserError(f"{name} cannot be decoded ({error}); {REMEDY}") from error
 
-    def squares(self, samples: Sequence[SampleId]) -> Tensor:
-        images = []
+    def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
+        images, rows = [], []
         for sample in samples:
-            image = self.image(sample.index)
+            image, row = self.decoded(sample.index)
             view = self.augment.view(*image.size, sample.seed, self.image_size)
             images.append(square(image, self.image_size, view))
-        return torch.from_numpy(np.stack(images))
+            rows.append(row)
+        return torch.from_numpy(np.stack(images)), torch.tensor(rows)
+
+    def decoded(self, index: int) -> tuple[Image.Image, int]:
+        """Decode an image, or with ``skip`` the next one that can be decoded; return which one it is, too."""
+        for row in (number % len(self) for number in range(index, index + len(self))):
+            if not self.unreadable[row]:
+                try:
+                    return self.image(row), row
+                except UserError as error:
+                    if self.broken == "error":
+                        raise
+                    self.unreadable[row] = True
+                    why = str(error).removesuffix(f"; {REMEDY}")
+                    logging.getLogger("mantissa").warning("%s; the next image takes its place (data.broken=skip)", why)
+        raise UserError(f"not one of {len(self)} images can be decoded; set data to others")
 
     def image(self, index: int) -> Image.Image:
         """Decode one image."""

@@ -54,7 +54,7 @@ class TokenizerPlan(NamedTuple):
     """Opens the folder that the tokenizer's ``save`` wrote to."""
 
 
-def open_or_build(cache_dir: str, name: str, splits: dict[str, Split], plan: TokenizerPlan) -> Tokenized:
+def open_or_build(cache: Path, name: str, splits: dict[str, Split], plan: TokenizerPlan) -> Tokenized:
     """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
@@ -64,7 +64,7 @@ def open_or_build(cache_dir: str, name: str, splits: dict[str, Split], plan: Tok
         UserError: the cache folder cannot be written, or a split has no tokens.
     """
     key = json.dumps([FORMAT, *(part.identity for part in splits.values()), plan.identity], sort_keys=True)
-    parent = Path(cache_dir).expanduser() / "text"
+    parent = cache / "text"
     folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.exists():
         try:
@@ -73,7 +73,7 @@ def open_or_build(cache_dir: str, name: str, splits: dict[str, Split], plan: Tok
             lock.touch()
         except OSError as error:
             raise UserError(
-                f"data.cache_dir={cache_dir} cannot be written ({error.strerror}); set another folder, "
+                f"data.cache_dir={cache} cannot be written ({error.strerror}); set another folder, "
                 "here or in the environment variable MANTISSA_CACHE"
             ) from None
         with locked(lock):

@@ -18,6 +18,7 @@ from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.split import Corpus, Split, split
 from recipes.data.text.tokenizers import OWN_BPE, BytePairs, Bytes, Characters
+from trainer.cache import cache_folder
 from trainer.data.apart import check_apart
 from trainer.errors import UserError
 from trainer.recipe import NO_OPTION
@@ -31,13 +32,13 @@ class TokenizedText(TextSource):
     """What every source of text shares: how it is tokenised, split and cached. Subclasses define ``splits``."""
 
     tokenizer: str = OWN_BPE
-    """bpe (trained on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
+    """bpe (trained once, on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
     vocab_size: int = 4096
     """Of the BPE; a small text gives fewer."""
     valid_fraction: float = 0.1
-    """Of the text, set aside for validation."""
-    cache_dir: str = field(default_factory=lambda: os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa")
-    """Where tokenised text is kept."""
+    """Of the text, set aside for validation: its end, or whole files, rows or modules where there are many."""
+    cache_dir: str | None = None
+    """Where tokenised text is kept; null: the environment's ``MANTISSA_CACHE``, else ``~/.cache/mantissa``."""
     whole: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
     """Whether no text is set aside for validation: training and validation text are then both all of it."""
 
@@ -64,6 +65,11 @@ class TokenizedText(TextSource):
         """Return what the text is called in the start block."""
         return self.kind
 
+    @property
+    def cache_folder(self) -> Path:
+        """The folder that ``cache_dir`` means."""
+        return cache_folder() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+
     def tokens(self, tokenizer: str | None) -> TokenData:
         train, valid = self.splits()
         test = self.test_split()
@@ -71,7 +77,7 @@ class TokenizedText(TextSource):
         one = self.whole and train.corpus is valid.corpus
         if one:
             parts = {"train": Split.whole(train.corpus)}
-        ids, text_bytes, opened = open_or_build(self.cache_dir, self.kind, parts, self._plan(tokenizer, parts))
+        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, self._plan(tokenizer, parts))
         counts = f"{_short(len(ids['train']))} tokens"
         counts += "" if one else f" and {_short(len(ids['valid']))} for validation ({valid.origin})"
         counts += f" and {_short(len(ids['test']))} for testing" if "test" in ids else ""
@@ -130,9 +136,11 @@ class TextFiles(TokenizedText):
 
     kind: ClassVar[str] = "text"
     path: str = ""
-    """A UTF-8 file, or a folder of them."""
+    """A file, or a folder of them."""
     pattern: str = "*.txt"
     """Which names count in a folder and the folders below it."""
+    encoding: str = "utf-8"
+    """Of the files, such as latin-1, cp1252 or utf-16."""
     test: str | None = None
     """Another file or folder, evaluated once, at the end, with the best weights."""
 
@@ -174,7 +182,7 @@ class TextFiles(TokenizedText):
         return paths
 
     def _corpus(self, key: str, name: str) -> Corpus:
-        corpus = _files(self._paths(key, name), key)
+        corpus = _files(self._paths(key, name), key, self.encoding)
         if not corpus.sizes.sum():
             raise UserError(f"{key} is empty; set {key.partition('=')[0]} to a file or folder that has text")
         return corpus
@@ -192,27 +200,36 @@ def _check_text(key: str, name: str) -> None:
         )
 
 
-def _files(paths: list[Path], key: str) -> Corpus:
+def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Corpus:
     stats = [path.stat() for path in paths]
     return Corpus(
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
-        read=lambda rows: (_read(paths[row], key) for row in rows),
-        identity=[[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)],
+        read=lambda rows: (_read(paths[row], key, encoding) for row in rows),
+        identity=[
+            [str(path), stat.st_size, stat.st_mtime_ns, encoding] for path, stat in zip(paths, stats, strict=True)
+        ],
         megabytes=sum(stat.st_size for stat in stats) / 1e6,
     )
 
 
-def _read(path: Path, key: str) -> str:
-    """Return a UTF-8 file's text as it is, line ends included, without a byte order mark."""
+def _read(path: Path, key: str, encoding: str) -> str:
+    """Return a file's text as it is, line ends included, without a byte order mark."""
     try:
         content = path.read_bytes()
-        if (offset := content.find(0)) >= 0:
-            raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {offset}")
-        return content.decode("utf-8").removeprefix("\ufeff")
+        text = content.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{key}: {path} is not UTF-8 text: the byte at offset {error.start} does not decode") from None
+        likely = "utf-16" if b"\0" in content else "latin-1"
+        raise UserError(
+            f"{key}: {path} is not {encoding} text: the byte at offset {error.start} does not decode; set its "
+            f"encoding, such as data.encoding={likely}, or convert it: iconv -f {likely} -t utf-8 {path.name} > new.txt"
+        ) from None
+    except LookupError:
+        raise UserError(f"data.encoding={encoding} is unknown to Python; use utf-8, latin-1 or cp1252") from None
     except OSError as error:
         raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
+    if "\0" in text:
+        raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {content.find(0)}")
+    return text
 
 
 def _short(count: int) -> str:

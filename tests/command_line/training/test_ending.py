@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -15,11 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.bignet import BigNet
+from recipes.data.images.folder import ImageFolder
 from tests.command_line.conftest import Train, only_run
-from tests.helpers import CPU, compose, trainer_of
+from tests.helpers import CPU, compose, same_bits, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Checkpoint
 from trainer.data.contract import Batch
+from trainer.data.loader import DataOrder
 from trainer.files import read_json_lines
 from trainer.recipe import Decision
 from trainer.run.run import Run
@@ -110,11 +113,12 @@ def test_early_stopping_ends_the_run_with_its_best_weights(succeed: Train, folde
 
 @pytest.mark.usefixtures("user_data")
 def test_the_best_checkpoint_is_that_of_the_chosen_metric(train: Train, succeed: Train, folder: Path) -> None:
-    done = succeed(*IMAGES, "steps=6", "eval_every=1", "checkpoint.best=valid/top1")
-    assert "best top1" in done.out
+    watched = ("metrics=[f1_macro,ece]", "early_stopping.patience=6", "early_stopping.metric=valid/ece")
+    done = succeed(*IMAGES, "steps=6", "eval_every=1", "checkpoint.best=valid/f1_macro", *watched)
+    assert "best f1_macro" in done.out
     run, best = only_run(folder), summary(folder)["best"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    values = {line["step"]: line["valid/top1"] for line in lines if "valid/top1" in line}
+    values = {line["step"]: line["valid/f1_macro"] for line in lines if "valid/f1_macro" in line}
     assert best["value"] == max(values.values())
     assert best["step"] == min(step for step, value in values.items() if value == best["value"])
     assert (run / "checkpoints" / f"step-{best['step']:08d}").is_dir()
@@ -250,3 +254,27 @@ def test_an_epilogue_that_fails_leaves_the_best_weights(
         train(*TINY, "steps=2", "eval_every=1")
     (run,) = (folder / "outputs").iterdir()
     assert (run / "best" / "model.safetensors").exists()
+
+
+@pytest.mark.usefixtures("user_data")
+def test_a_damaged_photo_ends_the_run_saved_and_is_replaced_when_it_is_resumed(train: Train, folder: Path) -> None:
+    options = [*IMAGES[:2], "data=imagefolder", "data.path=images", "recipe.image_size=32", "batch_size=2",
+               "eval_samples=2", "eval_every=6", "steps=6", "deterministic=true", "tracking=local",
+               "loader.workers=0"]  # fmt: skip
+    training = ImageFolder(path="images").images(32).train
+    order = [sample.index for sample in DataOrder(len(training), 0).samples(0, len(training))]
+    position = max(order.index(index) for index in (1, 2, 4, 5, 7, 8))  # the others are in the data's fingerprint
+    photo = folder / os.fsdecode(training.files[order[position]])
+    photo.write_bytes(photo.read_bytes()[:200] + bytes(99) + photo.read_bytes()[299:])
+    done = train(*options)
+    assert done.code == 2
+    assert f"{photo.relative_to(folder)} cannot be decoded" in done.err
+    assert f"The last valid checkpoint is step {position // 2}, in" in done.err
+    command = done.err.splitlines()[-1].split()[2:]
+    assert train(*command, "data.broken=skip", "loader.workers=1").code == 0
+    resumed = only_run(folder)
+    assert summary(folder)["unreadable_samples"] == 1
+    resumed.rename(folder / "resumed")
+    assert train(*options, "data.broken=skip").code == 0
+    one, other = (load(path / "checkpoints").tensors() for path in (folder / "resumed", only_run(folder)))
+    assert same_bits(one, other)

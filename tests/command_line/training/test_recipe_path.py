@@ -75,6 +75,7 @@ def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
 ) -> None:
     write(folder / "my own", "plainrecipe", width="sizes.WIDTH // 2", imports="import sizes\n")
     (folder / "my own" / "sizes.py").write_text("WIDTH = 6\n")
+    assert "\n  plainrecipe " in succeed("--help", "recipe_path=my own").out
     succeed("recipe_path=my own", "recipe=plainrecipe", *FAST)
     run = only_run(folder)
     config = read_object(run / "config.json")

@@ -159,7 +159,7 @@ def test_a_policy_changes_the_crop_and_depends_on_the_samples_seed_alone(augment
 
 
 class OneImage(DecodedImages):
-    labels, image_size = torch.tensor([0]), 16
+    image_size = 16
 
     def image(self, index: int) -> Image.Image:
         return Image.new("RGB", (20, 20))
@@ -169,7 +169,7 @@ class OneImage(DecodedImages):
 def test_a_dataset_says_whether_its_batches_use_the_global_generator(
     augment: ImageAugment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded = OneImage()
+    decoded = OneImage(torch.tensor([0]))
     decoded.augment = augment
     for dataset in (decoded, replace(Digits(), augment=augment).images(16).train):
         generator = Mock(wraps=torch.default_generator)

@@ -1,18 +1,18 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 import torch
 
-from tests.helpers import CONF, CPU, SHIPPED, compose
-from trainer.config import registration as config
+from tests.helpers import CONF, CPU, SHIPPED, NoData, SmallConvNet, compose
 from trainer.config.registration import flatten
-from trainer.config.source import real
+from trainer.config.step import StepConfig
+from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.optim.update import ClipNorm
 from trainer.precision.scaler import AutoScaler
+from trainer.recipe import Recipe
 
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
@@ -27,28 +27,12 @@ def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str
     assert composed.resolve(H100).plan.steps == 3
 
 
-def test_yaml_repeats_no_other_default_than_the_class() -> None:
-    """A number that is in the YAML and in the class must not differ: the class's documentation would be wrong."""
-    left = {
-        group: [name for name in classes if (CONF / group / f"{name}.yaml").exists()]
-        for group, classes in config.groups().items()
-        if group not in ("data", "recipe", "optimizer", "precision")
-    }
-    differ, looked_at = [], 0
-    while any(left.values()):  # composing takes long: one choice of every group at once
-        chosen = {group: names.pop() for group, names in left.items() if names}
-        own = [f"{group}={name}" for group, name in chosen.items()]
-        typed = compose(*own, "precision=fp16", "scaler.force=true", "recipe=resnet")
-        for group, name in chosen.items():
-            part, cls = getattr(typed, group), config.groups()[group][name]
-            assert type(part) is real(cls)
-            looked_at += 1
-            for entry in dataclasses.fields(cls):
-                default = entry.default if entry.default is not dataclasses.MISSING else None
-                if entry.name != "force" and getattr(part, entry.name) != default:
-                    differ.append(f"{group}={name}: {entry.name}")
-    assert differ == []
-    assert looked_at > 20
+def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
+    class Half(SmallConvNet):
+        count_targets = Recipe.count_targets
+
+    with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, such as def count_targets\(self, b"):
+        StepConfig(Half(), NoData())
 
 
 def test_overrides_arrive_with_their_types() -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -173,14 +174,17 @@ def test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each(ranks: int
         world, seen = World(), []
         world.rank, world.size = rank, ranks
 
-        def forward(batch: Batch, seen: list[int] = seen) -> dict[str, torch.Tensor]:
+        def forward(batch: Batch, counts: bool, seen: list[int] = seen) -> dict[str, torch.Tensor]:
             seen.append(len(batch["index"]))
             return {"loss": batch["index"].sum().double()}
 
         evaluation = Evaluation(Echo(), None, 8, Loader(workers=0), CPU, world)
-        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]))
+        watch = Mock()
+        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]), watch)
         totals += torch.tensor([sums["loss"], targets])
         forwards.append(len(seen))
+        done = [call.args for call in watch.call_args_list]  # the same on all ranks, which may stop there together
+        assert done == [(number, len(seen)) for number in range(1, len(seen) + 1)]
     assert totals.tolist() == [LENGTH * (LENGTH - 1) / 2, LENGTH]
     assert len({*forwards}) == 1
 

@@ -18,6 +18,7 @@ from trainer.progress import work
 from trainer.tracking.mlflow.addresses import unreachable
 from trainer.tracking.mlflow.answers import watching
 from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.models import prepare
 from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.mlflow.upload import Upload
 
@@ -144,6 +145,7 @@ class Feed(threading.Thread):
             while not self._ending.is_set():
                 delivery.send_new(pause=lambda: self._ending.wait(PAUSE_S))
                 self._works()
+                prepare()
                 self._ending.wait(self._flush_every_s)
         delivery.complete(self._status)
         self._works()

@@ -8,6 +8,8 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,22 @@ def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo, begin:
     return model_id
 
 
+@cache
+def prepare() -> None:
+    """Do in advance what the first model costs: imports, and MLflow's look through all that is installed."""
+    with suppress(Exception):  # which sending a model then reports
+        _import_pyfunc()
+        from mlflow.utils.requirements_utils import warn_dependency_requirement_mismatches
+
+        warn_dependency_requirement_mismatches(["mlflow"])
+
+
+def _import_pyfunc() -> Any:
+    with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
+        warnings.filterwarnings("ignore", ".*type hint is inferred as", UserWarning)
+        return import_module("mlflow.pyfunc")
+
+
 def _find_or_create(client: MlflowClient, run: Any, folder: Path, params: dict[str, object]) -> Any:
     digest = hashlib.sha256()
     for file in sorted((folder / BEST).rglob("*.safetensors")):
@@ -80,9 +98,6 @@ def _find_or_create(client: MlflowClient, run: Any, folder: Path, params: dict[s
 
 def _save(path: Path, model: Any, run_id: str, folder: Path, facts: dict[str, Any]) -> None:
     """Write MLflow's folder."""
-    with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
-        warnings.filterwarnings("ignore", ".*type hint is inferred as", UserWarning)
-        pyfunc = import_module("mlflow.pyfunc")
     from mlflow.models import Model
 
     described = Model(
@@ -90,7 +105,7 @@ def _save(path: Path, model: Any, run_id: str, folder: Path, facts: dict[str, An
     )
     code = folder / SERVING / "code"
     example, signature = _interface(folder, facts)
-    pyfunc.save_model(
+    _import_pyfunc().save_model(
         str(path),
         python_model=str(Path(__file__).with_name("predictor.py")),
         artifacts={BEST: str(folder / BEST), SERVING: str(folder / SERVING)},

@@ -1,0 +1,76 @@
+"""What --help explains, the page of options, and tab completion; none of them waits for torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line.conftest import Train
+from tests.helpers import PROJECT
+from trainer.config import help
+from trainer.config.explain import known_options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "left_out"),
+    [
+        ("", "\n  muon  ", "optimizer.lr:"),
+        ("recipe=gpt2 precision=fp8", "precision.fp8_scaling: str | null = tensorwise\n    Of fp8", "clip.max_value"),
+        ("recipe=gpt2 precision=fp8", "clip=norm: How large gradients are reduced.\n  none  ", "clip.max_value"),
+        ("optimizer=muon", "optimizer.lr: float = 0.001\n    Peak", "seed:"),
+        ("optimizer=sgd lr steps", "optimizer.lr: float = 0.1\n    Peak", "optimizer.name"),
+        ("ema.decay momentum", "ema.decay: float = 0.999\n    The", "ema.warmup"),
+        ("optimzer", "optimzer is not a key of the config; did you mean 'optimizer'?", "lr"),
+        ("data=digits data.path", "data.path is not an option of data=digits; it belongs to data=text", "lr"),
+    ],
+)
+def test_help_explains(arguments: str, shown: str, left_out: str, train: Train) -> None:
+    done = train("--help", *arguments.split())
+    assert (done.code, bool(done.out)) in ((0, True), (2, False))
+    assert shown in done.out + done.err
+    assert left_out not in done.out + done.err
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = help.markdown()
+    assert (PROJECT / "docs" / "options.md").read_text(encoding="utf-8") == page, "run: python benchmarks/pages.py"
+    rows = [re.split(r" (?<!\\)\| ", line) for line in page.splitlines() if line.startswith("| `")]
+    explained = {row[0].strip("|` ") for row in rows if len(row) == 4 and len(row[3]) > 9}
+    inner = {key.rpartition(".")[0] for key in known_options()}  # groups, and options within an option
+    assert explained == known_options().keys() - inner
+
+
+def test_neither_help_nor_completion_takes_torch(folder: Path) -> None:
+    program = """
+import os, sys
+from trainer.run.command import main
+os.environ["COMP_LINE"] = "python scripts/train.py recipe=b"
+for arguments in (["--help", "recipe=gpt2", "precision=fp8"], ["-sc", "query=bash"]):
+    sys.argv[1:] = arguments
+    main()
+print(sorted({"torch", "mlflow", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2:] == ["recipe=bert recipe=bignet", "[]"]
+
+
+def test_bash_completes_what_is_typed() -> None:
+    program = f"""
+shopt -s expand_aliases
+python() {{ {sys.executable} "$@"; }}
+eval "$(python scripts/train.py -sc install=bash)"
+COMP_LINE="python scripts/memory.py recipe=resnet data=image"
+COMP_WORDS=($COMP_LINE) COMP_CWORD=3 COMP_POINT=${{#COMP_LINE}}
+_mantissa_completion
+echo "${{COMPREPLY[@]}}"
+COMPREPLY=()
+COMP_LINE="python tests/forks.py o"
+_mantissa_completion
+echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=PROJECT)
+    assert (done.stdout, done.stderr) == ("data=imagefolder\n\n", "")

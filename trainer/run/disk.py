@@ -1,0 +1,45 @@
+"""Whether the disk has room for what a run keeps, before it takes its first step."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from mantissa.display import size
+from trainer.checkpoint.store import SPARE_BYTES
+from trainer.config.schema import Config
+from trainer.config.step import Plan
+from trainer.errors import RunError, UserError
+from trainer.parallel.single import Parallel
+from trainer.run.memory.forecast import forecast
+
+_ROUGH = 24
+"""Bytes of a parameter in a checkpoint, at most: fp32 weights, masters, averages, and three states of the optimizer."""
+
+
+def check_disk(config: Config, plan: Plan, parameters: int) -> None:
+    """Raise UserError where the free disk space is less than a new run needs for its checkpoints and its export.
+
+    The config is as composed. Forecasting sizes takes seconds: only where a rough bound is above what is free.
+    """
+    options, folder = config.checkpoint, Path(config.output_dir).expanduser().absolute()
+    disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+    saves = plan.evaluations + (0 if isinstance(options.every, str) else plan.steps // options.every)
+    copies = min(options.keep + 2, saves)
+    rough = _ROUGH * parameters * (copies + 1) + SPARE_BYTES
+    if not options.enabled or disk.free > rough or not disk.total:  # some file systems do not tell
+        return
+    try:
+        held = forecast(replace(config, parallel=Parallel())).highest
+    except RunError:  # it cannot be forecast; the writer reports what does not fit
+        return
+    export = held["weights"] + held["buffers"]
+    each = export + held["optimizer"]
+    if disk.free < (needed := copies * each + export + SPARE_BYTES):
+        raise UserError(
+            f"output_dir={config.output_dir}: {size(disk.free)} of disk are free, but {size(needed)} are needed: "
+            f"{copies} checkpoints of {size(each)} (the newest, the best, and the next while it is written), best/ of "
+            f"{size(export)}, and {size(SPARE_BYTES)} for logs; free disk space, choose another with output_dir=…, or "
+            "keep nothing with checkpoint=none"
+        )
