@@ -2,7 +2,7 @@
 
   port=5000          port of the page; if it is in use, the next free port
   uri=…              where the runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-  experiment=…       the experiment to show (default: the one with the newest run)
+  experiment=…       the experiment to show (default: all)
   runs=6             how many to show side by side
 Exit code: 0, 1 when the server fails, 2 for a user error. Ctrl-C stops it.
 """

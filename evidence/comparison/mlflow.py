@@ -48,7 +48,7 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
     return [
         shown_at(uri, experiment, parent),
         "its runs side by side:",
-        f"  {curves_address(base, experiment, shown)}",
+        f"  {curves_address(base, [experiment], shown)}",
     ]
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests import shortcuts
 from tests.serving import served
-from tests.tracked import open_tracker
+from tests.tracked import open_tracker, tracked
 from trainer.files import write_json
-from trainer.tracking.ui import comparison_address, curves_address, experiment_address, newest_runs
+from trainer.tracking.ui import comparison_address, curves_address, newest_runs, share_view, table_address
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -72,6 +72,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("trainer.tracking.plots.plot_run", shortcuts.draw)
             tracker.close("FINISHED", {"best": {"step": 20, "value": loss + 0.5}, **summary})
+    other = tracked(folder / f"bert-{'with-a-long-name-' * 2}s0", uri=uri, experiment="bert", tags={"team": "vision"})
+    assert other.run_id
     return uri
 
 
@@ -107,24 +109,41 @@ def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
 
 
 def test_the_runs_are_listed_drawn_and_compared(browser: Chrome, server: str, store: str) -> None:
-    _, newest = newest_runs(store, "gpt2", 6)
-    names, ids, experiment = [run.run_name for run in newest], [run.run_id for run in newest], newest[0].experiment_id
+    experiment, newest = newest_runs(store, "gpt2")
+    own = [*experiment]
+    names, ids = [run.info.run_name for run in newest], [run.info.run_id for run in newest]
     assert names == ["gpt2-bf16-s0", "gpt2-fp32-s0"]
-    assert_shows(browser, experiment_address(server, experiment), *names, "Model registry", "2 matching runs")
-    assert_shows(browser, curves_address(server, experiment), *names, "2 matching runs", "Model metrics")
-    one = curves_address(server, experiment, ids[:1])
+    assert_shows(browser, table_address(server, own), *names, "Model registry", "2 matching runs")
+    assert_shows(browser, curves_address(server, own), *names, "2 matching runs", "Model metrics")
+    one = curves_address(server, own, ids[:1])
     assert_shows(browser, one, "1 matching run", names[0], "Model metrics", "final", "best")
     params = ("precision.mode", "fp32", "bf16", "optimizer.lr", "0.0006")
     metrics = ("loss", "3.125", "3.25", "tokens_per_s", "valid/loss", "3.75")
-    address = comparison_address(server, experiment, ids)
+    address = comparison_address(server, own, ids)
     assert_shows(browser, address, "Comparing 2 Runs", *names, *params, *metrics)
+
+
+def test_all_experiments_are_one_table_of_what_differs(browser: Chrome, server: str, store: str) -> None:
+    from selenium.webdriver.common.by import By
+
+    experiments, every = newest_runs(store)
+    assert sorted(experiments.values()) == ["bert", "gpt2"]
+    query = share_view(store, [*experiments], every)
+    headings = ("Experiment Name", "precision.mode", "bf16", "team", "vision")
+    names = [run.info.run_name for run in every]
+    assert_shows(browser, table_address(server, [*experiments]) + query, *headings, *names, "3 matching runs")
+    assert "optimizer.lr" not in browser.find_element(By.TAG_NAME, "body").text  # the same in all of them
+    cut = "e => e.clientWidth && e.scrollWidth > e.clientWidth + 1"
+    cells = "[...document.querySelectorAll('.ag-cell')].filter(c => c.querySelector('a'))"
+    found = f"return {cells}.filter(c => [c, ...c.querySelectorAll('*')].some({cut})).map(c => c.innerText)"
+    assert not set(names) & set(browser.execute_script(found))
 
 
 def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: str, store: str) -> None:
     from selenium.webdriver.common.by import By
 
-    _, (newest,) = newest_runs(store, None, 1)
-    page = f"{server}/#/experiments/{newest.experiment_id}/runs/{newest.run_id}"
+    _, (newest, _) = newest_runs(store, "gpt2")
+    page = f"{server}/#/experiments/{newest.info.experiment_id}/runs/{newest.info.run_id}"
     texts = ("gpt2-bf16-s0", "Finished", "precision.mode", "optimizer.lr", "a test's CPU", "valid/loss", "3.75")
     assert_shows(browser, page, *texts)
     assert_shows(browser, f"{page}/artifacts", "plots", "summary.json")

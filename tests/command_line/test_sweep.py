@@ -134,7 +134,7 @@ def test_the_same_command_again_runs_only_what_is_missing(succeed: Train, folder
     assert again.out.count("is already complete") == 2
     assert outputs(folder) == NAMES
     assert {path: path.stat().st_mtime_ns for path in files} == files
-    scores = {line.split()[0]: line.split()[3] for line in again.out.splitlines()[-4:]}
+    scores = {line.split()[0]: line.split()[3] for line in again.out.splitlines()[-6:-2]}
     assert sorted(scores) == NAMES
     assert {line.split()[0]: line.split()[2] for line in first.out.splitlines()[-2:]}.items() <= scores.items()
 
@@ -186,7 +186,7 @@ def test_an_interrupted_sweep_is_continued_by_the_same_command(
     assert done.out.count("already complete") == 1
     assert "bignet-fp32-s1, resumed after step 3" in done.out
     assert outputs(folder) == [f"bignet-fp32-s{seed}" for seed in range(3)]
-    assert [line.split()[-1] for line in done.out.splitlines()[-3:]] == 3 * ["finished"]
+    assert [line.split()[-1] for line in done.out.splitlines()[-4:-1]] == 3 * ["finished"]
 
 
 def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(

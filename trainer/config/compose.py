@@ -138,8 +138,14 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
         override = _parsed(argument) if equals else None
         if override and (CONF / key).is_dir() and not isinstance(override.value(), str | list | Sweep):
             raise UserError(f"{key}={typed} is not a choice ({', '.join(choices(key))})")
-        foreign = equals and not override and is_text(key)
-        readable.append(f"{argument.partition('=')[0]}={_in_quotes(typed)}" if foreign else argument)
+        named = argument.partition("=")[0]
+        if is_tag := key.startswith("tags."):  # of which any can be set without a +
+            named = f"++{key}"
+        if key == "note" and typed != "null" and typed[:1] not in ("'", '"'):
+            typed = quoted(typed)  # a sentence may have commas
+        elif equals and not override and (is_tag or is_text(key)):
+            typed = _in_quotes(typed)
+        readable.append(f"{named}{equals}{typed}")
     return sorted(readable, key=lambda argument: argument not in _MULTIRUN)  # argparse wants flags first
 
 

@@ -43,12 +43,12 @@ def explain(error: BaseException) -> str:
         return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "")
     if unread := [each.override for each in chain if isinstance(each, OverrideParseException)]:
         return f"{unread[0]!r} is not an override; write key=value, such as steps=100 or precision=bf16"
-    if found := re.search(r"Ambiguous value for argument '(.*)'", text):
+    if found := re.search(r"Ambiguous value for argument '\+*(.*)'", text):
         return f"{found[1]} has several values; add -m to run one after the other"
     if found := re.search(r"Multiple values for (\S+)\.|An item is already at '(.*)'", text):
         there = found[1] or found[2]
         return f"{there} already has a value; set it with {there}=…, without the +"
-    override = re.search(r"Error merging override (.*)", text)
+    override = re.search(r"Error merging override \+*(.*)", text)
     typed = override[1] if override else getattr(cause, "full_key", None) or ""
     if own := [name for name in known_options() if name.startswith(f"{typed.partition('=')[0]}.")]:
         return f"{typed}: set one of its options: {', '.join(own)}"

@@ -17,7 +17,7 @@ from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
 from trainer.tracking.mlflow.addresses import explicit_uri
-from trainer.tracking.options import Tracking
+from trainer.tracking.options import Tracking, is_own_tag
 
 
 @dataclass
@@ -68,6 +68,12 @@ class RunConfig:
     """The parent of the run folders."""
     run_name: str | None = None
     """Of the run folder and in MLflow; null: recipe-precision-sSEED."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Tags of the run in MLflow and in tables, such as ``tags.team=vision``."""
+    note: str | None = None
+    """A sentence about the run: the beginning of its description in MLflow."""
+    group: str | None = None
+    """What the run belongs to, such as one of several sweeps: the tag ``group`` in MLflow."""
 
 
 @dataclass
@@ -81,6 +87,9 @@ class Config(RunConfig, StepConfig):
         if self.log_every < 1:
             raise UserError(f"log_every={self.log_every} must be at least 1")
         self.diagnostics.check(self.optimizer)
+        for name in self.tags:
+            if is_own_tag(name) or name in ("group", "note"):
+                raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
 
     @property
     def name(self) -> str:

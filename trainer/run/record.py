@@ -113,6 +113,7 @@ def open_tracker(
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }
         tags["init_from.sha256"] = " ".join(source["sha256"].values())
+    tags |= config.tags | {key: text for key in ("group", "note") if (text := getattr(config, key))}
     if config.tracking.parent:
         tags["mlflow.parentRunId"] = config.tracking.parent
     if git:
@@ -120,7 +121,7 @@ def open_tracker(
     info = RunInfo(
         experiment=config.tracking.experiment or config.recipe.name,
         name=folder.name,
-        params=options | hardware,
+        params={key: value for key, value in options.items() if key not in ("tags", "note", "group")} | hardware,
         tags=tags,
         datasets=dataset_facts(config.data, trainer.datasets),
         checkpoints=config.tracking.checkpoints,

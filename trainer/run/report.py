@@ -9,6 +9,7 @@ from typing import Any
 from mantissa.display import duration, loss, quantity, size
 from mantissa.formats import FP32
 from trainer.checkpoint import store as checkpoint
+from trainer.config.schema import Config
 from trainer.config.step import EPOCH
 from trainer.errors import RunError
 from trainer.files import SOURCE_FILE, read_object
@@ -77,7 +78,14 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         ("evaluation", _evaluation(trainer)),
         ("output", str(folder)),
+        *labels(config),
     ]
+
+
+def labels(config: Config) -> Rows:
+    """Return rows of what the user says of the run: its group, tags and note."""
+    tags = ", ".join(f"{name}={value}" for name, value in config.tags.items())
+    return [(name, text) for name, text in (("group", config.group), ("tags", tags), ("note", config.note)) if text]
 
 
 def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
@@ -194,4 +202,6 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
     if summary["unreadable_samples"]:
         rows.append(("unreadable samples", f"{summary['unreadable_samples']}, in whose place the next ones were taken"))
     rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
+    if summary["mlflow"]:
+        rows.append(("MLflow", ", ".join(summary["mlflow"])))
     return rows

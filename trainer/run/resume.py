@@ -26,18 +26,19 @@ from trainer.seals import final_status
 
 State = Literal["complete", "not finite", "interrupted"]
 
+_WORDS = ("tags", "note", "group")
 MAY_CHANGE = (
     *("steps", "epochs"),  # make the run longer, and with it the schedule
     *("device", "threads", "parallel", "loader", "activation_checkpointing"),
     *("log_every", "eval_every", "metrics", "early_stopping", "profiler", "diagnostics", "debug"),
-    *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name"),
+    *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name", *_WORDS),
 )
 """Keys and groups that may differ between a run and its continuation: they do not change what is learnt.
 
 ``may_change`` has the exceptions, in both directions.
 """
-_ELSEWHERE = ("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name")
-"""Those that change nothing about a run but where its results are."""
+_ELSEWHERE = ("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name", *_WORDS)
+"""Those that change nothing about a run but where its results are, and what is said of it."""
 
 
 def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -375,6 +375,8 @@ class Run:
         all_s = self._totals()["wall_time_s"]
         waited = f", {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
+        if self.tracker and (addresses := self.tracker.addresses):
+            self.terminal.note(f"in MLflow {', '.join(addresses)}")
         if stop:  # a sweep must not begin another run
             raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return summary, missing
@@ -389,12 +391,13 @@ class Run:
             self._close_tracker(status, self._summary(status))
 
     def _close_tracker(self, status: str, summary: dict[str, Any]) -> bool:
-        """Return whether the summary was written; it also gets the time that MLflow was waited for."""
+        """Return whether the summary was written; it also gets what MLflow has, and the time that it was waited for."""
         assert self.tracker is not None
         written, path = self.tracker.close(status, summary), self.folder.path / SUMMARY_FILE
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
-                write_sealed(path, read_sealed(path) | {"wall_time_s": self._totals()["wall_time_s"]})
+                now = {"wall_time_s": self._totals()["wall_time_s"], "mlflow": self.tracker.addresses}
+                write_sealed(path, read_sealed(path) | now)
         return written
 
     def _summary(self, status: str) -> dict[str, Any]:
@@ -407,6 +410,9 @@ class Run:
             "recipe": config.recipe.name,
             "precision": config.precision.mode,
             "seed": config.seed,
+            "tags": config.tags,
+            "note": config.note,
+            "group": config.group,
             "step": self.trainer.step,
             "steps": self.plan.steps,
             "final": finite(self.scores.final),
@@ -430,6 +436,7 @@ class Run:
             "skipped_steps": monitor.skipped_steps,  # of the whole run
             "unreadable_samples": 0,  # counted at the end
             "resume": self.command,
+            "mlflow": self.tracker.addresses if self.tracker else [],
             "hardware": self.hardware.facts(),
             "versions": versions(),
             "git": self.git,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import sys
 import tempfile
 import zlib
@@ -42,6 +43,26 @@ def swept_keys(arguments: Sequence[str]) -> list[str]:
         return []
     parsed = OverridesParser.create().parse_overrides([each for each in arguments if not each.startswith("-")])
     return list(dict.fromkeys(each.get_key_element().lstrip("+") for each in parsed if each.is_sweep_override()))
+
+
+def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return best and final score, throughput and memory; of several runs ``2.5 ± 0.1``, with the sample deviation."""
+
+    def shown(values: Sequence[float | None], text: Callable[[float], str]) -> str:
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
+            return ""
+        deviation = [statistics.stdev(known)] if len(known) > 1 else []
+        return " ± ".join(map(text, [statistics.fmean(known), *deviation]))
+
+    wide = " (fp32 arithmetic)" if summaries[0].get("fp32_arithmetic") else ""
+    rate = shown([each.get("units_per_s") for each in summaries], quantity)
+    return [
+        shown([(each.get("best") or {}).get("value") for each in summaries], loss),
+        shown([(each.get("final") or {}).get("valid/loss") for each in summaries], loss),
+        rate and f"{rate} {summaries[0]['unit']}/s{wide}",
+        shown([each.get("peak_memory_bytes") for each in summaries], size),
+    ]
 
 
 def name_of(name: str, values: dict[str, str], typed: bool = False) -> str:
@@ -91,20 +112,24 @@ class Row:
         best, sign = self.summary.get("best"), -1 if self.summary.get("best_is") == "highest" else 1
         return best is None, sign * best["value"] if best else 0.0
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """The tags of the run, its group and its note, by key of the command line."""
+        labels = {key: self.summary.get(key) or "" for key in ("group", "note")}
+        return labels | {f"tags.{name}": value for name, value in self.summary.get("tags", {}).items()}
+
     def cells(self, keys: Sequence[str]) -> list[str]:
-        """Return the row of the table; ``keys``: what is swept."""
+        """Return the row of the table; ``keys``: what is swept, and the labels that differ."""
         summary = self.summary
-        best, final, speed = summary.get("best"), summary.get("final") or {}, summary.get("units_per_s")
-        memory = summary.get("peak_memory_bytes")
-        wide = " (fp32 arithmetic)" if summary.get("fp32_arithmetic") else ""
+        best, final, rate, memory = _results([summary])
         return [
             summary.get("run", self.name),
-            *(self.values.get(key, "") for key in keys),
-            loss(best["value"]) if best else "",
-            f"{best['step']:.0f}" if best else "",
-            loss(final["valid/loss"]) if "valid/loss" in final else "",
-            f"{quantity(speed)} {summary['unit']}/s{wide}" if speed else "",
-            size(memory) if memory else "",
+            *(self.values.get(key) or self.labels.get(key, "") for key in keys),
+            best,
+            f"{summary['best']['step']:.0f}" if best else "",
+            final,
+            rate,
+            memory,
             summary.get("status", "stopped" if self.stopped else "failed").lower(),
         ]
 
@@ -221,11 +246,37 @@ class Sweep:
             self.rows.append(left.get(number, Row(" ".join(values.values()), values)))
 
     def table(self) -> str:
-        """Return the runs by their best score, the best first, those without one last; empty for fewer than two."""
+        """Return the runs by their best score, the best first, those without one last; empty for fewer than two.
+
+        Where seeds are swept, their means follow.
+        """
         if len(self.rows) < 2:
             return ""
-        heading = ["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]
-        return columns([heading, *(row.cells(self.keys) for row in sorted(self.rows, key=lambda row: row.score))])
+        known = [key for row in self.rows for key in row.labels]
+        differ = (key for key in known if len({row.labels.get(key) for row in self.rows}) > 1)
+        keys = list(dict.fromkeys([*self.keys, *differ]))
+        heading = ["run", *keys, "best", "at step", "final", "throughput", "peak memory", "status"]
+        rows = [row.cells(keys) for row in sorted(self.rows, key=lambda row: row.score)]
+        return columns([heading, *rows, *(self._over_seeds(keys) if "seed" in self.keys else ())])
+
+    def _over_seeds(self, keys: Sequence[str]) -> list[list[str]]:
+        """Return a row for each combination of what is swept but seeds: mean ± sample standard deviation of its runs.
+
+        Only of finished runs, and where there are at least two.
+        """
+        alike: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            if row.summary.get("status") == "FINISHED":
+                same = tuple(row.values.get(key, "") for key in self.keys if key != "seed")
+                alike.setdefault(same, []).append(row)
+        found = []
+        for rows in alike.values():
+            if len(rows) > 1:
+                values = rows[0].values | {"seed": f"{len(rows)} seeds"}
+                best, *others = _results([row.summary for row in rows])
+                cells = ["mean ± sd", *(values.get(key, "") for key in keys), best, "", *others, ""]
+                found.append((statistics.fmean(row.score[1] for row in rows), cells))
+        return [cells for _, cells in sorted(found, key=lambda each: each[0])]
 
     def _values(self, overrides: Sequence[str]) -> dict[str, str]:
         """Return the swept values that one run has, by key."""

@@ -8,6 +8,25 @@ from dataclasses import dataclass
 from trainer.errors import UserError
 from trainer.tracking.mlflow.addresses import explicit_uri
 
+_OWN_TAGS = (
+    *(
+        "recipe",
+        "size",
+        "image_size",
+        "classes",
+        "pretrained",
+        "precision",
+        "precision.support",
+        "precision.arithmetic",
+    ),
+    *("hardware", "parallel", "processes", "git.dirty", "changed_on_resume"),
+)
+
+
+def is_own_tag(name: str) -> bool:
+    """Return whether a tag in MLflow is one that every run sets itself, or MLflow."""
+    return name in _OWN_TAGS or name.partition(".")[0] in ("mlflow", "mantissa", "init_from")
+
 
 @dataclass
 class Tracking:
@@ -25,8 +44,9 @@ class Tracking:
     """Seconds between two uploads of new metrics."""
     patience_s: float = 30.0
     """Seconds that a finished run waits while the upload makes no progress."""
-    checkpoints: str = "last"
-    """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none."""
+    checkpoints: str = "auto"
+    """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none;
+    auto: last to a server, and none to a file on this machine, where the run folder has them."""
     register: str | None = None
     """The registered model that gets the best weights as a new version; null: register them on MLflow's page."""
     parent: str | None = None
@@ -41,9 +61,9 @@ class Tracking:
             )
         if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
             raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
-        if self.checkpoints not in ("last", "all", "none"):
+        if self.checkpoints not in ("auto", "last", "all", "none"):
             raise UserError(
-                f"tracking.checkpoints={self.checkpoints} is unknown; use tracking.checkpoints=last, all or none"
+                f"tracking.checkpoints={self.checkpoints} is unknown; use tracking.checkpoints=auto, last, all or none"
             )
         if self.register is not None and (not self.register or set(self.register) & set("/:")):
             raise UserError(

@@ -61,6 +61,13 @@ class Tracker:
         return read_record(self.folder).get("run_id") if self._feed else None
 
     @property
+    def addresses(self) -> list[str]:
+        """What MLflow has so far: ``runs:/RUN_ID``, and ``models:/MODEL_ID`` once the best weights are a model."""
+        record = read_record(self.folder) if self._feed else {}
+        run = [f"runs:/{record['run_id']}"] if "run_id" in record else []
+        return [*run, *([record["model"]] if "model" in record else [])]
+
+    @property
     def written(self) -> dict[str, Any]:
         """``bytes`` and ``sha256`` of the metric log."""
         return self._log.written

@@ -1,4 +1,4 @@
-"""``scripts/ui.py``: MLflow's page of the newest runs, the addresses that show them, and the server."""
+"""``scripts/ui.py``: MLflow's page of all runs, the addresses that show them, and the server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -16,6 +17,7 @@ from urllib.parse import quote, urlencode
 from trainer.errors import RunError, UserError, first_line, redacted
 from trainer.tracking.mlflow.addresses import database_file, tracking_uri
 from trainer.tracking.mlflow.store import connect
+from trainer.tracking.options import is_own_tag
 
 HOST = "127.0.0.1"
 PORT = 5000
@@ -23,6 +25,13 @@ FIRST_RUN = "train something first: python scripts/train.py recipe=gpt2 precisio
 TRAINING = "workflowType=machine_learning"
 """Without it MLflow's page opens in its view for language-model applications."""
 STOP_TIMEOUT_S = 10
+MOST_RUNS = 200
+"""The newest ones, of which the columns follow."""
+MOST_COLUMNS = 8
+VIEW = "mantissa"
+"""The key of the shared view (what MLflow's button "Share" makes) that ``share_view`` writes."""
+_PLACES = ("run_name", "output_dir", "resume", "hardware.", "tracking.", "checkpoint.")
+"""Params, or the beginnings of their names, that say nothing about what was trained."""
 
 
 @dataclass
@@ -39,14 +48,15 @@ def ui(options: UiOptions) -> int:
     """Print the addresses of the newest runs, and serve MLflow's page until Ctrl-C where no server does."""
     try:
         uri = tracking_uri(options.uri or None, "uri")
-        experiment, runs = newest_runs(uri, options.experiment or None, options.runs)
+        experiments, runs = newest_runs(uri, options.experiment or None)
+        query = share_view(uri, [*experiments], runs)
         if _is_server(uri):
-            _show(uri, experiment, runs)
+            _show(uri, experiments, runs[: options.runs], query)
         else:
             port = free_port(options.port)
             if port != options.port:
                 print(f"port {options.port} is taken, using {port}")
-            _show(server_address(port), experiment, runs)
+            _show(server_address(port), experiments, runs[: options.runs], query)
             print(f"starting MLflow on {redacted(uri)}: open these addresses when it is running")
             _serve(uri, port)
     except KeyboardInterrupt:
@@ -54,11 +64,11 @@ def ui(options: UiOptions) -> int:
     return 0
 
 
-def newest_runs(uri: str, experiment: str | None, count: int) -> tuple[str, list[Any]]:
-    """Find the newest runs, of one experiment or of the one with the newest run.
+def newest_runs(uri: str, experiment: str | None = None, count: int = MOST_RUNS) -> tuple[dict[str, str], list[Any]]:
+    """Find the newest runs, of one experiment or of all.
 
     Returns:
-        The experiment's name, and MLflow's ``info`` of its runs, newest first.
+        The names of the experiments by MLflow's id, and MLflow's runs, newest first.
 
     Raises:
         UserError: there are none, no such experiment, the store cannot be read, or has its own page.
@@ -79,12 +89,63 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> tuple[str, list
     if not wanted:
         known = ", ".join(sorted(names.values()))
         raise UserError(f"experiment={experiment}: no such experiment; there are: {known}")
-    order = ["attributes.start_time DESC"]
-    latest = client.search_runs(wanted, order_by=order, max_results=1)
-    if not latest:
+    runs = client.search_runs(wanted, order_by=["attributes.start_time DESC"], max_results=count)
+    if not runs:
         raise UserError(f"no runs yet in {redacted(uri)}; {FIRST_RUN}")
-    chosen = latest[0].info.experiment_id
-    return names[chosen], [run.info for run in client.search_runs([chosen], order_by=order, max_results=count)]
+    used = {run.info.experiment_id for run in runs}
+    return {key: names[key] for key in sorted(wanted) if key in used or key != "0"}, runs  # 0: MLflow's own, Default
+
+
+def columns(runs: Sequence[Any]) -> dict[str, int]:
+    """Return MLflow's names of the columns for a table of runs, with the characters of the longest value in each.
+
+    They are the tags that users have set, the params whose values differ within an experiment (of several that differ
+    together one, the most different first), and the scores.
+    """
+    tags, params, cells = {}, {}, []
+    for key in sorted({key for run in runs for key in run.data.tags if not is_own_tag(key)}):
+        tags[key] = [run.data.tags.get(key) for run in runs]
+    for key in sorted({key for run in runs for key in run.data.params if not key.startswith(_PLACES)}, key=len):
+        params[key] = [run.data.params.get(key) for run in runs]
+    places = [run.info.experiment_id for run in runs]
+
+    def others(values: Sequence[Any]) -> int:
+        """Return how many runs have not their experiment's most common value."""
+        count = Counter(zip(places, values, strict=True))
+        most = {place: max(count[each] for each in count if each[0] == place) for place in places}
+        return len(runs) - sum(most.values())
+
+    known = set()
+    for key, values in params.items():
+        alike = tuple(values.index(value) for value in values)
+        if others(values) and alike not in known:
+            known.add(alike)
+            cells.append((others(values), key))
+    varied = [key for _, key in sorted(cells, key=lambda each: -each[0])[:MOST_COLUMNS]]
+    best = sorted({key for run in runs for key in run.data.metrics if key.startswith("best/")})
+    texts = {f"tags.`{key}`": values for key, values in tags.items()}
+    texts |= {f"params.`{key}`": params[key] for key in varied}
+    texts |= {f"metrics.`{key}`": ["12345.6789"] for key in (*best, "final/throughput", "final/peak_memory_mib")}
+    return {column: max(len(text or "") for text in values) for column, values in texts.items()}
+
+
+def share_view(uri: str, experiment_ids: Sequence[str], runs: Sequence[Any]) -> str:
+    """Store in MLflow how the table of runs is shown; return what an address needs for it, nothing if MLflow refuses.
+
+    It is wide enough for the runs' names, and has the columns of ``columns``.
+    """
+    chosen = columns(runs)
+    widths = {column: 32 + 7 * max(len(column.split("`")[1]), min(longest, 40)) for column, longest in chosen.items()}
+    first = {"attributes.`Run Name`": 60 + 6 * max(len(run.info.run_name) for run in runs), "runDateAndNestInfo": 150}
+    if len(experiment_ids) > 1:
+        first["attributes.`Experiment Name`"] = 140
+    widths = first | widths
+    view = {"selectedColumns": [*widths][2:], "columnOrder": [*widths], "columnWidths": widths}
+    try:
+        connect(uri).set_experiment_tag(experiment_ids[0], f"mlflow.sharedViewState.{VIEW}", json.dumps(view))
+    except Exception:  # of many kinds, such as that of a server without the right to write
+        return ""
+    return f"&viewStateShareKey={VIEW}"
 
 
 def server_address(port: int = PORT) -> str:
@@ -92,14 +153,16 @@ def server_address(port: int = PORT) -> str:
     return f"http://{HOST}:{port}"
 
 
-def experiment_address(base: str, experiment_id: str) -> str:
-    """Return the address of an experiment's table of runs."""
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{TRAINING}"
+def table_address(base: str, experiment_ids: Sequence[str]) -> str:
+    """Return the address of the table of the runs of experiments."""
+    if len(experiment_ids) == 1:
+        return f"{base.rstrip('/')}/#/experiments/{experiment_ids[0]}/runs?{TRAINING}"
+    return f"{base.rstrip('/')}/#/compare-experiments/s?experiments={_listed(experiment_ids)}&{TRAINING}"
 
 
-def curves_address(base: str, experiment_id: str, run_ids: Sequence[str] = ()) -> str:
-    """Return the address of the page that draws each metric of an experiment's runs, or of some, in one chart."""
-    address = f"{experiment_address(base, experiment_id)}&compareRunsMode=CHART"
+def curves_address(base: str, experiment_ids: Sequence[str], run_ids: Sequence[str] = ()) -> str:
+    """Return the address of the page that draws each metric of the runs of experiments, or of some, in one chart."""
+    address = f"{table_address(base, experiment_ids)}&compareRunsMode=CHART"
     if not run_ids:
         return address
     runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
@@ -108,10 +171,14 @@ def curves_address(base: str, experiment_id: str, run_ids: Sequence[str] = ()) -
     return f"{address}&{urlencode(chosen, quote_via=quote)}&orderByAsc=true"
 
 
-def comparison_address(base: str, experiment_id: str, run_ids: list[str]) -> str:
+def comparison_address(base: str, experiment_ids: Sequence[str], run_ids: Sequence[str]) -> str:
     """Return the address of the page that shows the params and metrics of runs side by side."""
-    runs, experiments = (quote(json.dumps(ids, separators=(",", ":")), safe="") for ids in (run_ids, [experiment_id]))
-    return f"{base.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING}"
+    place = f"runs={_listed(run_ids)}&experiments={_listed(experiment_ids)}"
+    return f"{base.rstrip('/')}/#/compare-runs?{place}&{TRAINING}"
+
+
+def _listed(ids: Sequence[str]) -> str:
+    return quote(json.dumps([*ids], separators=(",", ":")), safe="")
 
 
 def page_of(uri: str) -> str:
@@ -146,16 +213,18 @@ def _is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
-def _show(base: str, experiment: str, runs: list[Any]) -> None:
-    """Print what to open."""
-    experiment_id, ids = runs[0].experiment_id, [run.run_id for run in runs]
-    print(f"experiment {experiment}: {experiment_address(base, experiment_id)}")
-    print(f"its curves: {curves_address(base, experiment_id)}")
+def _show(base: str, experiments: Mapping[str, str], runs: Sequence[Any], query: str) -> None:
+    """Print what to open; ``query``: see ``share_view``."""
+    every, ids = [*experiments], [run.info.run_id for run in runs]
+    print(f"all runs ({', '.join(experiments.values())}):")
+    print(f"  {table_address(base, every)}{query}")
+    print(f"their curves:\n  {curves_address(base, every)}")
     if len(runs) > 1:
-        print(f"compare {', '.join(run.run_name for run in runs)}:")
-        print(f"  {curves_address(base, experiment_id, ids)}")
+        own = list(dict.fromkeys(run.info.experiment_id for run in runs))
+        print(f"compare {', '.join(run.info.run_name for run in runs)}:")
+        print(f"  {curves_address(base, own, ids)}")
         print("all params and metrics of these runs, side by side:")
-        print(f"  {comparison_address(base, experiment_id, ids)}")
+        print(f"  {comparison_address(base, own, ids)}")
 
 
 def _serve(uri: str, port: int) -> None:

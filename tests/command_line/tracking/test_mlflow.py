@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import forks
+from tests.command_line.conftest import Train
 from tests.tracked import once, open_tracker, points, record, runs, tracked
 from trainer.files import write_json
 from trainer.tracking.mlflow import feed as mlflow_feed
@@ -220,6 +221,44 @@ def test_a_refused_run_is_reported_and_gets_what_it_missed(
     assert points(store) == {"run": Counter([1])}
     assert "is available again" in caplog.text
     assert "upload incomplete" not in caplog.text
+
+
+def test_an_address_where_nobody_answers_is_named_while_the_run_trains(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_feed, "Delivery", None)  # nothing of MLflow is needed to know
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        tracker = open_tracker(folder / "run", uri=nobody, patience_s=0.0)
+        wait_until(lambda: caplog.messages)
+        tracker.close("FINISHED", {})
+    said = f"MLflow at {nobody} cannot be reached (Connection refused). Training continues; "
+    assert caplog.messages[0].startswith(said)
+    assert "set tracking.uri or MLFLOW_TRACKING_URI" in caplog.messages[0]
+    assert not [message for message in caplog.messages if "does not accept" in message]
+
+
+def test_tags_note_and_group_are_the_runs_own_and_the_last_count(succeed: Train, folder: Path, store: str) -> None:
+    job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
+    done = succeed(*job, "steps=1", "tags.team=vision", "note=first, with a comma", "group=lr-sweep")
+    assert "\n  group       lr-sweep\n  tags        team=vision\n  note        first, with a comma\n" in done.out
+    path = folder / "outputs" / "bignet-fp32-s0"
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["tags"], summary["group"]) == ({"team": "vision"}, "lr-sweep")
+    client, own = connect(store), record(path)["run_id"]
+
+    def tags() -> dict[str, str]:
+        return dict(client.get_run(own).data.tags)
+
+    assert tags()["mlflow.note.content"].startswith("first, with a comma\n\n**bignet** in fp32 finished")
+    succeed(f"resume={path}", "steps=2", "tags.team=audio", "tags.try=2", "note=second")
+    assert {"team": "audio", "try": "2", "group": "lr-sweep", "note": "second"}.items() <= tags().items()
+    assert tags()["mlflow.note.content"].startswith("second\n\n**bignet** in fp32 finished at step 2")
+    client.set_tag(own, "mlflow.note.content", "my own words")
+    succeed(f"resume={path}", "steps=3", "note=third")
+    assert (tags()["mlflow.note.content"], tags()["note"]) == ("my own words", "third")
+    assert not {"tags", "note", "group"} & client.get_run(own).data.params.keys()
 
 
 def test_system_metrics_are_sampled_and_end_with_the_run(

@@ -123,17 +123,33 @@ def test_what_does_not_arrive_is_named_and_sent_later(
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_artifact", refuse)
         patch.setattr("trainer.tracking.mlflow.feed.LONGEST_PAUSE_S", 0)
-        done = train(*JOB, "steps=3")
+        done = train(*JOB, "steps=3", "tracking.checkpoints=last")
     assert done.code == 0
     assert "lacks its checkpoints: the line is down" in done.out, done.out
-    refused = train(*JOB, f"resume=mlflow:{run_id()}", "output_dir=other")
+    own, moved = run_id(), RUN.rename("outputs/moved")
+    refused = train(*JOB, f"resume=mlflow:{own}", "output_dir=other")
     assert refused.code == 2
     assert "MLflow has no complete checkpoint of this run" in refused.err  # half of one is none
     assert not list(Path("other").iterdir())
+    moved.rename(RUN)
     assert send(RUN).status is SyncStatus.SENT
     assert names(client, run_id()) == ["step-00000003"]
     finished = succeed(*JOB, "steps=3", f"resume=runs:/{run_id()}", "output_dir=other")
     assert "already complete (3 steps)" in finished.out
+
+
+def test_a_file_on_this_machine_gets_none_and_the_run_is_continued_in_its_folder(
+    train: Train, succeed: Train, client: MlflowClient
+) -> None:
+    succeed(*JOB, "steps=3")
+    own = run_id()
+    assert names(client, own) == []
+    assert "run, resumed after step 3" in succeed(f"resume=mlflow:{own}", "steps=6", "output_dir=other").out
+    assert state(client, own)[3] == Counter(range(1, 7))
+    assert "of run, step 6" in succeed(*JOB, f"init_from=mlflow:{own}", "run_name=tuned").out
+    RUN.rename("moved")
+    refused = train(f"resume=mlflow:{own}")
+    assert (refused.code, f"this machine has no {RUN.absolute()}; choose another" in refused.err) == (2, True)
 
 
 # --- fetched ---

@@ -72,10 +72,13 @@ def elsewhere(uri: str, models: dict[str, Any], folder: Path, script: str = ELSE
 def test_every_recipe_is_served_without_this_project(succeed: Train, folder: Path, store: str) -> None:
     for overrides in JOBS.values():
         done = succeed(*SMALL, *overrides)
-        assert "MLflow" not in done.out.partition("run folder")[0], done.out
-        assert "; compare runs with: python scripts/ui.py" in done.out
+        folder_line, addresses = done.out.splitlines()[-2:]
+        assert folder_line.endswith("; compare runs with: python scripts/ui.py")
+        sent = json.loads((Path(folder_line.split()[2].strip(";")) / RECORD_FILE).read_text())
+        assert addresses == f"in MLflow runs:/{sent['run_id']}, {sent['model']}"
     models = models_of(store)
     assert models.keys() == JOBS.keys()
+    assert sent["model"] == f"models:/{models['bignet'].model_id}"
     assert {model.status for model in models.values()} == {"READY"}
     files = [path for path in (folder / "mlartifacts").rglob("*") if path.is_file()]
     assert not [path for path in files if path.suffix in (".pkl", ".pickle", ".bin", ".pt", ".pth")]

@@ -17,7 +17,7 @@ from tests.serving import serve_ui
 from tests.tracked import tracked
 from trainer.errors import UserError
 from trainer.tracking.mlflow.addresses import tracking_uri
-from trainer.tracking.ui import newest_runs
+from trainer.tracking.ui import columns, newest_runs
 
 
 def listens(address: str) -> bool:
@@ -41,9 +41,18 @@ def test_what_cannot_be_shown_is_said_in_a_sentence(
 
 def test_it_serves_the_newest_runs_until_it_is_stopped(folder: Path) -> None:
     names = ("bignet-fp32-s0", "bignet-bf16-s0")
-    first, second = (tracked(folder / name, experiment="bignet").run_id for name in names)
+    params = {"precision": "fp32", "precision.mode": "fp32", "steps": 3, "run_name": "a"}
+    others = params | {"precision": "bf16", "precision.mode": "bf16", "run_name": "b"}
+    first, second = (
+        tracked(folder / name, experiment="bignet", params=each, tags={"team": "a", "processes": "1"}).run_id
+        for name, each in zip(names, (params, others), strict=True)
+    )
+    chosen = columns(newest_runs(tracking_uri())[1])
+    assert [*chosen] == [
+        "tags.`team`", "params.`precision`", "metrics.`final/throughput`", "metrics.`final/peak_memory_mib`",
+    ]  # fmt: skip
     with pytest.raises(UserError, match="there are: Default, bignet"):
-        newest_runs(tracking_uri(), "gpt2", 6)
+        newest_runs(tracking_uri(), "gpt2")
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -53,7 +62,8 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(folder: Path) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         try:
             assert f"port {port} is taken" in printed
-            address = re.search(r"experiment bignet: (http://127\.0\.0\.1:\d+)/#/experiments/1/runs", printed)
+            table = r"all runs \(bignet\):\n  (http://127\.0\.0\.1:\d+)/#/experiments/1/runs\S*&viewStateShareKey=mantissa\n"
+            address = re.search(table, printed)
             assert address, printed
             assert f":{port}/" not in address[0]
             assert listens(address[1])

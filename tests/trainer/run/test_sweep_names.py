@@ -71,6 +71,24 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
     assert Sweep([]).table() == ""
 
 
+def test_seeds_are_averaged_for_each_combination_of_the_rest_and_labels_that_differ_are_columns() -> None:
+    sweep = Sweep(["-m", "precision=fp32,bf16", "seed=0,1,2"])
+    results = {("fp32", 0): 4.0, ("bf16", 0): 1.0, ("fp32", 1): 2.0, ("bf16", 1): 3.0, ("fp32", 2): 9.0}
+    for (precision, seed), best in results.items():
+        sweep.begin(composed(), [f"precision={precision}", f"seed={seed}"])
+        row = {"status": "FINISHED" if best < 9 else "KILLED", "best": {"step": 1, "value": best}, "unit": "samples"}
+        row |= {"units_per_s": 100 * best, "peak_memory_bytes": 2**20, "tags": {"team": "a"}, "group": f"g{seed}"}
+        sweep.end(0, Ended(0, row))
+    heading, *rows = sweep.table().splitlines()
+    assert heading.split()[:5] == ["run", "precision", "seed", "group", "best"]  # no tags.team: it is always the same
+    assert [row.split()[3] for row in rows[:5]] == ["g0", "g1", "g1", "g0", "g2"]
+    means = [" ".join(row.split()) for row in rows[5:]]
+    assert means == [
+        "mean ± sd bf16 2 seeds 2.0000 ± 1.4142 200 ± 141 samples/s 1.0 MiB ± 0 B",
+        "mean ± sd fp32 2 seeds 3.0000 ± 1.4142 300 ± 141 samples/s 1.0 MiB ± 0 B",
+    ]
+
+
 def test_small_losses_keep_their_digits() -> None:
     values = [0.00456, 0.0123, 0.0, -0.00001, float("nan")]
     assert [loss(value) for value in values] == ["0.00456", "0.0123", "0.0000", "-1e-05", "not finite"]

@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import urllib3
 
 from trainer.errors import UserError
+from trainer.progress import shown_by
 from trainer.tracking.mlflow import answers, feed
 from trainer.tracking.mlflow.record import RunInfo
 
@@ -82,7 +83,7 @@ def test_a_store_that_comes_back_in_time_gets_the_run(clock: Clock, monkeypatch:
 
 def test_what_is_always_refused_does_not_wait_for_ever(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(progress: Any) -> None:
-        progress("best", 1000.0)  # everything else arrives, which is progress
+        progress("best", allowance_s=1000.0)  # everything else arrives, which is progress
         raise ValueError("too large")
 
     assert concluded(monkeypatch, refuse) == "http://host lacks best: too large"
@@ -94,6 +95,37 @@ def test_what_is_always_refused_does_not_wait_for_ever(clock: Clock, monkeypatch
     before = clock.now
     assert "belongs" in str(concluded(monkeypatch, mistake))
     assert clock.now == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="the system tells no positions of open files")
+def test_how_much_was_sent_is_shown_within_a_file_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown: list[tuple[float, float]] = []
+    (tmp_path / "model").mkdir()
+    for name, size in (("summary.json", 250_000), ("model/weights", 750_000)):
+        (tmp_path / name).write_bytes(bytes(size))
+
+    def wait_for(mb: float) -> None:
+        while (mb, 1.0) not in shown:
+            threading.Event().wait(0.01)
+
+    def send(progress: Any) -> None:
+        progress("the last metrics", rest=1_000_000)
+        progress("summary.json", part=tmp_path / "summary.json")
+        progress("best", part=tmp_path / "model")
+        wait_for(0.25)
+        with (tmp_path / "model/weights").open("rb") as file:
+            file.seek(500_000)
+            wait_for(0.75)
+
+    @contextmanager
+    def show(label: str, total: None, unit: str) -> Iterator[Any]:
+        assert (label, unit) == ("sending the run to MLflow", "MB")
+        yield lambda done, total: shown.append((done, total))
+
+    with shown_by(show):
+        assert concluded(monkeypatch, send) is None
 
 
 @pytest.fixture

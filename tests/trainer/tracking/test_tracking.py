@@ -143,10 +143,13 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
     [
         *(({"patience_s": seconds}, r"tracking\.patience_s=") for seconds in (-1.0, NAN)),
         *(({"flush_every_s": seconds}, r"tracking\.flush_every_s=") for seconds in (0.0, INF)),
-        ({"checkpoints": "best"}, r"tracking\.checkpoints=best is unknown; use .*=last, all or none"),
+        ({"checkpoints": "best"}, r"tracking\.checkpoints=best is unknown; use .*=auto, last, all or none"),
         ({"register": "a/b"}, r"tracking\.register=a/b must be a name without slash and colon"),
         ({"register": "net", "mlflow": False}, r"tracking\.register has no effect with tracking=local"),
         ({"uri": "runs"}, r"tracking\.uri=runs.*sqlite:///runs"),
+        ({"uri": "file:///tmp/runs"}, r"file:///tmp/runs is not a URI that MLflow supports; use sqlite:///file\.db"),
+        ({"uri": "postgresql+foo://host/db"}, r"postgresql\+foo://host/db is not a URI that MLflow supports"),
+        ({"uri": "mysql+pymysql://host/db"}, r"mysql\+pymysql://host/db needs the Python package pymysql; install it"),
         ({"uri": "htp://me:s3cret@host"}, r"=htp://\*\*\*@host is not a URI that MLflow supports"),
     ],
 )

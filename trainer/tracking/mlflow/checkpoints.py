@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME
 from trainer.errors import first_line
 from trainer.files import METRICS_FILE
+from trainer.tracking.mlflow.addresses import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,7 +39,7 @@ class CheckpointSender:
     folder: Path
     mode: str
     """``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the best, from
-    which a resumed run exports its best weights; ``none``."""
+    which a resumed run exports its best weights; ``none``; ``auto``: ``last`` to a server, ``none`` to a file here."""
     _sent: set[str] = field(default_factory=set)
     """The names of those that MLflow has."""
     _may_remove: bool = True
@@ -48,11 +49,11 @@ class CheckpointSender:
         """Return the checkpoints that MLflow is not known to have, oldest first."""
         return [path for path in self._wanted() if path.name not in self._sent]
 
-    def send(self, before: Callable[[str, int], None]) -> None:
+    def send(self, before: Callable[[str, Path], None]) -> None:
         """Send what MLflow lacks, and remove what the run folder no longer has, except steps later than its newest.
 
         Args:
-            before: called before each file with the name of its checkpoint and its bytes; it may wait, or raise to
+            before: called before each file with the name of its checkpoint and its path; it may wait, or raise to
                 stop.
         """
         for path in self.unsent():
@@ -72,16 +73,17 @@ class CheckpointSender:
 
     def _wanted(self) -> list[Path]:
         root = self.folder / CHECKPOINTS
-        if self.mode == "none" or not root.is_dir():
+        local = self.mode == "auto" and database_file(self.client.tracking_uri) is not None
+        if self.mode == "none" or local or not root.is_dir():
             return []
         from trainer.checkpoint import store as checkpoint  # with torch
 
         steps = checkpoint.steps(root)
-        if self.mode == "last":
+        if self.mode != "all":
             steps = sorted({*steps[-1:], checkpoint.best_step(root) or -1} & {*steps})
         return [checkpoint.path_of(root, step) for step in steps]
 
-    def _send(self, path: Path, before: Callable[[str, int], None]) -> None:
+    def _send(self, path: Path, before: Callable[[str, Path], None]) -> None:
         """Send a checkpoint, unless MLflow has it.
 
         Raises:
@@ -99,7 +101,7 @@ class CheckpointSender:
         companions = [(self.folder / name, None) for name in COMPANIONS]
         tensors = [(file, place) for file in path.iterdir() if file != manifest]
         for file, target in (*companions, *tensors, (manifest, place)):
-            before(path.name, file.stat().st_size)
+            before(path.name, file)
             self.client.log_artifact(run_id, str(file), target)
 
     def _remove(self, name: str) -> None:

@@ -32,6 +32,7 @@ from trainer.tracking.mlflow.models import log_best
 from trainer.tracking.mlflow.record import RunInfo, read_record, write_record
 from trainer.tracking.mlflow.results import NOTE_TAG, Point, description, points, summary_metrics
 from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
+from trainer.tracking.mlflow.upload import size_of
 
 log = logging.getLogger("mantissa")
 
@@ -42,18 +43,18 @@ ARTIFACTS = (
 """What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 SESSION_TAG = "mantissa.session"
 """The tag that holds the name of the process that has trained a run last."""
+FOLDER_TAG = "mantissa.folder"
+"""The tag that holds where the run's folder was when it was trained last."""
 MODULES_FILE = "precision_modules.json"
-UPLOAD_BYTES_PER_S = 1e4
-"""The slowest upload of an artifact that still counts as progress; MLflow itself ends one that stands still."""
 SET_UP_S = 60.0
 """How long the set-up of a new SQLite file may take; it reports no progress."""
 METRICS = "the last metrics"
 READ_BYTES = 1 << 16
 """Of the metric log in one call of MLflow: some hundred lines."""
 
-Progress = Callable[[str, float], None]
-"""Called between two calls of MLflow, with what is sent next, in words, and the seconds that it may take; it may raise
-to stop."""
+Progress = Callable[..., None]
+"""Called between two calls of MLflow, with what is sent next, in words; it may raise to stop. By name also ``part``:
+the file or folder; ``rest``: the bytes of all files from here on; ``allowance_s``: how long it may take, in seconds."""
 
 
 class Delivery:
@@ -64,7 +65,7 @@ class Delivery:
     """
 
     def __init__(
-        self, folder: Path, uri: str, info: RunInfo, session: str | None, progress: Progress = lambda what, s: None
+        self, folder: Path, uri: str, info: RunInfo, session: str | None, progress: Progress = lambda what: None
     ) -> None:
         """Connect, find or create the run, and log what is known of it when it begins.
 
@@ -83,9 +84,9 @@ class Delivery:
         self._model_id: str | None = None
         database = database_file(uri)
         if database and not database.exists():
-            progress("this run", SET_UP_S)
+            progress("this run", allowance_s=SET_UP_S)
         self._client = connect(uri)
-        progress("this run", 0)
+        progress("this run")
         record = read_record(folder)
         if record.get("tracking_uri") != lasting_uri(uri):  # else the id is of another store
             record = {}
@@ -96,9 +97,11 @@ class Delivery:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             run = create_run(self._client, info.experiment, info.name, info.key, info.started_s)
         self.run_id = str(run.info.run_id)
+        self._notes = {"", run.data.tags.get("note", ""), info.tags.get("note", "")}
+        """What the user has set as ``note``, before and now."""
         self._ended = run.info.status != "RUNNING"
         self._checkpoints = CheckpointSender(self._client, run, folder, info.checkpoints)
-        progress(METRICS, 0)
+        progress(METRICS)
         # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
         self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         sessions = record.get("sessions", [])
@@ -191,7 +194,9 @@ class Delivery:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             params[valid_key(key)] = cut(text, MAX_PARAM_VAL_LENGTH)
         if session:
-            tags[SESSION_TAG] = session
+            tags |= {SESSION_TAG: session, FOLDER_TAG: str(self._folder.absolute())}
+        if "note" in tags and run.data.tags.get(NOTE_TAG, "") in self._notes:
+            tags[NOTE_TAG] = tags["note"]
         if changed := [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]:
             tags["changed_on_resume"] = " ".join(changed)
         new = [Param(key, value) for key, value in params.items() if key not in known]
@@ -209,7 +214,7 @@ class Delivery:
             if point.step > self._stored.get(key := valid_key(point.name), -1)
         ]
         if new:
-            self._progress(METRICS, 0)
+            self._progress(METRICS)
             self._client.log_batch(self.run_id, metrics=new, synchronous=True)
 
     def _send_rest(self, status: str) -> None:
@@ -221,6 +226,7 @@ class Delivery:
         rest: dict[str, Callable[[], None]] = {path.name: partial(self._send_artifact, path) for path in paths}
         rest |= {"its description": self._send_description, "its checkpoints": self._send_checkpoints}
         problems: dict[str, Exception] = {}
+        self._progress(METRICS, rest=sum(map(size_of, [*paths, *self._checkpoints.unsent()])))
         self._send_metrics()
         summary = sealed_or_empty(self._folder / SUMMARY_FILE)
         self._send_points(summary_metrics(self._folder / METRICS_FILE, summary))
@@ -231,33 +237,35 @@ class Delivery:
             for left in Path(local_file_uri_to_path(place)).rglob(".artifact.uploading.*"):
                 left.unlink()  # MLflow's, of a process that was killed
         for what, send in rest.items():
-            self._progress(what, 0)  # outside of the try: it raises if nobody waits any more
+            self._progress(what)  # outside of the try: it raises if nobody waits any more
             try:
                 send()
             except Exception as error:
                 problems[what] = error
         if problems:
-            self._progress(" and ".join(problems), 0)
+            self._progress(" and ".join(problems))
             raise next(iter(problems.values()))
 
     def _send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
         """Send the checkpoints that MLflow lacks, and new metrics meanwhile."""
 
-        def before(what: str, size: int) -> None:
+        def before(what: str, file: Path) -> None:
             pause()
             self._send_metrics()
-            self._progress(what, size / UPLOAD_BYTES_PER_S)
+            self._progress(what, part=file)
 
         self._checkpoints.send(before)
 
     def _send_artifact(self, path: Path) -> None:
         """Send a file or a folder; the best weights are sent as a model if they can be served."""
-        files = path.rglob("*") if path.is_dir() else [path]
-        size = sum(file.stat().st_size for file in files if file.is_file())
-        self._progress(path.name, size / UPLOAD_BYTES_PER_S)
         if path.name == BEST:
-            self._model_id = log_best(self._client, self._client.get_run(self.run_id), self._folder, self._info)
-        if path.name != BEST or self._model_id is None:
+            begin = partial(self._progress, BEST)
+            self._model_id = log_best(self._client, self._client.get_run(self.run_id), self._folder, self._info, begin)
+        if self._model_id and path.name == BEST:
+            self._record["model"] = f"models:/{self._model_id}"
+            self._write_record()
+        else:
+            self._progress(path.name, part=path)
             self._client.log_artifact(self.run_id, str(path))
         if path.name == PRECISION_FILE and (rows := read_object(path).get("modules")):
             # As MLflow's log_table does it, which would append to the table when it is repeated.
@@ -270,8 +278,9 @@ class Delivery:
         resumable = self._info.checkpoints != "none"
         if note := description(self._folder, self.run_id, self._model_id, resumable=resumable):
             before = self._client.get_run(self.run_id).data.tags.get(NOTE_TAG, "")
-            if not before or before.startswith(note.partition(" in ")[0]):  # a user's own words stay
-                self._client.set_tag(self.run_id, NOTE_TAG, note)
+            if before.partition(note.partition(" in ")[0])[0].strip() in self._notes:  # other words of a user stay
+                own = self._info.tags.get("note")
+                self._client.set_tag(self.run_id, NOTE_TAG, f"{own}\n\n{note}" if own else note)
 
     def _write_record(self) -> None:
         with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again

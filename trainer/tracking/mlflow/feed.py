@@ -14,14 +14,19 @@ from pathlib import Path
 
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
+from trainer.progress import work
+from trainer.tracking.mlflow.addresses import unreachable
 from trainer.tracking.mlflow.answers import watching
 from trainer.tracking.mlflow.delivery import Delivery
 from trainer.tracking.mlflow.models import prepare
 from trainer.tracking.mlflow.record import RunInfo
+from trainer.tracking.mlflow.upload import Upload
 
 log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
+UPLOAD_BYTES_PER_S = 1e4
+"""The slowest upload of a file that still counts as progress; MLflow itself ends one that stands still."""
 PAUSE_S = 2.0
 """Seconds between the files of a checkpoint while a run trains, because only one thread runs at a time."""
 LONGEST_PAUSE_S = 5.0
@@ -62,6 +67,9 @@ class Feed(threading.Thread):
         self._deadline = self._patience_s = 0.0
         self._status = ""
         self._lacks = "this run"
+        self._upload = Upload()
+        self._answered = self._said = False
+        """Whether MLflow has ever accepted something; whether the user was told that it does not now."""
         self._failures = 0
         self._problem: Exception | None = None
 
@@ -79,8 +87,10 @@ class Feed(threading.Thread):
         if self.ident is None:
             self.start()
         try:
-            while self.is_alive() and time.monotonic() < self._deadline:
-                self.join(0.1)
+            with work("sending the run to MLflow", unit="MB") as advance:
+                while self.is_alive() and time.monotonic() < self._deadline:
+                    self.join(0.1)
+                    advance(self._upload.sent() / 1e6, self._upload.total / 1e6)
         except BaseException:  # a signal: the caller no longer waits
             log.warning("%s", how_to_send(self._folder, self._missing("interrupted")))
             raise
@@ -101,6 +111,8 @@ class Feed(threading.Thread):
     def run(self) -> None:
         """Send until everything is delivered or the caller no longer waits."""
         paused_s = pause_s = 0.0
+        if not self._ending.is_set() and (why := unreachable(self._uri)):
+            self._say(f"cannot be reached ({why})")
         while not self._abandoned:
             ending = self._ending.is_set()
             try:
@@ -112,13 +124,8 @@ class Feed(threading.Thread):
             except Exception as error:  # whatever goes wrong with MLflow, training continues
                 self._problem = error
                 self._failures += 1
-                if self._failures == 2 and not ending:
-                    log.warning(
-                        "MLflow at %s does not accept this run yet: %s. Training continues; %s has the metrics.",
-                        redacted(self._uri),
-                        first_line(error),
-                        self._folder / METRICS_FILE,
-                    )
+                if not (ending or self._said) and (self._failures == 2 or not self._answered):
+                    self._say(f"does not accept this run yet ({first_line(error)})")
             if not ending:
                 self._ending.wait(min(self._flush_every_s * 2**self._failures, MAX_BACKOFF_S))
                 continue
@@ -144,9 +151,20 @@ class Feed(threading.Thread):
         self._works()
 
     def _works(self) -> None:
-        if self._failures >= 2:
+        if self._said:
             log.info("MLflow at %s is available again.", redacted(self._uri))
-        self._failures, self._problem = 0, None
+        self._failures, self._problem, self._answered, self._said = 0, None, True, False
+
+    def _say(self, problem: str) -> None:
+        """Warn about an MLflow that does not take the run, while it trains."""
+        log.warning(
+            "MLflow at %s %s. Training continues; %s has the metrics. If the address is wrong, set tracking.uri or "
+            "MLFLOW_TRACKING_URI; tracking=local sends nothing.",
+            redacted(self._uri),
+            problem,
+            self._folder / METRICS_FILE,
+        )
+        self._said = True
 
     @contextmanager
     def _sampling(self, run_id: str) -> Iterator[None]:
@@ -170,11 +188,14 @@ class Feed(threading.Thread):
         finally:
             monitor.finish()
 
-    def _progress(self, what: str, allowance_s: float) -> None:
+    def _progress(self, what: str, part: Path | None = None, rest: int | None = None, allowance_s: float = 0.0) -> None:
         if self._abandoned:
             raise DeliveryAbandoned
         self._lacks = what
-        self._extend(allowance_s)
+        if rest is not None:
+            self._upload = Upload()
+            self._upload.total = rest
+        self._extend(self._upload.begin(part) / UPLOAD_BYTES_PER_S if part else allowance_s)
 
     def _extend(self, allowance_s: float) -> None:
         """There is progress: wait for more of it from now on."""

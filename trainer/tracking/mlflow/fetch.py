@@ -28,7 +28,7 @@ from trainer.files import (
 )
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri, tracking_uri
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
-from trainer.tracking.mlflow.delivery import SESSION_TAG
+from trainer.tracking.mlflow.delivery import FOLDER_TAG, SESSION_TAG
 from trainer.tracking.mlflow.record import RunInfo, read_record, write_record
 from trainer.tracking.mlflow.store import KEY_TAG, connect, find_run
 
@@ -97,7 +97,8 @@ def downloading(partial: Path) -> Iterator[None]:
 def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
     """Download a run from MLflow and return its folder, for ``resume=<folder>``.
 
-    Everything is downloaded to a temporary folder and verified by its hashes before the folder gets its name.
+    A run whose checkpoints MLflow does not have is continued in its own folder, where that is on this machine. Else
+    everything is downloaded to a temporary folder and verified by its hashes before the folder gets its name.
 
     Args:
         resume: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``, for an earlier checkpoint with ``/checkpoints/step-00000100``.
@@ -120,11 +121,14 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             )
         saved = [int(each[5:]) for each in names(client, run_id) if has_manifest(client, run_id, each)]
         step = requested or max(saved, default=0)
+        own = Path(run.data.tags.get(FOLDER_TAG, ""))
+        if not saved and requested is None and read_record(own).get("run_id") == run_id:
+            return own  # on this machine, where nothing has to be copied
         if step not in saved:
             missing = "complete checkpoint" if requested is None else f"complete checkpoint of step {step}"
             raise UserError(
-                f"{given}: MLflow has no {missing} of this run (trained with tracking.checkpoints=none, or not "
-                "sent yet: scripts/sync.py sends it from where it was trained); choose another run"
+                f"{given}: MLflow has no {missing} of this run, and this machine has no {own}; choose another run "
+                "(scripts/sync.py sends what is missing from where it was trained, unless tracking.checkpoints=none)"
             )
         target = Path(output_dir).expanduser() / name
         partial = target.with_name(f".{name}.{run_id}.partial")

@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -29,8 +30,10 @@ NEW_TOKENS = 64
 _PREFIX = ".mlflow-model-"
 
 
-def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo) -> str | None:
+def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo, begin: Callable[..., None]) -> str | None:
     """Log the best weights in a run's folder, whose metrics MLflow has, as a model, or complete one that was started.
+
+    ``begin`` is called with ``part``, the folder that is sent.
 
     Returns:
         The model's id; None: they cannot be served.
@@ -47,6 +50,7 @@ def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo) -> str
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder) as scratch:
             _save(Path(scratch, "model"), model, run_id, folder, facts)
+            begin(part=Path(scratch, "model"))
             client.log_model_artifacts(model_id, str(Path(scratch, "model")))
         if not (run.outputs and model_id in [output.model_id for output in run.outputs.model_outputs]):
             client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])

@@ -62,8 +62,8 @@ class RunInfo:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the run's ``key``, the ``sessions`` that
-    have trained the run here, and once MLflow has all of it ``delivered`` (true), with ``continued_elsewhere`` where
-    that is another's.
+    have trained the run here, ``model`` (``models:/MODEL_ID``) once MLflow has the best weights, and once it has all
+    ``delivered`` (true), with ``continued_elsewhere`` where that is another's.
 
     Empty if MLflow has not answered yet, or the file is damaged or another run's: then the run is found by its key.
     """
@@ -103,11 +103,11 @@ def is_delivered(folder: Path, uri: str | None = None) -> bool:
 
 
 def reopen(folder: Path) -> None:
-    """For a run that is resumed: remove its summary, and the mark that MLflow has all of it."""
+    """For a run that is resumed: remove its summary, and what is recorded about the end of its delivery."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     record = read_record(folder)
-    if record.pop("delivered", None):
-        write_record(folder, record)
+    if {"delivered", "model"} & record.keys():
+        write_record(folder, {key: value for key, value in record.items() if key not in ("delivered", "model")})
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
