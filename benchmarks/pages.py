@@ -96,7 +96,7 @@ def contents() -> blocks.Blocks:
         docs / "reliability.md": {"certificates": certificates()},
         docs / "speed.md": {
             "bf16": bf16_over_fp32(),
-            "targets": bench("precision", "trainer", "memory", "saving", "parallel", "startup"),
+            "targets": bench("precision", "trainer", "memory", "saving", "generation", "parallel", "startup"),
             "kernels": kernels.tables(),
             "peers": side_by_side(),
             "nanogpt": bench("nanogpt"),
