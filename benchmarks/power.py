@@ -34,9 +34,12 @@ def followed(mean: float, spread: float, seeds: int, generator: np.random.Genera
         (found,) = equivalence_family([arm + mean], MARGIN, look=look)
         withheld = mean_interval(null).excludes(0)
         yield NOT_JUDGED if withheld else found.verdict
-        if not withheld and not found.pairs_needed:
+        if withheld:
+            seeds *= 2
+        elif found.pairs_needed:
+            seeds = found.pairs_needed
+        else:
             return
-        seeds = 2 * seeds if withheld else found.pairs_needed
 
 
 def shares(mean: float, spread: float, seeds: int, simulations: int) -> dict[str, tuple[float, float]]:

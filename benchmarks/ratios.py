@@ -160,7 +160,8 @@ def generation(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     """Measure texts as long as the context, with the cache of keys and values and without."""
     job = job or gpt2_job(bench.hardware)
     trainer = _trainer(bench, job)
-    network: Any = without_dropout(trainer.model.network.eval())
+    model: Any = trainer.model.eval()
+    network = without_dropout(model.network)
     prompt = torch.zeros(1, 1, dtype=torch.int64, device=trainer.device)
     length = network.config.max_position_embeddings - 1
     fixed = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}

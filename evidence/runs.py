@@ -176,10 +176,17 @@ class Runner:
         found = sealed_or_empty(folder / SUMMARY_FILE)
         failure = _last_error(log) if code else ""
         took, others = time.monotonic() - began, used and _share_of_others(used, _cpu_seconds())
-        record = {"exit_code": code, "failure": failure, "wall_time_s": took, "summary": found, "others_cpu": others}
+        outcome = Outcome(arm.label, seed, folder, code, failure, took, found, others)
         if folder.exists():
+            record = {
+                "exit_code": code,
+                "failure": failure,
+                "wall_time_s": took,
+                "summary": found,
+                "others_cpu": others,
+            }
             write_sealed(folder / OUTCOME_FILE, record)
-        return Outcome(arm.label, seed, folder, **record)
+        return outcome
 
     def run_all(self, arms: list[Arm], seeds: list[int]) -> list[Outcome]:
         """Train what is left to train of these arms, with each of these seeds; print a line for every run.

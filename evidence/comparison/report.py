@@ -278,8 +278,8 @@ def _difference(arm: ArmResult) -> str:
     quality = arm.quality
     if len(quality.differences) < 2:
         return ""
-    decided = quality.test and quality.verdict != NOT_JUDGED and not arm.is_null
-    interval = quality.test.difference if decided else mean_interval(quality.differences)
+    test = None if arm.is_null or quality.verdict == NOT_JUDGED else quality.test
+    interval = test.difference if test else mean_interval(quality.differences)
     return f"{_percent(interval)} ({_level(interval)})"
 
 
