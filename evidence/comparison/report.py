@@ -156,9 +156,11 @@ def _sentence(result: Result, arm: ArmResult) -> str:
         clauses.append(
             f"{arm.skipped_steps} of {result.facts['steps'] * len(arm.seeds):,} steps skipped for an overflow"
         )
-    judged = f" at a margin of {100 * result.comparison.margin:g} %" if quality.test else ""
-    judged += f" (p = {quality.test.p_equivalent:.2g})" if quality.test and quality.verdict == EQUIVALENT else ""
-    clauses.append(f"{f'validation loss {_difference(arm)}'.strip()}: {quality.verdict}{judged}")
+    verdict = quality.verdict
+    if quality.test and verdict != NOT_JUDGED:
+        p = f" (p = {quality.test.p_equivalent:.2g})" * (verdict == EQUIVALENT)
+        verdict += f" at a margin of {100 * quality.test.margin:g} %{p}"
+    clauses.append(f"{f'validation loss {_difference(arm)}'.strip()}: {verdict}")
     if quality.why:
         clauses.append(quality.why)
     return f"{arm.label}: {'; '.join(clauses)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from evidence.comparison.compare import Comparison, Result
-from evidence.comparison.judge import judge
+from evidence.comparison.judge import Ratio, judge
 from evidence.comparison.plots import figures
-from evidence.comparison.report import HEAD, lead, page, rows, sentences, table, write_report
+from evidence.comparison.report import HEAD, _change, _cost, lead, page, rows, sentences, table, write_report
 from evidence.runs import Arm, Outcome
+from mantissa.statistics import Interval
 from tests.evidence.ended import ended
 from trainer.profiling.ledger import CATEGORIES
 
@@ -109,6 +111,13 @@ def test_the_table(found: Result) -> None:
     assert "energy" not in base
     assert "Energy: not measured" in table(found)
     assert max(map(len, table(found).splitlines())) <= 90
+
+
+def test_a_number_and_its_interval_have_one_sign_and_one_order() -> None:
+    ratio = Ratio(None, ratio=Interval(0.415, 0.071, 2.421, 0.95, 3))
+    assert _change("speed", ratio) == "speed -58.5 % [-92.9, +142.1]: no clear difference"
+    assert _cost("speed", Interval(0.415, 0.071, 2.421, 0.95, 3)) == ("shows no clear difference in speed", "from")
+    assert _change("speed", replace(ratio, why="2 seeds")) == "speed -58.5 % [-92.9, +142.1]: NOT JUDGED"
 
 
 def test_energy_where_it_was_measured(tmp_path: Path) -> None:
