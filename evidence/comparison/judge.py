@@ -115,8 +115,8 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
         )
         if against is not None and not result.is_null:
             for ratio in (result.speed, result.energy):
-                few = _few(len(ratio.ratios), len(runs))
-                ratio.why = not_timed or few or in_use([*done.values(), *against.values()])
+                against_it = (_few(len(ratio.ratios), len(runs)), in_use([*done.values(), *against.values()]))
+                ratio.why = not_timed or "; ".join(filter(None, against_it))
         results.append(result)
     others = [result.quality for result in results if result.label != baseline and not result.is_null]
     _set_verdicts(others, margin, look)

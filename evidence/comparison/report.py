@@ -118,7 +118,7 @@ def _cost(name: str, ratio: Interval) -> tuple[str, str]:
     size = abs(100 * (ratio.mean - 1))
     change = f"{size:.0f} %" if size >= 1 else f"{size:.1g} %"
     if name != "speed":
-        if ratio.low == ratio.mean == ratio.high == 1:
+        if ratio.low == ratio.high == 1:
             return f"needs as much {name}", "as"
         text, word = f"needs {change} {'less' if ratio.mean < 1 else 'more'} {name}", "than"
     elif 0.5 < ratio.mean < 1.5:
@@ -170,6 +170,8 @@ def _change(name: str, quantity: Ratio) -> str:
     """Return a ratio as ``speed -5.1 % [-7.9, -2.3]``."""
     ratio = quantity.ratio
     assert ratio
+    if ratio.low == ratio.high == 1:
+        return f"{name} the same"
     mean, low, high = (100 * (value - 1) for value in (ratio.mean, ratio.low, ratio.high))
     text = f"{name} {mean:+.1f} %" + f" [{low:+.1f}, {high:+.1f}]" * (high - low >= 0.5)
     if quantity.why:
