@@ -95,7 +95,8 @@ class Snapshot:
     state: str
     """JSON; only rank 0 writes it."""
     run: dict[str, Any]
-    """``config`` and ``log`` of the manifest, see ``schema.Manifest``; only rank 0 writes them."""
+    """``config``, ``log``, ``scores`` and ``totals`` of the manifest, see ``schema.Manifest``; only rank 0 writes them.
+    """
 
     @classmethod
     def of(
@@ -107,7 +108,7 @@ class Snapshot:
             training: see ``state.training_state``; tied weights are saved once.
             progress: JSON types; what else the run needs to continue.
             world: the processes that save together.
-            run: ``config`` and ``log`` of the manifest; None: no run saves it.
+            run: see ``Snapshot.run``; None: no run saves it.
         """
         weights, ties = untie(training["model"])
         step, rng, tensors, rest = (training[key] for key in ("step", "rng", "optimizer", "optimizer_options"))

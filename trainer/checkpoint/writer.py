@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from trainer import files
 from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.errors import NonFiniteError
 from trainer.parallel.shards import local_part
 from trainer.parallel.world import World
+from trainer.seals import read_sealed, write_sealed
 
 log = logging.getLogger("mantissa")
 
@@ -87,6 +89,17 @@ class CheckpointWriter:
         stall_s = time.perf_counter() - began
         self.stall_s += stall_s
         return stall_s
+
+    def rate(self, step: int, score: float | None, run: dict[str, Any] | None) -> None:
+        """Add the score to the checkpoint of ``step``, which was evaluated after it was saved; see ``save``."""
+        try:
+            if run is not None:
+                manifest = checkpoint.path_of(self.folder, step) / MANIFEST_FILE
+                write_sealed(manifest, read_sealed(manifest) | {"score": score} | run)
+        except OSError as error:
+            log.warning("the score of step %d was not saved (%s); training continues", step, error)
+        self.prune()
+        self.world.largest(0)  # the others wait: they will look for the best checkpoint
 
     def finish(self) -> None:
         """Wait until what is being written is on the disk."""

@@ -119,6 +119,11 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
             f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step has some of "
             "them twice; set a smaller batch_size"
         )
+    if trainer.averages_twice:
+        found.append(
+            f"the loss of recipe={trainer.recipe.name} is a mean, which is then divided by the number of targets once "
+            'more: return a sum, as with reduction="sum"'
+        )
     if patience is not None and plan.evaluations < patience + 2:
         found.append(
             f"early_stopping.patience={patience} cannot end this run, which has {plan.evaluations} evaluations; set a "
@@ -186,5 +191,5 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
         rows.append(("MFU", share))
     rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
-    rows.append(("time", duration(summary["wall_time_s"])))
+    rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
     return rows

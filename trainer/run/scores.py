@@ -27,22 +27,26 @@ class Scores:
 
     Args:
         config: of the run: its recipe's metric, ``checkpoint.best`` and ``early_stopping``.
+        falls: takes a metric, and returns whether its lowest value is the best; None: the recipe's.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, falls: Callable[[str], bool] | None = None) -> None:
         recipe, self.stopping = config.recipe, config.early_stopping
         self._recipes_own = recipe.best_metric
         self.metric: str = recipe.best_metric if config.checkpoint.best == "auto" else config.checkpoint.best
         """Such as ``valid/loss``."""
-        self.lowest: bool = recipe.falls(self.metric)
+        falls = falls or recipe.falls
+        self.lowest: bool = falls(self.metric)
         """Whether the lowest value is the best; else the highest."""
         self.best: dict[str, Any] | None = None
         """``step`` and ``value`` of the best score."""
         self.final: dict[str, float] = {}
         """The last evaluation's metrics by ``valid/<name>``."""
+        self.step = 0
+        """The step after which that was."""
         self.watched: str = self.stopping.metric or self.metric
         """The metric of early stopping."""
-        self._falls: bool = recipe.falls(self.watched)
+        self._falls: bool = falls(self.watched)
         self._reference: float | None = None
         self._waited = 0
 
@@ -57,16 +61,17 @@ class Scores:
         best = "was never finite" if self._reference is None else f"has not been better than {loss(self._reference)}"
         return f"{self.watched} {best} in the last {self._waited} evaluations"
 
-    def check_known(self, names: Callable[[], Collection[str]]) -> None:
+    def check_known(self, names: Callable[[], Collection[str]], always: bool = False) -> None:
         """Check that the metrics that the user has set exist.
 
         Args:
             names: returns the metrics of an evaluation, without ``valid/``, and takes the time of a forward pass.
+            always: whether it has something to check by itself.
 
         Raises:
             UserError: names the ones that exist.
         """
-        if self._recipes_own == self.metric == self.watched:
+        if self._recipes_own == self.metric == self.watched and not always:
             return
         known = [PREFIX + name for name in names()]
         for key, metric in (("checkpoint.best", self.metric), ("early_stopping.metric", self.watched)):
@@ -77,7 +82,7 @@ class Scores:
 
     def add(self, step: int, metrics: dict[str, float]) -> Score:
         """Take in the metrics of an evaluation after ``step``."""
-        self.final = {PREFIX + name: value for name, value in metrics.items()}
+        self.step, self.final = step, {PREFIX + name: value for name, value in metrics.items()}
         value, watched = self.final[self.metric], self.final[self.watched]
         improved = _better(value, None if self.best is None else self.best["value"], self.lowest)
         if improved:
@@ -94,14 +99,14 @@ class Scores:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, as JSON types; ``stopping`` only with early stopping."""
-        state: dict[str, Any] = {"best": self.best, "final": self.final}
+        state: dict[str, Any] = {"best": self.best, "final": self.final, "evaluated": self.step}
         if self.stopping.patience is not None:
             state["stopping"] = {"metric": self.watched, "reference": self._reference, "waited": self._waited}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's; without early stopping of the same metric the wait begins now."""
-        self.best, self.final = state["best"], state["final"]
+        self.best, self.final, self.step = state["best"], state["final"], state["evaluated"]
         stopping = state.get("stopping", {})
         if stopping.get("metric") == self.watched:
             self._reference, self._waited = stopping["reference"], stopping["waited"]
