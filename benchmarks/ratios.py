@@ -21,7 +21,6 @@ from torch import nn
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
 from evidence.turns import steps_of, stopwatch
-from inference.generate import without_dropout
 from mantissa.formats import BASIC
 from trainer.checkpoint.store import Checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
@@ -161,7 +160,7 @@ def generation(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     job = job or gpt2_job(bench.hardware)
     trainer = _trainer(bench, job)
     model: Any = trainer.model.eval()
-    network = without_dropout(model.network)
+    network = model.network
     prompt = torch.zeros(1, 1, dtype=torch.int64, device=trainer.device)
     length = network.config.max_position_embeddings - 1
     fixed = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
