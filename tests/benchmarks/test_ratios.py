@@ -111,7 +111,6 @@ def test_costs_are_shares_of_the_steps_without_them(known: Known, monkeypatch: p
     assert "pip install 'missing_library>=1'" in lion.measured
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm's reader
 def test_the_gain_of_the_cache_is_in_texts_as_long_as_the_context(known: Known) -> None:
     job = Job("nano", ("recipe=gpt2", "recipe.size=nano", "recipe.context=8", "data=synthetic", "data.vocab_size=90"))
     (row,) = ratios.generation(known, job)
@@ -119,6 +118,7 @@ def test_the_gain_of_the_cache_is_in_texts_as_long_as_the_context(known: Known) 
     assert row.measured.endswith("; texts of 8 tokens alternate")
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm's reader
 def test_loading_is_images_a_second_of_the_same_images_and_size(
     known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
