@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
 
@@ -55,6 +56,9 @@ class Interrupted(KeyboardInterrupt):
 
     shared = True
     """See ``RunError.shared``."""
+
+    folder: Path | None = None
+    """Of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -13,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from trainer.data.contract import Batch, Datasets
+from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.data.given import Collated
+from trainer.determinism import random_state, set_random_state
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 
@@ -139,7 +145,8 @@ class Recipe:
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
     predictor: ClassVar[str] = "forward"
     """Which class of ``trainer/tracking/mlflow/predictor.py`` serves the exported model in MLflow. ``forward``
-    takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
+    takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only. Empty:
+    none does, MLflow gets the files.
     """
 
     architecture: ClassVar[tuple[str, ...]] = ()
@@ -150,6 +157,44 @@ class Recipe:
     """Factor of the optimizer's default learning rate with ``init_from`` or ``recipe.pretrained``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
+
+    @staticmethod
+    def of(
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Callable[[Any, Any], Tensor | LossOutput],
+        train_dataset: Any,
+        valid_dataset: Any,
+        test_dataset: Any = None,
+        *,
+        targets: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Own:
+        """Return the recipe of a model and data that exist already, for ``trainer.train``.
+
+        The model is in fp32 and stays as it is: a copy is trained. A function that builds it makes the first weights
+        depend on ``seed``. The loss must find every tensor that it needs in the model and in the batch, which move to
+        the device.
+
+        Args:
+            model: any module, or a function that builds one.
+            loss: takes the model (under DDP: DDP around it) and a batch, under autocast; returns the mean over the
+                batch's targets, a scalar, or a ``LossOutput``, whose sums may be of metrics, too.
+            train_dataset: a map-style dataset of torch, or a DataLoader: of this one the dataset, the batch size and
+                ``collate_fn`` count. Samples are tensors, tuples, dictionaries: what torch's ``default_collate`` knows.
+            valid_dataset: likewise.
+            test_dataset: likewise; evaluated once, with the best weights.
+            targets: returns how many targets of a batch the loss is a mean over, such as its tokens that are no
+                padding; None: its samples.
+            collate_fn: as of torch's DataLoader.
+
+        Raises:
+            UserError: data that cannot be batched, a 16-bit model, a loss that is a sum or no scalar.
+        """
+        given = (train_dataset, valid_dataset, test_dataset)
+        train, valid, test = (None if each is None else Collated.of(each, collate_fn) for each in given)
+        own = Own(model, loss, train, valid, test, targets, getattr(train_dataset, "batch_size", None) or 32)
+        own.check_loss()
+        return own
 
     def chosen(self, decisions: Iterable[Decision]) -> Self:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
@@ -285,3 +330,102 @@ class Recipe:
     def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
         """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
         return {}
+
+
+@dataclass
+class Own(Recipe):
+    """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
+
+    name: ClassVar[str] = "own"
+    predictor: ClassVar[str] = ""
+    model: Any = field(default=None, metadata=NO_OPTION)
+    objective: Any = field(default=None, metadata=NO_OPTION)
+    train: Any = field(default=None, metadata=NO_OPTION)
+    valid: Any = field(default=None, metadata=NO_OPTION)
+    test: Any = field(default=None, metadata=NO_OPTION)
+    targets: Any = field(default=None, metadata=NO_OPTION)
+    batch_size: int = field(default=32, metadata=NO_OPTION)
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
+        if self.model is None:
+            raise UserError(
+                "recipe=own is the model and the data of a Python program; give them there, as in "
+                "trainer.train(Recipe.of(model, loss, train_dataset, valid_dataset)), also to resume or evaluate a run"
+            )
+        if data.kind != DataSource.kind:
+            raise UserError(f"data={data.kind} has no effect: Recipe.of has its own data; leave it out")
+        return self, []
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Return one pass over the training data, in batches as the DataLoader's, or of 32."""
+        size = min(self.batch_size, len(self.train))
+        return Sizes(math.ceil(len(self.train) / size), size, size)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        about = f"{type(self.train.dataset).__name__}: {len(self.train):,} samples, {len(self.valid):,} for validation"
+        return Datasets(self.train, self.valid, about, test=self.test)
+
+    def build_model(self, datasets: Any) -> nn.Module:
+        model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+        if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
+            raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
+        return model.cpu()
+
+    def count_targets(self, batch: Batch) -> int:
+        return int(self.targets(self.train.rebuilt(batch))) if self.targets else self.count_units(batch)
+
+    def count_units(self, batch: Batch) -> int:
+        return len(batch["0"])
+
+    def loss(self, model: Any, batch: Batch) -> LossOutput:
+        given = self.train.rebuilt(batch)
+        value = self.objective(model, given)
+        if isinstance(value, LossOutput):
+            return value
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UserError("the loss must be a tensor of one number, the mean over the batch, or a LossOutput")
+        count = self.targets(given) if self.targets else self.count_units(batch)
+        return LossOutput(value.reshape(()).to(torch.promote_types(value.dtype, torch.float32)) * count, {})
+
+    def description(self, datasets: Any) -> dict[str, Any]:
+        return {"recipe": self.name, "torch": torch.__version__}
+
+    def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
+        return {"model": type(model).__name__}
+
+    @torch.no_grad()
+    def check_loss(self) -> None:
+        """Look whether the loss of two samples follows from theirs; the state of model and generators stays.
+
+        Raises:
+            UserError: it is a sum where a mean is due, or the other way round.
+        """
+        if len(self.train) < 2:
+            return
+        host = torch.device("cpu")
+        generators = random_state(host)
+        model = self.model if isinstance(self.model, nn.Module) else self.model()
+        modes = {module: module.training for module in model.modules()}
+        device = next((each.device for each in model.parameters()), host)
+        two = self.train.batch([SampleId(0, 0), SampleId(1, 0)])
+        parts = [{name: each[some].to(device) for name, each in two.items()} for some in (slice(1), slice(1, 2), slice(2))]
+        try:
+            model.eval()
+            one, other, both = (self.loss(model, part).loss_sum.item() for part in parts)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            set_random_state(generators, host)
+        close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
+        if close(both, one + other):
+            return
+        if close(both, 2 * (one + other)):
+            raise UserError('the loss of two samples is the sum of theirs: return the mean (reduction="mean"), or a LossOutput')
+        if close(2 * both, one + other):
+            raise UserError('the LossOutput of two samples is the mean of theirs: it holds sums (reduction="sum")')
+        warnings.warn(
+            f"the loss of two samples ({both:.5g} when summed) is not that of the one ({one:.5g}) and of the other "
+            f"({other:.5g}): a gradient then depends on micro_batch_size; if the loss is a mean over something else "
+            "than samples, such as tokens, set targets= to what counts them",
+            stacklevel=3,
+        )

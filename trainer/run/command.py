@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
 from trainer.config.schema import Config
-from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory, redacted
+from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes
 from trainer.run.memory.fit import out_of_memory
 from trainer.run.run import Run
@@ -110,9 +110,6 @@ def _attempt(run_class: type[Run], configure: Callable[[], Config], overrides: S
         shortage.__context__ = shortage.__cause__ = None
     finally:
         release_memory()
-    typed = any(override.startswith("micro_batch_size=") for override in overrides)
-    if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
-        overrides = [*overrides, f"micro_batch_size={shortage.micro_batch_size}"]
     return Ended(_report(out_of_memory(shortage, overrides)), {}, launched_processes() > 1)
 
 

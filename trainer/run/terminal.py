@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -23,15 +24,20 @@ Rows = Iterable[tuple[str, str]]
 
 
 class Terminal:
-    """Writes to standard output; on a terminal the progress is one line that stays in place, elsewhere plain lines."""
+    """Writes to standard output; on a terminal and in a notebook one line of progress stays in place, elsewhere lines do
+    not."""
 
     def __init__(self, console: Console | None = None, shown: bool = True) -> None:
         """Write to ``console`` (None: standard output), or nothing at all where another process does."""
-        self.console = console or Console(highlight=False, quiet=not shown)
+        self._notebook = console is None and shown and Console().is_jupyter
+        # rich's own notebook display makes an output of every line, and needs ipywidgets to change one.
+        self.console = console or Console(highlight=False, quiet=not shown, force_jupyter=False)
         self._live: Live | None = None
+        self._cell: Any = None
+        """The output of a notebook's cell that holds the progress."""
         self._shown = -math.inf
         # A refresh takes about a millisecond, which would slow the steps of a tiny model.
-        self._interval_s = 0.2 if self.console.is_terminal else 2.0
+        self._interval_s = 0.2 if self.console.is_terminal or self._notebook else 2.0
         self.patience_s = 2.0
         """Work that takes less is not shown, see ``work``."""
         logger = logging.getLogger("mantissa")
@@ -105,6 +111,12 @@ class Terminal:
 
     def _in_place(self, line: str) -> None:
         """Show a line in the place of the one before; in a file below it."""
+        if self._notebook:
+            from IPython.display import display
+
+            show = display if self._cell is None else self._cell.update
+            self._cell = show({"text/plain": line}, raw=True, display_id=True) or self._cell
+            return
         if not self.console.is_terminal:
             self.note(line)
             return
