@@ -20,7 +20,7 @@ from recipes.export import save_model, save_tokenizer, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, first_line, nearest
-from trainer.files import TOKENIZER
+from trainer.files import is_kept
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
 
@@ -29,15 +29,6 @@ ATTENTION = ("sdpa", "eager")
 RECIPES = ("gpt2", "llama", "bert", "t5")
 """The recipes that open folders of transformers' models; a recipe's name is transformers' own for the type of model."""
 _REMEDY = "give a folder written by save_pretrained, or leave it out to train from random weights"
-
-
-def is_kept(source: str) -> bool:
-    """Return whether a folder is what a run keeps of a pretrained model to be resumed: config and tokenizer.
-
-    The weights are those of the run's checkpoint.
-    """
-    folder = Path(source).expanduser()
-    return folder.name == TOKENIZER and (folder / "config.json").is_file()
 
 
 @dataclass

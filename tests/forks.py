@@ -40,7 +40,13 @@ IMPORTED = (
     "transformers.models.gpt2.modeling_gpt2",
     "trainer.run.command",
     "trainer.tracking.mlflow.serving",
+    "trainer.config.build",
     "trainer.run.start",
+    "recipes.bert",
+    "recipes.gpt2",
+    "recipes.llama",
+    "recipes.resnet",
+    "recipes.t5",
 )
 LARGEST_MESSAGE = 1 << 18
 

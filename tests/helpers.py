@@ -14,7 +14,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
 
-from trainer.config.registration import build, register
+from trainer.config.build import build
+from trainer.config.registration import register
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware

@@ -34,6 +34,25 @@ TOKENIZER = "tokenizer"
 BEST = "best"
 """The folder with the exported best weights."""
 
+SAME = "same"
+"""``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
+NO_FOLDER = (None, "auto", SAME)
+"""Values of ``resume`` that name no folder: the run has to be found, if there is one."""
+
+
+def default_name(recipe: str, precision: str, seed: int) -> str:
+    """Return the default name of a run of this recipe, in this precision (``precision.mode``)."""
+    return f"{recipe}-{precision}-s{seed}"
+
+
+def is_kept(source: str) -> bool:
+    """Return whether a folder is what a run keeps of a pretrained model to be resumed: config and tokenizer.
+
+    The weights are those of the run's checkpoint.
+    """
+    folder = Path(source).expanduser()
+    return folder.name == TOKENIZER and (folder / "config.json").is_file()
+
 
 _LARGEST_JSON = 16 * 2**20
 """Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB. As objects they take up

@@ -27,10 +27,6 @@ from trainer.files import (
 from trainer.parallel.world import launch_id, launched_processes, restarted
 from trainer.seals import check_folder, digest, read_sealed, sealed_or_empty, write_sealed
 
-SAME = "same"
-"""``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
-NO_FOLDER = (None, "auto", SAME)
-"""Values of ``resume`` that name no folder: the run has to be found, if there is one."""
 _LAUNCH_FILE = "launch.json"
 """From which folder the run was last started, and by which torchrun."""
 _PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained")
@@ -191,11 +187,6 @@ def same_place(key: str, before: Any, now: Any) -> bool:
     if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):
         return False
     return os.path.realpath(os.path.expanduser(before)) == os.path.realpath(os.path.expanduser(now))
-
-
-def default_name(recipe: str, precision: str, seed: int) -> str:
-    """Return the default name of a run of this recipe, in this precision (``precision.mode``)."""
-    return f"{recipe}-{precision}-s{seed}"
 
 
 def named(output_dir: str, name: str) -> list[RunFolder]:

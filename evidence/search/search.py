@@ -22,12 +22,11 @@ from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory, nearest
-from trainer.files import check_output_dir, make_folder
+from trainer.files import SAME, check_output_dir, make_folder
 from trainer.hardware import detect
 from trainer.parallel.world import launched_processes
 from trainer.run.command import release_memory
 from trainer.run.start import train
-from trainer.run_folder import SAME
 
 PRUNERS = ("median", "hyperband", "none")
 

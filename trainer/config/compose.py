@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -15,12 +15,16 @@ from hydra.core.override_parser.types import Override, Sweep
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config import outside
 from trainer.config.explain import explain, intended_key, is_text
+from trainer.config.options import unquoted
 from trainer.config.recorded import base
 from trainer.config.registration import CONF as CONF
-from trainer.config.registration import build
-from trainer.config.schema import Config
+from trainer.config.registration import by_key, check, choices
 from trainer.errors import LARGEST, UserError
+
+if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
+    from trainer.config.schema import Config
 
 # Hydra's flags. Their values are not checked, because none begins with a dash.
 _FLAGS = {
@@ -45,7 +49,11 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
     try:
         name, kept, overrides = base(overrides, recorded)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            return build(hydra.compose(name, overrides), overrides, kept)
+            composed = hydra.compose(name, overrides)
+        check(composed)
+        from trainer.config.build import build
+
+        return build(composed, overrides, kept)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
     finally:
@@ -67,18 +75,18 @@ def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
         parsed = OverridesParser.create().parse_overrides(checked_arguments(overrides))
     except HydraException as error:
         raise UserError(explain(error)) from error
-    choices: list[list[tuple[str, str]]] = []  # label and override
+    parts: list[list[tuple[str, str]]] = []  # label and override
     for override in parsed:
         key = override.get_key_element()
         is_group = (CONF / key).is_dir()
         if override.is_sweep_override():
             values = map(str, override.sweep_string_iterator())
-            choices.append([(value if is_group else f"{key}={value}", f"{key}={value}") for value in values])
+            parts.append([(value if is_group else f"{key}={value}", f"{key}={value}") for value in values])
         else:
-            choices.append([("", str(override.input_line))])
+            parts.append([("", str(override.input_line))])
     return {
         ", ".join(filter(None, (label for label, _ in combination))): [override for _, override in combination]
-        for combination in itertools.product(*choices)
+        for combination in itertools.product(*parts)
     }
 
 
@@ -93,6 +101,8 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
     Raises:
         UserError: an argument without a key, with dashes before the key, or a choice that is no name.
     """
+    path = unquoted(by_key(arguments).get("recipe_path", "null"))
+    outside.use(None if path == "null" else path)
     readable = []
     for number, argument in enumerate(arguments):
         key, equals, typed = argument.lstrip("+").partition("=")
@@ -107,9 +117,8 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
         if typed.lstrip("+-").isdecimal() and len(typed) > 20:  # of some, Python refuses to make a number
             raise UserError(f"{key}={typed:.20}… must be at most {LARGEST}")
         override = _parsed(argument) if equals else None
-        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if override else []
-        if choices and override and not isinstance(override.value(), str | list | Sweep):
-            raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")
+        if override and (CONF / key).is_dir() and not isinstance(override.value(), str | list | Sweep):
+            raise UserError(f"{key}={typed} is not a choice ({', '.join(choices(key))})")
         foreign = equals and not override and is_text(key)
         readable.append(f"{argument.partition('=')[0]}={_in_quotes(typed)}" if foreign else argument)
     return readable

@@ -72,7 +72,7 @@ def known_options() -> dict[str, dict[str, Field[Any]]]:
                 add(inner, f"{prefix}{entry.name}.", choice)
 
     groups = config.groups()
-    add(config.Config, "", "")
+    add(config.root(), "", "")
     for group, classes in groups.items():
         for choice, cls in classes.items():
             add(cls, f"{group}.", choice)

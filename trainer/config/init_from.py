@@ -13,12 +13,14 @@ from torch import nn
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.weights import fill
+from trainer.config.registration import name_of_composed
+from trainer.config.source import real
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
+from trainer.files import BEST, IMAGES_FILE, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
 from trainer.optim.classes import averages_itself
 from trainer.recipe import Decision, FirstWeights, Recipe
-from trainer.run_folder import NO_FOLDER, RunFolder, default_name, to_continue
+from trainer.run_folder import RunFolder, to_continue
 from trainer.seals import check_folder, sealed_or_empty, sha256
 
 
@@ -105,12 +107,6 @@ class InitFrom(FirstWeights):
         }
 
 
-def name_of_composed(composed: DictConfig) -> str:
-    """Return the name of the run that Hydra composed."""
-    recipe: Any = OmegaConf.get_type(composed.recipe)
-    return composed.run_name or default_name(recipe.name, composed.precision.mode, composed.seed)
-
-
 def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None, list[Decision]]:
     """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
 
@@ -130,7 +126,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in NO_FOLDER:
         return None, []
-    cls: Any = OmegaConf.get_type(composed.recipe)
+    cls = real(OmegaConf.get_type(composed.recipe))
     options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
     if own := to_continue(composed.output_dir, name_of_composed(composed), resume):
         recorded = own.config()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config import outside
 from trainer.config.explain import explain
-from trainer.config.registration import CONF, groups, options, register
-from trainer.config.schema import Config
+from trainer.config.registration import CONF, by_key, groups, options, register, root
 from trainer.errors import UserError
-from trainer.run_folder import NO_FOLDER, RunFolder
+from trainer.files import NO_FOLDER
+
+if TYPE_CHECKING:  # it takes torch, for which a command line without resume=FOLDER does not wait
+    from trainer.run_folder import RunFolder
 
 _NAME = "recorded"
 
@@ -36,18 +39,23 @@ def base(
         HydraException: an argument is no override.
         UserError: ``resume`` names no run to continue, or the options are not those of this version.
     """
-    register()
     folder, kept = _resumed(arguments), list(arguments)
     if folder is not None:
         if {"-m", "--multirun"} & set(arguments):
             raise UserError(f"resume={folder.path} continues one run, but -m starts several; remove -m")
         recorded = options_of(folder) | {"resume": str(folder.path)}
+    if by_key(arguments).get("recipe_path") is None and recorded is not None:
+        outside.use(recorded.get("recipe_path"))
+    register()
+    if folder is not None and recorded is not None:
         keys = [argument.partition("=")[0] for argument in arguments]
         if "epochs" in keys:
             del recorded["steps"]
         if "experiment" not in keys:  # which may choose, too; of several choices the last counts
             pairs = zip(keys, arguments, strict=True)
             kept = [each for key, each in pairs if keys.count(key) > 1 or not _is_recorded(each, recorded)]
+    if searched := outside.configs():
+        kept.append(f"hydra.searchpath={[f'file://{path}' for path in searched]}")
     if recorded is None:
         return "config", {}, kept
     _register(recorded)
@@ -71,6 +79,8 @@ def _resumed(arguments: Sequence[str]) -> RunFolder | None:
     typed = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
     if (resume := typed.get("resume")) in NO_FOLDER:
         return None
+    from trainer.run_folder import RunFolder
+
     return RunFolder.open("resume", str(resume), str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
 
 
@@ -91,7 +101,7 @@ def _register(recorded: Mapping[str, Any]) -> None:
 
     Another choice on the command line, such as ``loader=plain``, takes the place of the group's recorded options.
     """
-    config, chosen = OmegaConf.structured(Config), set()
+    config, chosen = OmegaConf.structured(root()), set()
     for group, choices in groups().items():
         if any(key.partition(".")[0] == group for key in recorded):
             kind = str(recorded.get(group)) if len(choices) > 1 else next(iter(choices))

@@ -10,12 +10,12 @@ from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
 from trainer.config.step import Resolved, StepConfig
 from trainer.errors import UserError
+from trainer.files import default_name
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
-from trainer.run_folder import default_name
 from trainer.tracking.mlflow.addresses import explicit_uri
 from trainer.tracking.options import Tracking
 
@@ -51,6 +51,7 @@ class RunConfig:
     tracking: Tracking = field(default_factory=Tracking)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     log_every: int = 10
+    recipe_path: str | None = None
     init_from: str | None = None
     resume: str | None = None
     output_dir: str = "outputs"

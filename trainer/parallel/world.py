@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:  # a command line is checked before torch is imported
+    from torch import Tensor
 
 T = TypeVar("T")
 

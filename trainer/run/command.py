@@ -1,4 +1,7 @@
-"""The command line of scripts/train.py: Hydra's, with errors in one sentence and an exit code for each kind."""
+"""The command line of scripts/train.py: Hydra's, with errors in one sentence and an exit code for each kind.
+
+It is composed and checked before torch is imported, which takes longer than a typing mistake should be waited for.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
-from trainer.config.schema import Config
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes
-from trainer.run.memory.fit import out_of_memory
-from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
-from trainer.run.start import train
-from trainer.run.sweep import Ended, Sweep
+from trainer.run.sweep import Begin, Ended, Sweep
 from trainer.run.terminal import leave_unread
+
+if TYPE_CHECKING:
+    from trainer.run.run import Run
 
 _USAGE = """\
 python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
@@ -42,11 +42,11 @@ python scripts/train.py -m key=a,b ...      runs every combination
 """
 
 
-def main(run_class: type[Run] = Run) -> int:
+def main(run_class: type[Run] | None = None) -> int:
     """Run ``sys.argv`` and return the exit code: 0, 2 a user error, 3 not finite, 4 out of memory, 128 + signal.
 
     Args:
-        run_class: the class that trains.
+        run_class: the class that trains; None: ``Run``.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(_USAGE + _choices())
@@ -60,12 +60,17 @@ def main(run_class: type[Run] = Run) -> int:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
         return _report(UserError(explain(error)))
-    if dist.is_initialized() and not any(codes):  # after a failure the other ranks may have exited
-        dist.destroy_process_group()
+    if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
+        sys.modules["torch.distributed"].destroy_process_group()
     return max(codes, default=0)
 
 
-def _sweep(sweep: Sweep, attempt: Callable[[Callable[[], Config], list[str]], Ended]) -> list[int]:
+def _in_a_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
+def _sweep(sweep: Sweep, attempt: Callable[[Begin, list[str]], Ended]) -> list[int]:
     """Train every run of a command line, print their table, and return their exit codes."""
     failed = []
     try:
@@ -86,14 +91,18 @@ def _sweep(sweep: Sweep, attempt: Callable[[Callable[[], Config], list[str]], En
     return [*(row.code for row in sweep.rows), *failed]
 
 
-def _attempt(run_class: type[Run], configure: Callable[[], Config], overrides: Sequence[str]) -> Ended:
+def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]) -> Ended:
     """Train a run, report what ends it early, and free its memory.
 
     Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
     the ranks would train different runs.
     """
     try:
-        return Ended(0, train(configure(), overrides, run_class))
+        composed, kept = begin()
+        from trainer.config.build import build
+        from trainer.run.start import Run, train
+
+        return Ended(0, train(build(composed, overrides, kept), overrides, run_class or Run))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared
         return Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)
@@ -110,13 +119,16 @@ def _attempt(run_class: type[Run], configure: Callable[[], Config], overrides: S
         shortage.__context__ = shortage.__cause__ = None
     finally:
         release_memory()
+    from trainer.run.memory.fit import out_of_memory
+
     return Ended(_report(out_of_memory(shortage, overrides)), {}, launched_processes() > 1)
 
 
 def release_memory() -> None:
     """Give the memory of a run back to the system, or the next one of a sweep would count it as its own peak."""
     gc.collect()  # models may hold themselves: every module whose forward method was replaced does
-    if torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     with suppress(OSError, AttributeError):  # glibc keeps freed memory; elsewhere there is no such call
         ctypes.CDLL(None).malloc_trim(0)
@@ -133,7 +145,7 @@ def _report(error: RunError | Interrupted) -> int:
     speaks = True
     if launched_processes() > 1:
         rank = os.environ["RANK"]
-        if not dist.is_initialized():  # a mistake in the command line: every process finds it
+        if not _in_a_group():  # a mistake in the command line: every process finds it
             speaks = os.environ["LOCAL_RANK"] == "0"
         elif error.shared:
             speaks = rank == "0"
@@ -152,8 +164,11 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 def _report_of_rank(error: Exception) -> int:
     """Name the rank that failed. A rank that lost its connection to it prints no traceback: it would hide the cause."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     rank = os.environ["RANK"]
-    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _GONE):
+    if isinstance(error, DistError) or any(sign in str(error) for sign in _GONE):
         print(f"rank {rank}: lost connection to another rank; see its error", file=sys.stderr, flush=True)
         return 1
     traceback.print_exception(error)

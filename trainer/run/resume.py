@@ -19,9 +19,9 @@ from trainer.config.step import Resolved
 from trainer.data.loader import OnDeviceLoader
 from trainer.debug import Overfit
 from trainer.errors import UserError
-from trainer.files import CONFIG_FILE, check_output_dir, read_object
+from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, read_object
 from trainer.run.record import FAILURE
-from trainer.run_folder import NO_FOLDER, SAME, RunFolder, named, same_place, to_continue
+from trainer.run_folder import RunFolder, named, same_place, to_continue
 from trainer.seals import final_status
 
 State = Literal["complete", "not finite", "interrupted"]
@@ -30,13 +30,13 @@ MAY_CHANGE = (
     *("steps", "epochs"),  # make the run longer, and with it the schedule
     *("device", "threads", "parallel", "loader", "activation_checkpointing"),
     *("log_every", "eval_every", "early_stopping", "profiler", "diagnostics", "debug"),
-    *("checkpoint", "tracking", "resume", "output_dir", "run_name"),
+    *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name"),
 )
 """Keys and groups that may differ between a run and its continuation: they do not change what is learnt.
 
 ``may_change`` has the exceptions, in both directions.
 """
-_ELSEWHERE = ("checkpoint", "tracking", "resume", "output_dir", "run_name")
+_ELSEWHERE = ("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name")
 """Those that change nothing about a run but where its results are."""
 
 

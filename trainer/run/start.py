@@ -18,7 +18,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
-from trainer.files import METRICS_FILE, SOURCE_FILE, TOKENIZER, check_entries, in_use, read_object
+from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, check_entries, in_use, read_object
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.run.memory.fit import fit_plan
@@ -28,7 +28,7 @@ from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
-from trainer.run_folder import SAME, RunFolder
+from trainer.run_folder import RunFolder
 from trainer.seals import beginning, final_status, seal_folder
 from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo
 from trainer.tracking.tracker import finish_delivery

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,12 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.compose import CONF, combinations
-from trainer.config.init_from import name_of_composed
 from trainer.config.options import unquoted
 from trainer.config.recorded import base
-from trainer.config.registration import build, by_key
-from trainer.config.schema import Config
-from trainer.run_folder import SAME
+from trainer.config.registration import by_key, check, name_of_composed
+from trainer.files import SAME
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -122,6 +120,13 @@ class Ended(NamedTuple):
     """Whether no other run may begin."""
 
 
+Begin = Callable[[], tuple[DictConfig, Mapping[str, Any]]]
+"""Returns what Hydra composed for a run, checked, and what it was composed on, see ``recorded.base``.
+
+Raises UserError: it is a mistake.
+"""
+
+
 class Sweep:
     """The runs of one command line, which may be a single one; Hydra begins them."""
 
@@ -135,8 +140,8 @@ class Sweep:
         self.jobs: Path | None = None
         """Where those jobs leave what they print, and their rows."""
 
-    def run(self, attempt: Callable[[Callable[[], Config], list[str]], Ended]) -> None:
-        """Let Hydra call ``attempt`` once for every run, with what composes its config, and its overrides.
+    def run(self, attempt: Callable[[Begin, list[str]], Ended]) -> None:
+        """Let Hydra call ``attempt`` once for every run, with what begins it, and its overrides.
 
         After a failed run, a sweep continues with the next one.
 
@@ -156,7 +161,7 @@ class Sweep:
             job = HydraConfig.get()
             # As given: Hydra would resolve ${…} in them against its own keys.
             overrides = cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False))
-            ended = attempt(lambda: build(self.begin(composed, overrides), overrides, kept), overrides)
+            ended = attempt(lambda: (self.begin(composed, overrides), kept), overrides)
             self.end(job.job.num if self.jobs else 0, ended)
 
         with self.scratch() as scratch:
@@ -191,6 +196,7 @@ class Sweep:
             name = name_of(name_of_composed(composed), values, composed.run_name is not None)
             self.rows[-1].name = composed.run_name = name
             composed.resume = composed.resume or SAME
+        check(composed)
         return composed
 
     def end(self, number: int, ended: Ended) -> None:

@@ -9,6 +9,7 @@ import torch
 from tests.helpers import CONF, CPU, SHIPPED, compose
 from trainer.config import registration as config
 from trainer.config.registration import flatten
+from trainer.config.source import real
 from trainer.hardware import Hardware
 from trainer.optim.update import ClipNorm
 from trainer.precision.scaler import AutoScaler
@@ -40,7 +41,7 @@ def test_yaml_repeats_no_other_default_than_the_class() -> None:
         typed = compose(*own, "precision=fp16", "scaler.force=true", "recipe=resnet")
         for group, name in chosen.items():
             part, cls = getattr(typed, group), config.groups()[group][name]
-            assert type(part) is cls
+            assert type(part) is real(cls)
             looked_at += 1
             for entry in dataclasses.fields(cls):
                 default = entry.default if entry.default is not dataclasses.MISSING else None

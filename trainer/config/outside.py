@@ -1,0 +1,71 @@
+"""Recipes that are not in ``recipes/``: those of the folder ``recipe_path``, and of installed packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from trainer.config import source
+from trainer.errors import UserError
+
+ENTRY_POINTS = "mantissa.recipes"
+"""The group of entry points in which an installed package names its modules or packages of recipes."""
+
+_used: list[Path] = []
+"""The last folder that ``use`` was called with."""
+
+
+def use(recipe_path: str | None) -> None:
+    """Let recipes be found in a folder from now on: its Python files, and its ``conf/`` if it has one.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    folder = Path(recipe_path).expanduser().absolute() if recipe_path else None
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"recipe_path={recipe_path} is not a folder; give the folder with your recipe's Python file")
+    _used[:] = [folder] if folder else []
+    if folder and str(folder) not in sys.path:
+        sys.path.append(str(folder))  # also for the processes that load data
+        source.roots.append(folder)
+
+
+def modules() -> dict[str, Path]:
+    """Return the files in which recipes from elsewhere are looked for, by module.
+
+    Raises:
+        UserError: a file cannot be imported, because another module has its name.
+    """
+    found = dict(_installed()[0])
+    for file in sorted(path for folder in _used for path in folder.glob("*.py")):
+        spec = importlib.util.find_spec(file.stem)
+        if spec is None or spec.origin != str(file):
+            raise UserError(f"{file} has the name of another module, {file.stem}; rename it")
+        found[file.stem] = file
+    return found
+
+
+def configs() -> list[Path]:
+    """Return the folders of YAML, each like ``conf/``, beside those recipes."""
+    return [path for folder in (*_used, *_installed()[1]) if (path := folder / "conf").is_dir()]
+
+
+@cache
+def _installed() -> tuple[dict[str, Path], list[Path]]:
+    """Return the modules of installed packages, and the folders of these packages."""
+    found: dict[str, Path] = {}
+    folders = []
+    for entry in entry_points(group=ENTRY_POINTS):
+        spec = importlib.util.find_spec(entry.value)
+        if spec is None or spec.origin is None:
+            raise UserError(f"the package that names {entry.value} as its recipes has no such module; install it again")
+        file, parts = Path(spec.origin), entry.value.split(".")
+        root = file.parents[len(parts) - (file.name != "__init__.py")]
+        source.roots.append(root)
+        folders.append(file.parent)
+        below = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
+        found |= {source.module_of(path, root): path for path in below}
+    return found, folders
