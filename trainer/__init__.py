@@ -14,7 +14,7 @@ _NAMES = {
     **dict.fromkeys(("Interrupted", "RunError", "UserError"), "trainer.errors"),
 }
 
-__all__ = list(_NAMES)  # noqa: PLE0605  # for type checkers: __init__.pyi
+__all__ = list(_NAMES)  # for type checkers: __init__.pyi
 
 
 def __getattr__(name: str) -> Any:

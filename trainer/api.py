@@ -35,7 +35,7 @@ class Trained(dict[str, Any]):
 
     def __init__(self, summary: Mapping[str, Any], folder: Path, recipe: Recipe, model: nn.Module | None) -> None:
         super().__init__(summary)
-        self.folder = folder
+        self.folder = folder.absolute()
         """Where everything about it is; the other functions, and ``train(resume=run.folder)``, take it, too."""
         self.recipe = recipe
         self._model = model
@@ -54,7 +54,7 @@ class Trained(dict[str, Any]):
 
     def __repr__(self) -> str:
         final = "".join(f", {name} {value:.5g}" for name, value in self["final"].items() if value is not None)
-        return f"<run {self.folder}: {self['status']}, step {self['step']}/{self['steps']}{final}>"
+        return f"<run {self.folder.name}: {self['status']}, step {self['step']}/{self['steps']}{final}>"
 
 
 def compose(*given: Recipe | str, **options: Any) -> Config:
@@ -70,7 +70,7 @@ def compose(*given: Recipe | str, **options: Any) -> Config:
     recipes = [each for each in given if isinstance(each, Recipe)]
     typed = [each for each in given if not isinstance(each, Recipe)] + as_overrides(options)
     if wrong := [each for each in typed if not isinstance(each, str)]:
-        raise UserError(f"{wrong[0]!r} is not an override; write \"key=value\", or key=value as a keyword")
+        raise UserError(f'{wrong[0]!r} is not an override; write "key=value", or key=value as a keyword')
     if not recipes:
         return overrides.compose(typed)
     if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
@@ -174,7 +174,11 @@ def undisturbed() -> Iterator[None]:
     in_fp32 = (backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
     attributes = [(each, "fp32_precision") for each in in_fp32]
     # The older flags come back before the newer ones, which they change.
-    attributes += [(cudnn, "allow_tf32"), (cudnn, "benchmark"), (torch.utils.deterministic, "fill_uninitialized_memory")]
+    attributes += [
+        (cudnn, "allow_tf32"),
+        (cudnn, "benchmark"),
+        (torch.utils.deterministic, "fill_uninitialized_memory"),
+    ]
     on_gpu = torch.cuda.is_initialized()
     device = torch.device("cuda" if on_gpu else "mps" if backends.mps.is_available() else "cpu")
     with ExitStack() as stack:

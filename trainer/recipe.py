@@ -145,8 +145,8 @@ class Recipe:
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
     predictor: ClassVar[str] = "forward"
     """Which class of ``trainer/tracking/mlflow/predictor.py`` serves the exported model in MLflow. ``forward``
-    takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only. Empty:
-    none does, MLflow gets the files.
+    takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
+    Empty: none does, MLflow gets the files.
     """
 
     architecture: ClassVar[tuple[str, ...]] = ()
@@ -408,7 +408,9 @@ class Own(Recipe):
         modes = {module: module.training for module in model.modules()}
         device = next((each.device for each in model.parameters()), host)
         two = self.train.batch([SampleId(0, 0), SampleId(1, 0)])
-        parts = [{name: each[some].to(device) for name, each in two.items()} for some in (slice(1), slice(1, 2), slice(2))]
+        parts = [
+            {name: each[some].to(device) for name, each in two.items()} for some in (slice(1), slice(1, 2), slice(2))
+        ]
         try:
             model.eval()
             one, other, both = (self.loss(model, part).loss_sum.item() for part in parts)
@@ -420,7 +422,9 @@ class Own(Recipe):
         if close(both, one + other):
             return
         if close(both, 2 * (one + other)):
-            raise UserError('the loss of two samples is the sum of theirs: return the mean (reduction="mean"), or a LossOutput')
+            raise UserError(
+                'the loss of two samples is the sum of theirs: return the mean (reduction="mean"), or a LossOutput'
+            )
         if close(2 * both, one + other):
             raise UserError('the LossOutput of two samples is the mean of theirs: it holds sums (reduction="sum")')
         warnings.warn(

@@ -24,8 +24,7 @@ Rows = Iterable[tuple[str, str]]
 
 
 class Terminal:
-    """Writes to standard output; on a terminal and in a notebook one line of progress stays in place, elsewhere lines do
-    not."""
+    """Writes to standard output; on a terminal and in a notebook the progress is one line that stays in place."""
 
     def __init__(self, console: Console | None = None, shown: bool = True) -> None:
         """Write to ``console`` (None: standard output), or nothing at all where another process does."""
