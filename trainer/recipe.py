@@ -366,10 +366,7 @@ class Own(Recipe):
         return Datasets(self.train, self.valid, about, test=self.test)
 
     def build_model(self, datasets: Any) -> nn.Module:
-        model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
-        if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
-            raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
-        return model.cpu()
+        return copy.deepcopy(self.model).cpu() if isinstance(self.model, nn.Module) else self.model()
 
     def count_targets(self, batch: Batch) -> int:
         return int(self.targets(self.train.rebuilt(batch))) if self.targets else self.count_units(batch)
@@ -405,6 +402,8 @@ class Own(Recipe):
         host = torch.device("cpu")
         generators = random_state(host)
         model = self.model if isinstance(self.model, nn.Module) else self.model()
+        if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
+            raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
         modes = {module: module.training for module in model.modules()}
         device = next((each.device for each in model.parameters()), host)
         two = self.train.batch([SampleId(0, 0), SampleId(1, 0)])
