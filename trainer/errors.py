@@ -19,6 +19,10 @@ class RunError(Exception):
     status = "FAILED"
     """MLflow's, of a run that it ends in training."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows, which asks for it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UserError(RunError):
     """An option or a file of the user cannot work: the message names it and what to set instead."""

@@ -113,8 +113,10 @@ class Terminal:
         if self._notebook:
             from IPython.display import display
 
-            show = display if self._cell is None else self._cell.update
-            self._cell = show({"text/plain": line}, raw=True, display_id=True) or self._cell
+            if self._cell is None:
+                self._cell = display({"text/plain": line}, raw=True, display_id=True)
+            else:
+                self._cell.update({"text/plain": line}, raw=True)
             return
         if not self.console.is_terminal:
             self.note(line)
