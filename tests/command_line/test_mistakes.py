@@ -115,11 +115,15 @@ def test_a_mistake_gets_one_sentence_and_leaves_nothing(
 
 
 def test_a_mistake_imports_no_heavy_library(folder: Path) -> None:
-    """So that it is reported within seconds; importing MLflow alone would take one or two."""
-    commands = [
-        ["precision=bf61"], ["presicion=bf16"], ["+typo=1"], ["batch_size=7", "micro_batch_size=2"],
-        ["precision=tf32", "device=cpu"], ["recipe=gpt2", "data=digits"], ["data=text", "data.path=nowhere"],
-        ["resume=nowhere"], ["output_dir=/dev/null/x"], ["recipe=resnet", "steps=x"],
+    """So that it is reported at once: a typing mistake before torch is imported, any other before MLflow."""
+    typing = [
+        ["precision=bf61"], ["presicion=bf16"], ["+typo=1"], ["recipe=gtp2"], ["recipe=resnet", "steps=x"], ["lr"],
+        ["--precision", "bf16"], ["optimizer.lr=fast"], ["recipe=gpt2", "recipe.arch=resnet18"], ["threads=5000"],
+        ["precision=fp32,bf16"], ["-m", "precision=fp32,bf16", "sed=1"], ["recipe_path=nowhere"], ["steps=-1"],
+    ]  # fmt: skip
+    others = [
+        ["batch_size=7", "micro_batch_size=2"], ["precision=tf32", "device=cpu"], ["recipe=gpt2", "data=digits"],
+        ["data=text", "data.path=nowhere"], ["resume=nowhere"], ["output_dir=/dev/null/x"],
         ["recipe=bert", "recipe.size=big"], ["recipe=t5", "data=digits"], ["recipe=llama", "recipe.kv_heads=3"],
     ]  # fmt: skip
     program = f"""
@@ -128,15 +132,17 @@ sys.path.insert(0, {str(PROJECT)!r})
 from tests.composing import compose_quickly
 from trainer.run.command import main
 compose_quickly()
-for command in {commands!r}:
-    sys.argv = ["scripts/train.py", *command]
-    print(main())
+for commands in {(typing, others)!r}:
+    for command in commands:
+        sys.argv = ["scripts/train.py", *command]
+        print(main())
+    print("torch" in sys.modules)
 heavy = {{"mlflow", "transformers", "torchvision", "datasets", "sklearn", "matplotlib", "pandas", "PIL"}}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     reported = [line for line in done.stdout.splitlines() if not line.endswith("…")]  # what is being opened
-    assert reported == ["2"] * len(commands) + ["[]"], done.stderr
+    assert reported == ["2"] * len(typing) + ["False"] + ["2"] * len(others) + ["True", "[]"], done.stderr
 
 
 def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:

@@ -26,10 +26,11 @@ from trainer.errors import LARGEST, UserError
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
     from trainer.config.schema import Config
 
+_MULTIRUN = ("-m", "--multirun")
 # Hydra's flags. Their values are not checked, because none begins with a dash.
 _FLAGS = {
     *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run"),
-    *("-m", "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
+    *(*_MULTIRUN, "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
     *("-cd", "--config-dir", "--experimental-rerun", "-i", "--info"),
 }
 
@@ -121,7 +122,7 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
             raise UserError(f"{key}={typed} is not a choice ({', '.join(choices(key))})")
         foreign = equals and not override and is_text(key)
         readable.append(f"{argument.partition('=')[0]}={_in_quotes(typed)}" if foreign else argument)
-    return readable
+    return sorted(readable, key=lambda argument: argument not in _MULTIRUN)  # argparse wants flags first
 
 
 def _parsed(argument: str) -> Override | None:

@@ -12,7 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import outside
 from trainer.config.explain import explain
-from trainer.config.registration import CONF, by_key, groups, options, register, root
+from trainer.config.registration import CONF, by_key, groups, register, root
+from trainer.config.registration import options as fields_of
 from trainer.errors import UserError
 from trainer.files import NO_FOLDER
 
@@ -43,14 +44,14 @@ def base(
     if folder is not None:
         if {"-m", "--multirun"} & set(arguments):
             raise UserError(f"resume={folder.path} continues one run, but -m starts several; remove -m")
-        recorded = options_of(folder) | {"resume": str(folder.path)}
+        longer = any(each.startswith("epochs=") for each in arguments)
+        options = {key: value for key, value in options_of(folder).items() if not (longer and key == "steps")}
+        recorded = options | {"resume": str(folder.path)}
     if by_key(arguments).get("recipe_path") is None and recorded is not None:
         outside.use(recorded.get("recipe_path"))
     register()
     if folder is not None and recorded is not None:
         keys = [argument.partition("=")[0] for argument in arguments]
-        if "epochs" in keys:
-            del recorded["steps"]
         if "experiment" not in keys:  # which may choose, too; of several choices the last counts
             pairs = zip(keys, arguments, strict=True)
             kept = [each for key, each in pairs if keys.count(key) > 1 or not _is_recorded(each, recorded)]
@@ -90,7 +91,7 @@ def _is_recorded(argument: str, recorded: Mapping[str, Any]) -> bool:
     classes = groups().get(group, {})
     if len(classes) != 1:
         return choice in classes and recorded.get(group) == choice
-    first = options(*classes.values())[0]  # by which the choices of one class differ: name, mode, enabled
+    first = fields_of(*classes.values())[0]  # by which the choices of one class differ: name, mode, enabled
     files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in (CONF / group).glob("*.yaml")}
     kept = recorded.get(f"{group}.{first.name}")
     return [name for name, file in files.items() if file.get(first.name, first.default) == kept] == [choice]

@@ -34,8 +34,14 @@ def groups() -> dict[str, dict[str, type]]:
     every: dict[str, dict[str, type]] = {}
     for group, base in bases.items():
         key = "name" if base.__name__ == "Recipe" else "kind"
-        kinds = {vars(cls).get(key): cls for cls in found if issubclass(cls, base)}
-        every[group] = {name: cls for name, cls in kinds.items() if name} or {group: base}
+        kinds: dict[str, type] = {}
+        for cls in found:
+            if issubclass(cls, base) and (name := vars(cls).get(key)):
+                if name in kinds and key == "name":  # a choice of augment is refined for images
+                    both = f"{source.origin(kinds[name])} and {source.origin(cls)}"
+                    raise UserError(f"recipe={name} is defined twice, in {both}; rename one of them")
+                kinds[name] = cls
+        every[group] = kinds or {group: base}
     return every
 
 
@@ -73,16 +79,13 @@ def check(composed: DictConfig) -> None:
     Raises:
         UserError: a key that no component has (``+typo=1``), a required one that is missing, an absurd number.
     """
-    _refuse_unknown(composed, OmegaConf.get_type(composed), "")
+    _refuse_unknown(composed, root(), "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
+    other = {"eval_every": source.outline("trainer.config.step", "EPOCH")}
     for entry in options(root()):
-        value = composed[entry.name]
-        if entry.type == "int | str" and (entry.name, value) != (
-            "eval_every",
-            source.outline("trainer.config.step", "EPOCH"),
-        ):
-            check_number(entry.name, value)
+        if entry.type == "int | str" and composed[entry.name] != other.get(entry.name):
+            check_number(entry.name, composed[entry.name])
     check_largest(flatten(OmegaConf.to_object(composed)))
 
 

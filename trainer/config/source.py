@@ -47,7 +47,7 @@ def choices(module: str, file: Path) -> Iterator[type]:
             try:
                 yield source.get(node.name)
             except _Unreadable:
-                yield _of_real(getattr(importlib.import_module(module), node.name), node)
+                yield source.from_real(node)
 
 
 def real(cls: Any) -> Any:
@@ -127,6 +127,23 @@ class _Source:
                 raise _Unreadable(name)
         return space[name]
 
+    def from_real(self, node: ast.ClassDef) -> type:
+        """Return the outline of a class that cannot be read from its source, below the outline of its base."""
+        cls = getattr(importlib.import_module(self.name), node.name)
+        types = get_type_hints(cls)
+        fields = [
+            (each.name, types[each.name], dataclasses.field(default=each.default, default_factory=each.default_factory))
+            for each in dataclasses.fields(cls)
+            if "omegaconf_ignore" not in each.metadata
+        ]
+        base = next(base for base in cls.__mro__[1:] if _file(base.__module__))
+        named = {name: vars(cls)[name] for name in _CHOICE if name in vars(cls)} | {"__module__": self.module.__name__}
+        above = outline(base.__module__, base.__name__)
+        made = dataclasses.make_dataclass(node.name, fields, bases=(above,), namespace=named)
+        setattr(self.module, node.name, made)
+        _nodes[made], _real[made] = node, cls
+        return made
+
     def _run(self, node: ast.stmt) -> None:
         for each in ast.walk(node):
             if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load) and not hasattr(builtins, each.id):
@@ -140,16 +157,18 @@ class _Source:
 
     def _imported(self, node: ast.Import | ast.ImportFrom, name: str) -> Any:
         alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
-        module = (getattr(node, "module", None) or "") if isinstance(node, ast.ImportFrom) else alias.name
-        if getattr(node, "level", 0):
-            module = importlib.util.resolve_name("." * node.level + module, self.name.rpartition(".")[0])
+        if isinstance(node, ast.Import):
+            module, inside = alias.name, None
+        else:
+            package = self.name.rpartition(".")[0]
+            module, inside = importlib.util.resolve_name("." * node.level + (node.module or ""), package), alias.name
         if module.partition(".")[0] in sys.stdlib_module_names:
             imported = importlib.import_module(module)
-            return getattr(imported, alias.name) if isinstance(node, ast.ImportFrom) else imported
-        file = _file(module) if isinstance(node, ast.ImportFrom) else None
-        if file is None:
+            return getattr(imported, inside) if inside else imported
+        file = _file(module)
+        if file is None or inside is None:
             raise _Unreadable(name)
-        return _source(module, file).get(alias.name)
+        return _source(module, file).get(inside)
 
 
 def _file(module: str) -> Path | None:
@@ -182,28 +201,7 @@ def _is_option(entry: ast.stmt) -> bool:
 
 def _names_choice(entry: ast.stmt) -> bool:
     """Return whether a statement in a class's body gives it a ``kind`` or ``name``, and not an option of that name."""
-    if isinstance(entry, ast.AnnAssign):
-        target, is_field = entry.target, "ClassVar" not in ast.unparse(entry.annotation)
-    elif isinstance(entry, ast.Assign):
-        target, is_field = entry.targets[0], False
-    else:
+    if _is_option(entry) or not isinstance(entry, ast.AnnAssign | ast.Assign):
         return False
-    named = getattr(target, "id", None) in _CHOICE and isinstance(entry.value, ast.Constant)
-    return named and not is_field
-
-
-def _of_real(cls: Any, node: ast.ClassDef) -> type:
-    """Return the outline of a class that cannot be read from its source, below the outlines of its bases."""
-    types = get_type_hints(cls)
-    fields = [
-        (entry.name, types[entry.name], dataclasses.field(default=entry.default, default_factory=entry.default_factory))
-        for entry in dataclasses.fields(cls)
-        if entry.metadata.keys().isdisjoint(("omegaconf_ignore",))
-    ]
-    base = next(base for base in cls.__mro__[1:] if _file(base.__module__))
-    named = {name: vars(cls)[name] for name in _CHOICE if name in vars(cls)}
-    made = dataclasses.make_dataclass(
-        cls.__name__, fields, bases=(outline(base.__module__, base.__name__),), namespace=named
-    )
-    _nodes[made], _real[made] = node, cls
-    return made
+    target = entry.targets[0] if isinstance(entry, ast.Assign) else entry.target
+    return getattr(target, "id", None) in _CHOICE and isinstance(entry.value, ast.Constant)

@@ -14,7 +14,7 @@ from tests.helpers import PROJECT
 
 
 def blocks() -> dict[str, str]:
-    """The page's two files of a recipe by their path, as their first comments name it."""
+    """The page's file of a recipe by its path, as its first comment names it."""
     page = (PROJECT / "README.md").read_text()
     found = {}
     for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
@@ -26,7 +26,7 @@ def blocks() -> dict[str, str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The project as it is tracked, and the two files."""
+    """The project as it is tracked, and the file."""
     root = tmp_path / "project"
     for name in ("mantissa", "trainer", "recipes", "conf", "scripts"):
         shutil.copytree(PROJECT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))

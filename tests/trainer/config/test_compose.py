@@ -48,8 +48,8 @@ def test_a_path_arrives_as_given(name: str, tmp_path: Path) -> None:
 
 def test_what_hydra_can_read_is_not_changed() -> None:
     typed = [
-        "recipe=gpt2",
         "-m",
+        "recipe=gpt2",
         "--cfg",
         "job",
         "data.path='a b'",
@@ -58,6 +58,7 @@ def test_what_hydra_can_read_is_not_changed() -> None:
         "~clip",
     ]
     assert checked_arguments(typed) == typed
+    assert checked_arguments(["seed=1,2", "-m"]) == ["-m", "seed=1,2"]  # argparse takes flags first only
     assert list(combinations(["run_name=ü ü", "seed=1,2"])) == ["seed=1", "seed=2"]
 
 

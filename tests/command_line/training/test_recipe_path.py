@@ -1,0 +1,140 @@
+"""Recipes that are not in the project's folder: of ``recipe_path``, and of installed packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference.evaluate import evaluate
+from tests.command_line.conftest import Result, Train, only_run
+from trainer.config import options, outside
+from trainer.files import read_object
+
+RECIPE = """
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from trainer.data.contract import Datasets
+from trainer.recipe import LossOutput, Recipe, Sizes
+{imports}
+
+class Rows:
+    def __init__(self, count):
+        self.x = torch.arange(count * 1.0).reshape(-1, 1) / count
+
+    def __len__(self):
+        return len(self.x)
+
+    def batch(self, samples):
+        return {{"x": self.x[[sample.index for sample in samples]]}}
+
+
+@dataclass
+class {name}(Recipe):
+    name: ClassVar[str] = "{name}"
+    width: int = {width}
+
+    def sizes(self, hardware):
+        return Sizes(4, 4, 4)
+
+    def datasets(self, data, seed):
+        return Datasets(Rows(8), Rows(4), "rows")
+
+    def build_model(self, datasets):
+        return nn.Sequential(nn.Linear(1, self.width), nn.Linear(self.width, 1))
+
+    def count_targets(self, batch):
+        return len(batch["x"])
+
+    def loss(self, model, batch):
+        return LossOutput((model(batch["x"]).float() - batch["x"]).square().sum(), {{}})
+"""
+FAST = ("device=cpu", "checkpoint.keep=1", "tracking=local")
+
+
+def write(folder: Path, name: str, width: str = "3", imports: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(RECIPE.format(name=name, width=width, imports=imports))
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(outside, "_used", [])
+
+
+def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
+    folder: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "my own", "plainrecipe", width="sizes.WIDTH // 2", imports="import sizes\n")
+    (folder / "my own" / "sizes.py").write_text("WIDTH = 6\n")
+    succeed("recipe_path=my own", "recipe=plainrecipe", *FAST)
+    run = only_run(folder)
+    config = read_object(run / "config.json")
+    assert (config["data"], config["recipe.width"], config["recipe_path"]) == ("own", 3, str(folder / "my own"))
+    (elsewhere := folder.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    outside._used.clear()
+    succeed(f"resume={run}", "steps=6")
+    assert read_object(run / "summary.json")["step"] == 6
+    outside._used.clear()
+    assert options.run(evaluate, None, [f"run={run}"]) == 0
+    assert "loss" in capsys.readouterr().out
+
+
+def test_yaml_beside_the_recipe_composes_with_the_projects(folder: Path, succeed: Train, train: Train) -> None:
+    write(folder / "mine", "withyaml")
+    recipe, experiment = folder / "mine/conf/recipe/withyaml.yaml", folder / "mine/conf/experiment/wide.yaml"
+    for path, text in (
+        (recipe, "defaults:\n  - withyaml_schema@recipe\n  - override /data: own\n  - _self_\nsteps: 5\n"),
+        (experiment, "defaults:\n  - override /recipe: withyaml\n  - _self_\nrecipe:\n  width: 7\n"),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"# @package _global_\n{text}")
+    succeed("recipe_path=mine", "experiment=wide", "optimizer=sgd", *FAST)
+    config = read_object(only_run(folder) / "config.json")
+    assert (config["recipe"], config["recipe.width"], config["steps"]) == ("withyaml", 7, 5)
+    assert "did you mean 'withyaml'?" in train("recipe_path=mine", "recipe=withyalm").err
+    assert "did you mean 'recipe.width'?" in train("recipe_path=mine", "recipe=withyaml", "recipe.widht=1").err
+
+
+def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = folder / "site"
+    write(site / "brought" / "recipes", "installed", imports="from brought.recipes.base import WIDTH\n", width="WIDTH")
+    (site / "brought" / "recipes" / "__init__.py").touch()
+    (site / "brought" / "recipes" / "base.py").write_text("WIDTH = 4\n")
+    (metadata := site / "brought-1.dist-info").mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[{outside.ENTRY_POINTS}]\nours = brought.recipes\n")
+    monkeypatch.syspath_prepend(site)
+    outside._installed.cache_clear()
+    try:
+        succeed("recipe=installed", *FAST)
+    finally:
+        monkeypatch.undo()
+        outside._installed.cache_clear()
+
+
+def mistake(train: Train, *overrides: str) -> str:
+    done: Result = train(*overrides, *FAST)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    return done.err
+
+
+def test_mistakes_are_one_sentence(folder: Path, train: Train) -> None:
+    assert "recipe_path=nowhere is not a folder; give the folder" in mistake(train, "recipe_path=nowhere")
+    write(folder / "taken", "json")
+    assert "json.py has the name of another module, json; rename it" in mistake(train, "recipe_path=taken")
+    write(folder / "broken", "brokenrecipe", width="3 3")
+    assert "brokenrecipe.py, line 28: " in mistake(train, "recipe_path=broken", "recipe=brokenrecipe")
+    write(folder / "again", "gpt2again", imports="from recipes.gpt2 import GPT2\n")
+    text = (folder / "again" / "gpt2again.py").read_text().replace('"gpt2again"', '"gpt2"')
+    (folder / "again" / "gpt2again.py").write_text(text)
+    assert "recipe=gpt2 is defined twice" in mistake(train, "recipe_path=again", "recipe=gpt2")
