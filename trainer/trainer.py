@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.data.evaluation import Evaluation
+from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
 from trainer.determinism import random_state, seed_everything, set_determinism, set_random_state
 from trainer.hardware import Hardware, detect
@@ -254,15 +254,15 @@ class Trainer(Generic[Config]):
         targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
         return targets, sum(self.recipe.count_units(batch) for batch in microbatches)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
         """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
         self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
-        return self._metrics(self._validation)
+        return self._metrics(self._validation, watch)
 
-    def test(self) -> dict[str, float]:
+    def test(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
         """Return the recipe's metrics over all test samples, likewise."""
         assert self.datasets.test is not None
-        return self._metrics(self._evaluation(self.datasets.test, None))
+        return self._metrics(self._evaluation(self.datasets.test, None), watch)
 
     @torch.no_grad()
     def metric_names(self) -> list[str]:
@@ -292,7 +292,7 @@ class Trainer(Generic[Config]):
         return Evaluation(dataset, limit, size, self.config.loader, self.hardware, self.world)
 
     @torch.no_grad()
-    def _metrics(self, evaluation: Evaluation) -> dict[str, float]:
+    def _metrics(self, evaluation: Evaluation, watch: Watch) -> dict[str, float]:
         size, compile = self.plan.batching.micro_batch_size, self.config.compile
 
         def forward(batch: Batch) -> dict[str, Tensor]:
@@ -303,9 +303,11 @@ class Trainer(Generic[Config]):
 
         self.synchronise_buffers()
         self.model.eval()
-        with self.average.in_place():
-            sums, targets = evaluation.sums(forward, self.recipe.count_targets)
-        self.model.train()
+        try:
+            with self.average.in_place():
+                sums, targets = evaluation.sums(forward, self.recipe.count_targets, watch)
+        finally:
+            self.model.train()
         targets = max(1, targets)
         return self.recipe.metrics(sums.pop("loss") / targets, sums, targets)
 

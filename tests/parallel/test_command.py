@@ -198,9 +198,8 @@ def test_an_error_on_all_ranks_is_reported_once_and_the_sweep_continues(start: S
 
 def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"
-    process = start(
-        2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]", fresh=True
-    )
+    long = ("eval_every=200", "eval_samples=100000", "recipe.context=2", "batch_size=2", "micro_batch_size=1")
+    process = start(2, "parallel=fsdp", "steps=100000", *long, "checkpoint.save_on_signal=[USR1]", fresh=True)
     wait_for_step(run, 3, process)
     os.kill(rank_process(process, 1).pid, signal.SIGUSR1)  # to one rank only
     deadline = time.monotonic() + 300
@@ -210,6 +209,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
         time.sleep(0.02)
     first = max(losses(run))
     wait_for_step(run, first + 2, process)  # and continues
+    wait_for_step(run, 200, process)  # to an evaluation of 16,000 batches
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert "saved (requested by a signal)" in out
@@ -217,7 +217,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     printed = re.search(r"stopped by SIGTERM after step (\d+), saved. Resume with:\n  (.*)", err)
     assert printed, err
     assert err.count("stopped by SIGTERM") == 1
-    assert load(run / "checkpoints").step == int(printed[1])
+    assert load(run / "checkpoints").step == int(printed[1]) == 200
     assert re.fullmatch(r"torchrun --nproc-per-node=2 \S+/scripts/train\.py resume=outputs/run", printed[2])
 
 

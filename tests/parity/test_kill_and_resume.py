@@ -33,7 +33,7 @@ RECIPES = {
 # Clocks and the process's memory; every other number has to be the same.
 MEASURED = {"time", "tokens_per_s", "images_per_s", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s"}
 
-AtStep = Callable[[int, Callable[[], None]], None]
+AtStep = Callable[..., None]
 
 
 class Killed(Exception):
@@ -50,10 +50,15 @@ def interrupt() -> None:
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
-    """Do something at the end of one optimizer step, before it is logged."""
-    original = Trainer.train_step
+    """Do something at the end of one optimizer step, before it is logged, or when it is evaluated."""
+    original, evaluate = Trainer.train_step, Trainer.evaluate
 
-    def plan(step: int, act: Callable[[], None]) -> None:
+    def plan(step: int, act: Callable[[], None], evaluated: int | None = None) -> None:
+        def evaluation(trainer: Trainer, watch: Any) -> dict[str, float]:
+            if trainer.step == evaluated:
+                act()
+            return evaluate(trainer, watch)
+
         def train_step(trainer: Trainer, microbatches: list[Batch]) -> StepRecord:
             record = original(trainer, microbatches)
             if record.step == step:
@@ -61,6 +66,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
             return record
 
         monkeypatch.setattr(Trainer, "train_step", train_step)
+        monkeypatch.setattr(Trainer, "evaluate", evaluation)
 
     return plan
 
@@ -105,11 +111,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, st
 def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
     recipe: str, mode: str, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]
 ) -> None:
-    """After the first step, within a log window, at an evaluation, at a log step, before the last."""
+    """After the first step, within a log window, before evaluations, within new and resumed ones, at the last step."""
     whole = uninterrupted(recipe, mode)
     resume = "null"
-    for step in (1, 3, 5, 8, STEPS - 1):
-        at_step(step, interrupt)
+    for step, evaluated in ((1, None), (3, None), (5, None), (-1, 5), (8, None), (-1, 10), (STEPS, None)):
+        at_step(step, interrupt, evaluated)
+        step = evaluated or step
         with pytest.raises(Interrupted, match=f"after step {step}, saved"):
             go(tmp_path, recipe, mode, resume)
         resume = "auto" if resume != "auto" else str(tmp_path / "run")

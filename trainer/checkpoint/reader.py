@@ -46,7 +46,8 @@ class CheckpointReader:
         self._weights = _TensorFiles(path, self._manifest.files("model"))
         self._moments = _TensorFiles(path, self._manifest.files("optimizer"))
         self.step: int = self._state.step
-        self.progress: dict[str, Any] = self._state.progress
+        self.progress: dict[str, Any] = self._state.progress | self._manifest.scores
+        self.totals: dict[str, Any] = self._manifest.totals
         self.log: dict[str, Any] = self._manifest.log or RunningHash().facts()
         """``bytes`` and ``sha256`` of the run's metric log when this was saved."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.files import read_json
 from trainer.seals import read_sealed, sha256
 
-FORMAT = 3
+FORMAT = 4
 STEP_NAME = re.compile("step-[0-9]{8}")
 """The name of a checkpoint's folder."""
 MANIFEST_FILE = "manifest.json"
@@ -43,6 +43,10 @@ class Manifest:
     """``seals.digest`` of the run's config.json; None: no run has written it."""
     log: dict[str, Any] | None
     """``bytes`` and ``sha256`` of the run's metrics.jsonl when this was saved."""
+    scores: dict[str, Any] = field(default_factory=dict)
+    """The run's evaluations so far; here, because weights may be evaluated after they were saved."""
+    totals: dict[str, Any] = field(default_factory=dict)
+    """What the run has spent so far, over all its processes."""
 
     def files(self, kind: str) -> list[str]:
         """Return the files of one kind, in the order of the ranks that wrote them."""

@@ -40,7 +40,7 @@ from trainer.files import make_folder, remove_folder
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded, local_part
 from trainer.parallel.world import World
-from trainer.seals import sha256, write_sealed
+from trainer.seals import read_sealed, sha256, write_sealed
 
 Flush = Callable[[Path], None]
 """Writes what the system still buffers of a file or folder to the disk."""
@@ -95,7 +95,8 @@ class Snapshot:
     state: str
     """JSON; only rank 0 writes it."""
     run: dict[str, Any]
-    """``config`` and ``log`` of the manifest, see ``schema.Manifest``; only rank 0 writes them."""
+    """``config``, ``log``, ``scores`` and ``totals`` of the manifest, see ``schema.Manifest``; only rank 0 writes them.
+    """
 
     @classmethod
     def of(
@@ -107,7 +108,7 @@ class Snapshot:
             training: see ``state.training_state``; tied weights are saved once.
             progress: JSON types; what else the run needs to continue.
             world: the processes that save together.
-            run: ``config`` and ``log`` of the manifest; None: no run saves it.
+            run: see ``Snapshot.run``; None: no run saves it.
         """
         weights, ties = untie(training["model"])
         step, rng, tensors, rest = (training[key] for key in ("step", "rng", "optimizer", "optimizer_options"))
@@ -149,6 +150,11 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes} | snapshot.run
     on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest, flush) if world.first else None)
     return target
+
+
+def rate(path: Path, score: float | None, run: dict[str, Any]) -> None:
+    """Add to a checkpoint what an evaluation of its weights has found, see ``write`` and ``Snapshot.run``."""
+    write_sealed(path / MANIFEST_FILE, read_sealed(path / MANIFEST_FILE) | {"score": score} | run)
 
 
 def steps(folder: Path) -> list[int]:

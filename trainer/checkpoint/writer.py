@@ -88,6 +88,16 @@ class CheckpointWriter:
         self.stall_s += stall_s
         return stall_s
 
+    def rate(self, step: int, score: float | None, run: dict[str, Any] | None) -> None:
+        """Add the score to the checkpoint of ``step``, which was evaluated after it was saved; see ``save``."""
+        try:
+            if run is not None:
+                checkpoint.rate(checkpoint.path_of(self.folder, step), score, run)
+        except OSError as error:
+            log.warning("the score of step %d was not saved (%s); training continues", step, error)
+        self.prune()
+        self.world.largest(0)  # the others wait: they will look for the best checkpoint
+
     def finish(self) -> None:
         """Wait until what is being written is on the disk."""
         if self._thread is not None:

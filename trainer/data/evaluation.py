@@ -14,6 +14,9 @@ from trainer.data.loader import Loader, to_device
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 
+Watch = Callable[[int, int], None]
+"""Called after each batch, on all ranks, with how many are done and how many there are; it may raise to stop."""
+
 
 class Evaluation:
     """A dataset to evaluate on, divided among the ranks. Its loading processes are kept for the next time.
@@ -39,18 +42,19 @@ class Evaluation:
         samples = evaluation_samples(len(dataset), limit, micro_batch_size)
         own = samples[world.rank :: world.size]
         others = samples[:1] * (math.ceil(len(samples) / world.size) - len(own))
-        self._own = len(own)
+        self._own, self._count = len(own), len(own + others)
         self._batches = loader.batches(dataset, own + others, hardware)
         self._device, self._world = hardware.device, world
 
     def sums(
-        self, forward: Callable[[Batch], dict[str, Tensor]], count_targets: Callable[[Batch], int]
+        self, forward: Callable[[Batch], dict[str, Tensor]], count_targets: Callable[[Batch], int], watch: Watch
     ) -> tuple[dict[str, float], int]:
         """Return the sums over the samples of all ranks, and their number of targets.
 
         Args:
             forward: takes a batch on the device, and returns scalars by name.
             count_targets: takes a batch on the host.
+            watch: see ``Watch``.
         """
         wide = torch.float32 if self._device.type == "mps" else torch.float64  # sums of thousands of batches
         targets = 0
@@ -64,6 +68,7 @@ class Evaluation:
                 total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self._device))
                 if counts:
                     total += value
+            watch(number + 1, self._count)
         totals = self._world.add(torch.stack([sums[name] for name in sorted(sums)])).tolist()
         by_name = dict(zip(sorted(sums), totals, strict=True))
         (targets,) = self._world.sums(targets)

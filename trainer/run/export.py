@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
+from trainer.data.evaluation import Watch
 from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
@@ -25,7 +27,11 @@ from trainer.trainer import Trainer
 
 
 def export_best(
-    trainer: Trainer, folder: RunFolder, best: dict[str, Any] | None, terminal: Terminal
+    trainer: Trainer,
+    folder: RunFolder,
+    best: dict[str, Any] | None,
+    terminal: Terminal,
+    watched: Callable[[], AbstractContextManager[Watch]],
 ) -> tuple[str | None, list[str], dict[str, float]]:
     """Load the best weights into the model, evaluate the test data with them, and export them to ``best/``.
 
@@ -36,6 +42,7 @@ def export_best(
         folder: of the run.
         best: ``step`` and ``value`` of the best validation score; None: there is none.
         terminal: for warnings.
+        watched: is entered while the test data is evaluated, and may stop it.
 
     Returns:
         The closing text of the recipe, such as a sample of text; what could not be written; the metrics of the test
@@ -46,8 +53,12 @@ def export_best(
     if step is not None:
         optimizer = trainer.optimizer if trainer.average.from_optimizer else None
         masters = None if optimizer is None else trainer.masters
-        load(folder.checkpoints, step).restore(trainer.model, optimizer, masters, trainer.average)
-    test = {} if trainer.datasets.test is None else trainer.test()
+        with terminal.work("loading the best weights"):
+            load(folder.checkpoints, step).restore(trainer.model, optimizer, masters, trainer.average)
+    test = {}
+    if trainer.datasets.test is not None:
+        with watched() as watch:
+            test = trainer.test(watch)
     averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
     build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
     model = unsharded(trainer.model, build, averages)
@@ -62,8 +73,9 @@ def export_best(
         try:
             for replaced in (SERVING, BEST):  # a kill may follow
                 remove_folder(folder.path / replaced)
-            trainer.recipe.export(model, trainer.datasets, unfinished)
-            seal_folder(unfinished)
+            with terminal.work("exporting the best weights"):
+                trainer.recipe.export(model, trainer.datasets, unfinished)
+                seal_folder(unfinished)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
@@ -73,11 +85,13 @@ def export_best(
     with torch.no_grad(), config.precision.autocast(trainer.device):
         if step is not None:
             if config.tracking.mlflow and config.recipe.predictor:
-                _write_serving(model, trainer, folder, step, terminal)
+                with terminal.work("preparing the model for MLflow"):
+                    _write_serving(model, trainer, folder, step, terminal)
             unfinished.rename(folder.path / BEST)  # now: MLflow gets them as a model, or once as files
         try:
             if config.tracking.epilogue:
-                text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
+                with terminal.work("writing a sample"):
+                    text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
         except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
             terminal.warn("the complete model does not fit on the device; no sample is generated")
     return text, missing, test

@@ -76,11 +76,23 @@ class Monitor:
         self._memory, self._memory_read = 0, -math.inf
         self._window = _Window(time.perf_counter())
         self._measured: list[_Window] = []
+        self._started = self._ended = 0.0
+        self._paused_s = 0.0
 
     def start(self) -> None:
         """Start the clock of the first window, and measure the peak memory from here on."""
         reset_peak_memory(self.device)
         self._window = _Window(time.perf_counter())
+        self._started = self._window.began
+
+    def end(self) -> None:
+        """Stop the clock of ``trained_s``."""
+        self._ended = time.perf_counter()
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training so far, without what was paused."""
+        return (self._ended or time.perf_counter()) - self._started - self._paused_s
 
     def add(self, record: StepRecord) -> dict[str, float] | None:
         """Take a step's record; at a log step, return the metrics of the window that it ends.
@@ -132,7 +144,9 @@ class Monitor:
         self.collect()  # steps still queued on the device belong to the time before
         began = time.perf_counter()
         yield
-        self._window.began += time.perf_counter() - began
+        paused_s = time.perf_counter() - began
+        self._window.began += paused_s
+        self._paused_s += paused_s
 
     def stalled(self, seconds: float) -> None:
         """Add the seconds that training waited for a checkpoint to the next line."""

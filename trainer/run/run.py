@@ -7,7 +7,8 @@ import logging
 import math
 import signal
 import time
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,8 +18,10 @@ from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch
+from trainer.data.evaluation import Watch
 from trainer.data.fingerprint import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
+from trainer.files import SUMMARY_FILE, read_object
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
@@ -42,6 +45,10 @@ from trainer.trainer import StepRecord, Trainer
 log = logging.getLogger("mantissa")
 
 
+class EvaluationStopped(Exception):
+    """A signal requested a stop during an evaluation, which has no result then."""
+
+
 class Run:
     """Trains to the last step: profiles, logs, evaluates, saves and stops.
 
@@ -60,6 +67,7 @@ class Run:
         terminal: Terminal,
         signals: Signals,
         decisions: list[Decision],
+        began: float | None = None,
     ) -> None:
         """Restore the checkpoint, if there is one, and record the facts of this run.
 
@@ -70,6 +78,7 @@ class Run:
             terminal: what the user sees.
             signals: requests to stop or to save.
             decisions: the options that were chosen automatically, to be shown.
+            began: when the command was given, on the monotonic clock; None: now.
         """
         self.trainer = trainer
         self.world: World = trainer.world
@@ -85,7 +94,9 @@ class Run:
         self.scores = Scores(self.config)
         self.first: StepRecord | None = None
         """The first step that this process took."""
-        self.began = time.monotonic()
+        self.began = began or time.monotonic()
+        self.before: dict[str, Any] = {}
+        """What earlier processes spent on this run, see ``_totals``."""
         masks = infinite_buffers(trainer.model)
         self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
         self.monitor = Monitor(
@@ -99,6 +110,7 @@ class Run:
         )
         self.energy = EnergyMeter(trainer.device)
         self.fingerprint = fingerprint(trainer.datasets)
+        self._resumed_at: int | None = None
         if saved is not None:
             self._restore(saved)
             if self.config.checkpoint.enabled:
@@ -131,32 +143,27 @@ class Run:
             RunError: all steps are taken, but the best weights or the summary could not be written.
         """
         trainer = self.trainer
-        self.signals.training = True
+        self.signals.ahead = f"finishing the step, {self._saving}"
         self.monitor.start()
+        first = "compiling the model" if self.config.compile.mode != "none" else "taking the first step"
         try:
+            if self.unevaluated:  # the run was stopped before it came to that
+                self.after_step()
             with closing(trainer.batches()) as batches:
                 while not self.complete and self.stopped_by is None:
-                    microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
-                    profiled = self.profiler.step(trainer.step + 1)
-                    if not isinstance(profiled, nullcontext):
-                        self.monitor.leave_out()
-                    with profiled, self.diagnostics.step(trainer.step + 1), self.config.debug.step():
-                        record = self.step(microbatches)
-                    if self.first is None:
-                        self.first = record
-                        # To walk what was imported and built, half a million objects, stops the host for half a second.
-                        gc.collect(1)
-                        gc.freeze()
-                    self.log(record)
+                    with self.terminal.work(first) if self.first is None else nullcontext():
+                        self._take_step(batches)
                     self.after_step()
             self.monitor.collect()
-            self.writer.finish()
+            self.monitor.end()
+            with self.terminal.work("writing the checkpoint"):
+                self.writer.finish()
             summary, missing = self._finish() if self.complete else ({}, [])
-        except Interrupted:  # a second signal: do nothing that takes time
+        except Interrupted as second:  # do nothing that takes time
             self.terminal.end_progress()
             if self.tracker:
                 self.tracker.abandon()
-            raise
+            raise report.left_at_once(second, self.folder, self.command) from None
         except BaseException as error:
             cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
             self._close(error.status if isinstance(error, RunError) else "FAILED")
@@ -165,8 +172,7 @@ class Run:
             raise
         finally:
             gc.unfreeze()  # else the model would outlive the run, in a sweep
-        if not self.complete:
-            assert self.stopped_by is not None
+        if self.stopped_by is not None and not summary:
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
                 self._close("KILLED")
             saves = self.config.checkpoint.enabled
@@ -181,8 +187,27 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are taken, or early stopping has ended the run."""
-        return self.trainer.step == self.plan.steps or self.scores.exhausted
+        """Whether all steps are taken and evaluated, or early stopping has ended the run."""
+        return not self.unevaluated and (self.trainer.step == self.plan.steps or self.scores.exhausted)
+
+    @property
+    def unevaluated(self) -> bool:
+        """Whether an evaluation is due after the last step that was taken."""
+        return self.plan.evaluates(self.trainer.step) and self.scores.step != self.trainer.step
+
+    def _take_step(self, batches: Iterator[list[Batch]]) -> None:
+        microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
+        profiled = self.profiler.step(self.trainer.step + 1)
+        if not isinstance(profiled, nullcontext):
+            self.monitor.leave_out()
+        with profiled, self.diagnostics.step(self.trainer.step + 1), self.config.debug.step():
+            record = self.step(microbatches)
+        if self.first is None:
+            self.first = record
+            # To walk what was imported and built, half a million objects, stops the host for half a second.
+            gc.collect(1)
+            gc.freeze()
+        self.log(record)
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step. Overridden where steps are timed or traced, as ``log`` is."""
@@ -194,20 +219,25 @@ class Run:
             self.energy.begin(self.monitor.units)  # compiling in the first window would be most of a short run's
             self._log_diagnostics()
             self._log_metrics(record.step, metrics)
+        else:
+            self.terminal.progress(record.step, self.plan.steps, None, self.config.recipe.unit)
 
     def after_step(self) -> None:
-        """Evaluate and save if due after a step, and check whether a signal requests a stop."""
+        """Evaluate and save if due after a step, and check whether a signal requests a stop.
+
+        A run that stops saves at once, and is evaluated when it is resumed.
+        """
         step = self.trainer.step
         score = None
-        # Read once for each step: a signal that comes later is handled after the next one, by all ranks.
+        # Read once here: a signal that comes later is handled by the evaluation or after the next step, by all ranks.
         stop, save = self.world.largest_of([self.signals.stop or 0, self.signals.take_save()])
         self.stopped_by = stop or None
-        if self.plan.evaluates(step):
-            with self.monitor.paused():
+        if self.unevaluated and not stop:
+            with self.monitor.paused(), suppress(EvaluationStopped):
                 score = self._evaluate(step)
         due = self.config.checkpoint.due(step, score is not None, self.plan.save_every)
         due = self.complete or due or (score is not None and score.improved)
-        if self.config.checkpoint.enabled and (due or stop or save):
+        if self.config.checkpoint.enabled and (due or self.stopped_by or save):
             with self.monitor.paused():
                 self._save(score)
             if save:
@@ -226,21 +256,58 @@ class Run:
             self._log(step, metrics)
 
     def _evaluate(self, step: int) -> Score:
-        """Evaluate, and show, log and return the result."""
-        score = self.scores.add(step, self.trainer.evaluate())
+        """Evaluate, and show, log and return the result.
+
+        Raises:
+            EvaluationStopped: there is none.
+        """
+        self._log_diagnostics()  # as where a run stops here, and is evaluated when it is resumed
+        with self._watched("evaluating", self._saving) as watch:
+            score = self.scores.add(step, self.trainer.evaluate(watch))
         self._log(step, self.scores.final)
         shown = "  ".join(f"{name} {loss(value)}" for name, value in self.scores.final.items())
         self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{'  (best)' if score.improved else ''}")
         return score
 
+    @property
+    def _saving(self) -> str:
+        return "then saving" if self.config.checkpoint.enabled else "without saving (checkpoint=none)"
+
+    @contextmanager
+    def _watched(self, label: str, after: str) -> Iterator[Watch]:
+        """Show the progress of an evaluation, and end it by ``EvaluationStopped`` where a signal requests that.
+
+        Args:
+            label: what is done.
+            after: what follows a signal, for the user.
+        """
+        before, self.signals.ahead = self.signals.ahead, f"{label}: finishing the batch, {after}"
+        with self.terminal.work(label, unit="batches") as advance:
+
+            def watch(done: int, total: int) -> None:
+                advance(done, total)
+                if done < total and (stop := self.world.largest(self.signals.stop or 0)):
+                    self.stopped_by = stop
+                    raise EvaluationStopped
+
+            yield watch
+        self.signals.ahead = before
+
     def _save(self, score: Score | None) -> None:
         self._log_diagnostics()  # else a run that is resumed from here would lack them
         rank = None if score is None else self.scores.rank(score)
-        run = {"config": self._config_hash, "log": self.tracker.written} if self.tracker else None
-        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank, run))
+        run = None
+        if self.tracker:
+            run = {"config": self._config_hash, "log": self.tracker.written}
+            run |= {"scores": self.scores.state_dict(), "totals": self._totals()}
+        if self.trainer.step == self._resumed_at:
+            self.writer.rate(self.trainer.step, rank, run)
+            return
+        with self.terminal.work("saving a checkpoint"):
+            self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank, run))
 
     def _progress(self) -> dict[str, Any]:
-        return self.scores.state_dict() | {"monitor": self.monitor.state_dict(), "data": self.fingerprint}
+        return {"monitor": self.monitor.state_dict(), "data": self.fingerprint}
 
     def _record_failure(self, error: NonFiniteGradients) -> str:
         """Record what is needed to find the cause; return the sentence with the command that does it."""
@@ -261,29 +328,40 @@ class Run:
         self.trainer.restore(saved)
         self.monitor.load_state_dict(saved.progress["monitor"])
         self.scores.load_state_dict(saved.progress)
+        self._resumed_at = saved.step
+        ended = read_object(self.folder.path / SUMMARY_FILE)  # has what followed the checkpoint, too
+        self.before = ended if ended.get("step") == saved.step else saved.totals
 
     def _finish(self) -> tuple[dict[str, Any], list[str]]:
         """Export the best weights, show the summary, finish the profile and the tracking.
 
-        Returns the summary, and what could not be written, for example because the disk is full.
+        Returns the summary, empty where a signal stopped the test, and what could not be written, for example because
+        the disk is full.
         """
         self.terminal.end_progress()
+        self.signals.ahead = "finishing the run"
         self.profiler.finish()
-        summary = self._summary("FINISHED")  # the export is no part of the run's time and memory
+        summary = self._summary("FINISHED")  # the export is no part of the run's memory
         if why := summary["stopped_early"]:
             self.terminal.note(f"early stopping: {why}")
-        epilogue, missing, test = export_best(self.trainer, self.folder, self.scores.best, self.terminal)
-        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(test)}
+        try:
+            test = partial(self._watched, "evaluating the test data", "then ending the run")
+            epilogue, missing, scores = export_best(self.trainer, self.folder, self.scores.best, self.terminal, test)
+        except EvaluationStopped:
+            return {}, []
+        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | self._totals()
         self.terminal.block("summary", report.summary_rows(summary))
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         for text in filter(None, [profile, epilogue]):
             self.terminal.note(text)
+        stop = self.world.largest(self.signals.stop or 0)
+        self.signals.ahead = None  # nothing is lost where MLflow is not waited for
         if self.tracker and not self.tracker.close(summary["status"], summary):
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
         self.terminal.note(f"\nrun folder {self.folder.path}{compare}")
-        if stop := self.world.largest(self.signals.stop or 0):  # a sweep must not begin another run
+        if stop:  # a sweep must not begin another run
             raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return summary, missing
 
@@ -300,7 +378,6 @@ class Run:
         """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""
         config, monitor = self.config, self.monitor
         units_per_s, step_time_s = monitor.throughput() or (None, None)
-        joules, units_of_joules = self.energy.used(monitor.units)
         return {
             "status": status,
             "run": self.folder.path.name,
@@ -319,10 +396,8 @@ class Run:
             "units_per_s": units_per_s,
             "step_time_s": step_time_s,
             "utilisation": monitor.utilisation.facts(units_per_s),
-            # From here to versions: since this process started or resumed the run.
-            "energy_j": joules,  # of one rank's GPU, in training and evaluation after the first window
-            "energy_units": units_of_joules,
-            "units": monitor.units,
+            **self._totals(),
+            # Speed above, memory and checkpoints: since this process started or resumed the run.
             "peak_memory_bytes": peak_memory_bytes(self.trainer.device),
             "memory_is": "allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
             "fp32_arithmetic": kernels.not_timed(config.precision.mode, self.trainer.in_fp32_arithmetic, self.hardware),
@@ -330,9 +405,20 @@ class Run:
             "processes": self.world.size,
             "checkpoints": self.writer.facts(),
             "skipped_steps": monitor.skipped_steps,  # of the whole run
-            "wall_time_s": time.monotonic() - self.began,
             "resume": self.command,
             "hardware": self.hardware.facts(),
             "versions": versions(),
             "git": self.git,
         }
+
+    def _totals(self) -> dict[str, Any]:
+        """Return what the run has spent so far, with what earlier processes spent on what it was resumed from."""
+        joules, units_of_joules = self.energy.used(self.monitor.units)
+        spent = {
+            "wall_time_s": time.monotonic() - self.began,  # from the start of the command
+            "train_time_s": self.monitor.trained_s,  # without evaluation and saving
+            "units": self.monitor.units,
+            "energy_j": joules,  # of one rank's GPU, in training and evaluation after each process's first window
+            "energy_units": units_of_joules,
+        }
+        return {key: value if value is None else value + (self.before.get(key) or 0) for key, value in spent.items()}

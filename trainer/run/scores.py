@@ -40,6 +40,8 @@ class Scores:
         """``step`` and ``value`` of the best score."""
         self.final: dict[str, float] = {}
         """The last evaluation's metrics by ``valid/<name>``."""
+        self.step = 0
+        """The step after which that was."""
         self.watched: str = self.stopping.metric or self.metric
         """The metric of early stopping."""
         self._falls: bool = recipe.falls(self.watched)
@@ -77,7 +79,7 @@ class Scores:
 
     def add(self, step: int, metrics: dict[str, float]) -> Score:
         """Take in the metrics of an evaluation after ``step``."""
-        self.final = {PREFIX + name: value for name, value in metrics.items()}
+        self.step, self.final = step, {PREFIX + name: value for name, value in metrics.items()}
         value, watched = self.final[self.metric], self.final[self.watched]
         improved = _better(value, None if self.best is None else self.best["value"], self.lowest)
         if improved:
@@ -94,14 +96,14 @@ class Scores:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, as JSON types; ``stopping`` only with early stopping."""
-        state: dict[str, Any] = {"best": self.best, "final": self.final}
+        state: dict[str, Any] = {"best": self.best, "final": self.final, "evaluated": self.step}
         if self.stopping.patience is not None:
             state["stopping"] = {"metric": self.watched, "reference": self._reference, "waited": self._waited}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's; without early stopping of the same metric the wait begins now."""
-        self.best, self.final = state["best"], state["final"]
+        self.best, self.final, self.step = state["best"], state["final"], state["evaluated"]
         stopping = state.get("stopping", {})
         if stopping.get("metric") == self.watched:
             self._reference, self._waited = stopping["reference"], stopping["waited"]

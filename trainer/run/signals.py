@@ -9,14 +9,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer.errors import Interrupted
 
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
 """The message after a signal that did not arrive during training."""
+
+AT_ONCE = "second signal: stopped immediately"
 
 _HANGUP = {signal.SIGHUP} if sys.platform != "win32" else set()
 _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
@@ -24,10 +27,17 @@ _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 """Options that print something to be read by itself, or by a program."""
+_opened: list[float] = []
+
+
+def taken_opening() -> float:
+    """Return when the program was opened, on the monotonic clock, to whoever asks first; to others, what time it is."""
+    return _opened.pop() if _opened else time.monotonic()
 
 
 def open_the_program(arguments: Sequence[str]) -> None:
     """Handle SIGINT and SIGTERM from now on, and print what is being loaded."""
+    _opened.append(time.monotonic())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
@@ -50,7 +60,7 @@ def _speaks() -> bool:
 
 
 class Signals:
-    """While entered: in training, the first SIGINT or SIGTERM requests a stop, and a second one ends the run at once.
+    """While entered: the first SIGINT or SIGTERM in training requests a stop, and a second one ends the run at once.
 
     SIGHUP, which comes when the terminal is closed (often twice), requests a stop too, unless nohup ignores it. Under
     torchrun and SLURM further SIGTERMs are ignored: both send one to every process, and SIGKILL where that takes too
@@ -58,14 +68,21 @@ class Signals:
     checkpoint. What the program that trains does itself at a signal stays so.
     """
 
+    _wakes: ClassVar[list[tuple[int, int]]] = []
+    """The file descriptors that are woken by signals: before, and meanwhile."""
+
     def __init__(self, save_on: Sequence[str] = ()) -> None:
         """Prepare the handlers; ``save_on`` names signals without their ``SIG``."""
-        self.training = False
+        self.ahead: str | None = None
+        """What is done before a first signal ends the run, such as ``finishing the step``; None: it ends at once."""
+        self.tell: Callable[[str], None] = print
+        """Shows the user a line."""
         self.stop: int | None = None
         """The number of the signal that requested the stop."""
         self._save = False
         self._save_on = [signal.Signals[f"SIG{name}"] for name in save_on]
         self._previous: dict[signal.Signals, Any] = {}
+        self._leaving = threading.Event()
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
@@ -74,20 +91,49 @@ class Signals:
             handlers = dict.fromkeys(stops, self._receive_stop) | dict.fromkeys(self._save_on, self._receive_save)
             for number, handler in handlers.items():
                 self._previous[number] = signal.signal(number, handler)
+        if self._previous:
+            reading, writing = os.pipe()
+            os.set_blocking(writing, False)
+            self._wakes.append((signal.set_wakeup_fd(writing, warn_on_full_buffer=False), writing))
+            threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._previous:
+            before, writing = self._wakes.pop()
+            signal.set_wakeup_fd(before)
+            os.close(writing)
+
+    def _watch(self, reading: int) -> None:
+        """Answer the first signal at once, and end the process where the main thread does not.
+
+        That handles signals between two lines of Python; a tokenizer, for example, is trained in a single call.
+        """
+        answered = False
+        while received := os.read(reading, 1):
+            if received[0] not in self._previous or received[0] in self._save_on:
+                continue
+            if not answered and (self.ahead is not None or self.stop is not None):
+                self.tell(f"{self.ahead or 'finishing the run'}; press Ctrl-C again to stop now")
+                answered = True
+            elif not self._is_repeated(received[0]) and not self._leaving.wait(1):
+                if _speaks():
+                    os.write(2, f"{OUTSIDE if self.ahead is None else AT_ONCE}\n".encode())
+                os._exit(128 + received[0])
+        os.close(reading)
+
+    def _is_repeated(self, number: int) -> bool:
+        """Return whether a second signal may be no second request: a launcher's, or of a terminal that was closed."""
+        return number in _HANGUP or (number == signal.SIGTERM and bool(_LAUNCHERS & os.environ.keys()))
 
     def _receive_stop(self, number: int, frame: FrameType | None) -> None:
-        launched = number == signal.SIGTERM and _LAUNCHERS & os.environ.keys()
-        if self.stop is not None and (launched or number in _HANGUP):
+        if self.stop is not None and self._is_repeated(number):
             return
-        if not self.training:
-            raise Interrupted(OUTSIDE, number)
-        if self.stop is not None:
-            raise Interrupted("second signal: stopped immediately, without saving", number)
+        if self.ahead is None or self.stop is not None:
+            self._leaving.set()
+            raise Interrupted(OUTSIDE if self.ahead is None else AT_ONCE, number)
         self.stop = number
 
     def take_save(self) -> bool:
@@ -99,3 +145,6 @@ class Signals:
 
     def _receive_save(self, number: int, frame: FrameType | None) -> None:
         self._save = True
+
+
+os.register_at_fork(after_in_child=lambda: Signals._wakes and signal.set_wakeup_fd(-1))  # a child would wake its parent

@@ -21,12 +21,13 @@ from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_me
 from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, check_entries, in_use, read_object
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
+from trainer.progress import shown_by, work
 from trainer.run.memory.fit import fit_plan
 from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
 from trainer.run.scores import Scores
-from trainer.run.signals import Signals
+from trainer.run.signals import Signals, taken_opening
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
 from trainer.seals import beginning, final_status, seal_folder
@@ -54,13 +55,17 @@ def train(
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
     """
+    began = taken_opening()
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.first)
+        signals.tell = terminal.note
+        stack.enter_context(shown_by(terminal.work))
         hardware = detect(config.device)
         try:
-            resolved = config.resolve(hardware, world)
+            with work("opening the data"):  # to count the steps of its epochs
+                resolved = config.resolve(hardware, world)
         except UserError as error:
             error.shared = True
             raise
@@ -78,18 +83,23 @@ def train(
             saved = CheckpointReader(checkpoint)
         terminal.note("opening the data …")
         opened = None if saved else resolved.opened  # a run may have recorded how its data is to be opened
-        datasets = opened or world.first_then_others(resolved.config.open_datasets)
+        with work("opening the data"):
+            datasets = opened or world.first_then_others(resolved.config.open_datasets)
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides)
         terminal.note("building the model …")
         try:
-            trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
+            with work("building the model"):
+                trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
             Scores(trainer.config).check_known(trainer.metric_names)
             with _written(resolved.config.output_dir):
                 if folder is None:
                     folder = world.on_first(partial(_begun, resolved, datasets, stack))
-                run = run_class(trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions)
+                with work("preparing the run"):
+                    run = run_class(
+                        trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions, began
+                    )
             started(run)
             return run.train()
         except Exception as error:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from mantissa.display import duration, loss, quantity
 from trainer.errors import redacted
+from trainer.progress import Advance
 
 Rows = Iterable[tuple[str, str]]
 
@@ -34,9 +35,11 @@ class Terminal:
         self._live: Live | None = None
         self._cell: Any = None
         """The output of a notebook's cell that holds the progress."""
+        self._works: list[threading.Event] = []
         self._shown = -math.inf
+        self._metrics: dict[str, float] = {}
         # A refresh takes about a millisecond, which would slow the steps of a tiny model.
-        self._interval_s = 0.2 if self.console.is_terminal or self._notebook else 2.0
+        self._interval_s = 0.2 if self.console.is_terminal else 2.0
         self.patience_s = 2.0
         """Work that takes less is not shown, see ``work``."""
         logger = logging.getLogger("mantissa")
@@ -65,19 +68,27 @@ class Terminal:
         text = message if isinstance(message, Text) else Text(message, style)
         self._show(self.console.print, text, soft_wrap=not self.console.is_terminal)  # a file has no line width
 
-    def progress(self, step: int, steps: int, metrics: dict[str, float], unit: str) -> None:
-        """Show the progress of training; called once per log interval, redrawn a few times a second at most."""
+    def progress(self, step: int, steps: int, metrics: dict[str, float] | None, unit: str) -> None:
+        """Show the progress of training, a few times a second at most; within a log interval of slow steps, too.
+
+        Args:
+            step: the last one taken.
+            steps: of the whole run.
+            metrics: of the log interval that ends with this step; None: it does not end.
+            unit: of the throughput among them.
+        """
         now = time.perf_counter()
-        if now - self._shown < self._interval_s and step not in (1, steps):
+        interval_s = self._interval_s if metrics else 10 * self._interval_s
+        if now - self._shown < interval_s and (metrics is None or step not in (1, steps)):
             return
-        self._shown = now
-        self._in_place(progress_line(step, steps, metrics, unit))
+        self._shown, self._metrics = now, metrics or self._metrics
+        self._in_place(progress_line(step, steps, self._metrics, unit))
 
     @contextmanager
-    def work(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Callable[[float], None]]:
-        """Show the progress of what is not a training step, once it has taken ``patience_s``.
+    def work(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+        """Show the progress of what is not a training step, once it has taken ``patience_s``; see ``progress.work``.
 
-        A thread shows it: the work may be one long call. Yields a function that takes how much is done, and is cheap.
+        A thread shows it: the work may be one long call. Of work within other work, the inner one is shown.
 
         Args:
             label: what is done, such as ``evaluating``.
@@ -85,25 +96,28 @@ class Terminal:
             unit: of ``total``, such as ``batches``.
         """
         if self.console.quiet:
-            yield lambda done: None
+            yield lambda done, total=None: None
             return
         began, done, ended = time.perf_counter(), 0.0, threading.Event()
 
-        def advance(now: float) -> None:
-            nonlocal done
-            done = now
+        def advance(now: float, of: float | None = None) -> None:
+            nonlocal done, total
+            done, total = now, of or total
 
         def show() -> None:
             wait_s = self.patience_s
             while not ended.wait(wait_s):
-                self._in_place(work_line(label, done, total, unit, time.perf_counter() - began))
+                if self._works[-1:] == [ended]:
+                    self._in_place(work_line(label, done, total, unit, time.perf_counter() - began))
                 wait_s = 0.5 if self.console.is_terminal else 20.0
 
         thread = threading.Thread(target=show, name="progress", daemon=True)
         thread.start()
+        self._works.append(ended)
         try:
             yield advance
         finally:
+            self._works.remove(ended)
             ended.set()
             thread.join()
             self.end_progress()
@@ -163,7 +177,10 @@ class _Shown(logging.Handler):
 
 def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -> str:
     """Return ``step 20/300  loss 5.123  12.3k tokens/s  norm 1.2  scale 65536  eta 0:42``."""
-    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {loss(metrics['loss'])}"]
+    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+    if not metrics:  # none yet
+        return parts[0]
+    parts.append(f"loss {loss(metrics['loss'])}")
     parts.append(f"{quantity(metrics[f'{unit}_per_s'])} {unit}/s")
     parts.append(f"norm {metrics['grad_norm']:.3g}")
     if metrics["loss_scale"] != 1:

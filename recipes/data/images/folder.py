@@ -18,6 +18,7 @@ from recipes.data.images.pixels import DecodedImages, check_fraction, check_path
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.apart import check_apart
 from trainer.errors import UserError
+from trainer.progress import work
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 HEADERS_CHECKED = 20_000
@@ -128,10 +129,11 @@ def _failures(files: list[str], decode: bool) -> Iterator[tuple[str, Exception]]
             return error
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for file, error in zip(files, pool.map(failure, files), strict=True):
+    with ThreadPoolExecutor(os.cpu_count()) as pool, work("checking the images", len(files), "files") as advance:
+        for number, (file, error) in enumerate(zip(files, pool.map(failure, files), strict=True), 1):
             if error:
                 yield file, error
+            advance(number)
 
 
 def _split_folders(root: Path) -> tuple[Path, Path | None]:

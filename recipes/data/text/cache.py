@@ -9,6 +9,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from recipes.data.text.source import Tokenizer
 from recipes.data.text.split import Split
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
+from trainer.progress import work
 
 FORMAT = 4
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
@@ -88,15 +90,18 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
-        tokenizer = plan.make()
+        with work(plan.task):
+            tokenizer = plan.make()
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         tokenizer.save(partial)
         text_bytes = dict.fromkeys(splits, 0)
         for part, documents in splits.items():
-            with (partial / f"{part}.bin").open("wb") as file:
+            tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
+            with (partial / f"{part}.bin").open("wb") as file, tokenizing as advance:
                 for ids, size in _encoded(documents, tokenizer):
                     ids.astype(dtype).tofile(file)
                     text_bytes[part] += size
+                    advance(text_bytes[part] / 1e6)
                 if not file.tell():
                     other = "data.test" if part == "test" else "data.valid_fraction"
                     raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
@@ -144,6 +149,16 @@ def _special_bytes(text: str, ids: np.ndarray, special: Mapping[int, str]) -> in
         return 0
     found = Counter(ids[np.isin(ids, list(special))].tolist())
     return sum(min(count, text.count(special[id])) * len(special[id].encode()) for id, count in found.items())
+
+
+def watched(task: str, split: Split) -> Iterator[str]:
+    """Yield all pieces of a split's text, and report how much of it was read for this task."""
+    done = 0
+    with work(task, split.megabytes, "MB") as advance:
+        for piece in chain.from_iterable(map(pieces, split)):
+            yield piece
+            done += len(piece)
+            advance(done / 1e6)
 
 
 def pieces(document: str | Iterable[str]) -> Iterator[str]:

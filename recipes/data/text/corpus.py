@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from recipes.data.text.cache import TokenizerPlan, open_or_build, pieces
+from recipes.data.text.cache import TokenizerPlan, open_or_build, watched
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.split import Corpus, Split, split
@@ -84,11 +84,11 @@ class TokenizedText(TextSource):
             from tokenizers import __version__
 
             identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
-            text = chain.from_iterable(map(pieces, parts["train"]))
+            text = watched(task, parts["train"])
             return TokenizerPlan(identity, task, lambda: BytePairs.train(text, self.vocab_size), BytePairs.load)
         if override is None and self.tokenizer == "chars":
             task = "collecting its characters"
-            text = chain.from_iterable(map(pieces, chain.from_iterable(parts.values())))
+            text = chain.from_iterable(watched(task, part) for part in parts.values())
             return TokenizerPlan("chars", task, lambda: Characters.collect(text), Characters.load)
         if override is None and self.tokenizer == "bytes":
             return TokenizerPlan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
@@ -198,6 +198,7 @@ def _files(paths: list[Path], key: str) -> Corpus:
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
         read=lambda rows: (_read(paths[row], key) for row in rows),
         identity=[[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)],
+        megabytes=sum(stat.st_size for stat in stats) / 1e6,
     )
 
 

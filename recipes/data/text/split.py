@@ -34,6 +34,8 @@ class Corpus:
     """What belongs between two of them where they are no documents but lines of one text; None: they are documents."""
     note: str = ""
     """How they are read, for the start block."""
+    megabytes: float = 0.0
+    """Of all documents, about; to show progress."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ class Split:
     def whole(cls, corpus: Corpus, origin: str = "") -> Split:
         """Return all documents."""
         return cls(corpus, range(len(corpus.sizes)), origin=origin)
+
+    @property
+    def megabytes(self) -> float:
+        """Of the selected text, about."""
+        share = self.corpus.sizes[list(self.rows)].sum() / max(1, self.corpus.sizes.sum())
+        return float(share * (self.end - self.start) * self.corpus.megabytes)
 
     @property
     def identity(self) -> Any:

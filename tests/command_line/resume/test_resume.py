@@ -63,8 +63,9 @@ def test_a_signal_saves_and_the_printed_command_resumes(start: Start, folder: Pa
     process = start(*RUN)
     wait_for_step(12, run, process)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
+    assert "finishing the step, then saving; press Ctrl-C again to stop now\n" in out
     stopped, command = err.splitlines()
     step = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step-"))
     assert 12 <= step < 60
@@ -180,14 +181,14 @@ def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(train: Train
 
 @pytest.fixture
 def signal_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Send this process a signal while it evaluates, when the ranks have agreed on what they do after the step."""
+    """Send this process a signal while it evaluates."""
 
     def prepare(number: int) -> None:
         evaluate = Run._evaluate
 
         def interrupted(run: Run, step: int) -> Score:
             signal.raise_signal(number)
-            return evaluate(run, step)._replace(improved=False)
+            return evaluate(run, step)
 
         monkeypatch.setattr(Run, "_evaluate", interrupted)
 
@@ -197,17 +198,17 @@ def signal_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
 @pytest.mark.parametrize(
     ("number", "option", "said"),
     [
-        (signal.SIGTERM, "checkpoint.every=100", "stopped by SIGTERM after step 5, saved. Resume with:\n"),
-        (signal.SIGINT, "checkpoint=none", "stopped by SIGINT after step 5; nothing was saved (checkpoint=none)\n"),
+        (signal.SIGTERM, "checkpoint.every=100", "stopped by SIGTERM after step 4, saved. Resume with:\n"),
+        (signal.SIGINT, "checkpoint=none", "stopped by SIGINT after step 4; nothing was saved (checkpoint=none)\n"),
     ],
 )
-def test_a_signal_that_is_too_late_for_a_step_is_handled_after_the_next(
+def test_a_signal_ends_an_evaluation(
     number: signal.Signals, option: str, said: str, train: Train, folder: Path, signal_at_evaluation: Any
 ) -> None:
     signal_at_evaluation(number)
     done = train(*RUN, "eval_every=4", option)
     assert (done.code, done.err.startswith(said)) == (128 + number, True), done.err
-    saved = ["step-00000005"] if number == signal.SIGTERM else []
+    saved = ["step-00000004"] if number == signal.SIGTERM else []
     assert [path.name for path in (folder / "outputs" / NAME).glob("checkpoints/*")] == saved
 
 
@@ -224,7 +225,7 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
     monkeypatch.setattr(Run, "_close", interrupted_again)
     done = train(*RUN, "eval_every=4")
     assert done.code == 130
-    assert done.err.startswith("stopped by SIGINT after step 5, saved. Resume with:")
+    assert done.err.startswith("stopped by SIGINT after step 4, saved. Resume with:")
     assert json.loads((folder / "outputs" / NAME / "summary.json").read_text())["status"] == "KILLED"
 
 
@@ -277,7 +278,7 @@ def test_a_second_interrupt_ends_the_run_immediately(
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
     done = train(*RUN)
-    assert (done.code, done.err, received) == (130, "second signal: stopped immediately, without saving\n", [2])
+    assert (done.code, done.err, received) == (130, "second signal: stopped immediately; nothing was saved\n", [2])
     assert not (folder / "outputs" / NAME / "checkpoints").exists()
     assert not (folder / "outputs" / NAME / "summary.json").exists()
 

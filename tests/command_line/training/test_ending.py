@@ -24,7 +24,7 @@ from trainer.files import read_json_lines
 from trainer.recipe import Decision
 from trainer.run.run import Run
 from trainer.tracking.mlflow.results import summary_metrics
-from trainer.trainer import StepRecord
+from trainer.trainer import StepRecord, Trainer
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
@@ -186,14 +186,25 @@ def test_an_export_that_is_killed_leaves_no_weights_to_be_sent(
     assert not list(only_run(folder).glob(".*.partial"))
 
 
-def test_the_test_text_is_evaluated_once_with_the_best_weights(train: Train, succeed: Train, folder: Path) -> None:
+def test_the_test_text_is_evaluated_once_with_the_best_weights(
+    train: Train, succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a signal stopped that, and the run is resumed."""
     (folder / "notes.txt").write_text("the quick brown fox jumps over the dog. " * 60)
     (folder / "test.txt").write_text("a lazy dog sleeps under the tree. " * 20)
     text = ["recipe=gpt2", "recipe.size=nano", "recipe.context=8", "data=text", "data.path=notes.txt",
             "data.tokenizer=chars", "batch_size=4", "eval_samples=8", "steps=6", "eval_every=2", "optimizer.lr=0.05",
             "run_name=tested"]  # fmt: skip
-    assert "loss (test)" in succeed(*text, "data.test=test.txt", "tracking=local").out
-    found, run = summary(folder), folder / "outputs" / "tested"
+    evaluate = Trainer.test
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "test", lambda *given: (signal.raise_signal(signal.SIGINT), evaluate(*given))[1])
+        stopped = train(*text, "data.test=test.txt", "tracking=local")
+    assert (stopped.code, stopped.err.partition(".")[0]) == (130, "stopped by SIGINT after step 6, saved")
+    before, run = summary(folder), folder / "outputs" / "tested"
+    assert "loss (test)" in succeed(f"resume={run}").out
+    found = summary(folder)
+    assert before["units"] == found["units"] == 6 * 4 * 8
+    assert found["wall_time_s"] > before["wall_time_s"] > before["train_time_s"] > 0
     assert found["test"].keys() == {"loss", "perplexity"}
     assert found["test"]["loss"] != found["final"]["valid/loss"]
     scored = {each.name: each.value for each in summary_metrics(run / "metrics.jsonl", found)}

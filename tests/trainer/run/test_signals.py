@@ -26,13 +26,13 @@ def test_a_launcher_that_repeats_itself_does_not_keep_the_run_from_saving(
     """SLURM signals torchrun and its ranks, and torchrun passes its own signal on."""
     monkeypatch.setenv(launcher, "7")
     with Signals() as signals:
-        signals.training = True
+        signals.ahead = "finishing the step"
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert signals.stop == signal.SIGTERM
-        signals.training = False  # the loop has ended, and saves
+        signals.ahead = None  # the loop has ended, and saves
         signal.raise_signal(signal.SIGTERM)
-        signals.training = True
+        signals.ahead = "finishing the step"
         with pytest.raises(Interrupted, match="second signal"):
             signal.raise_signal(signal.SIGINT)
 
@@ -42,7 +42,7 @@ def test_a_closed_terminal_requests_a_stop_unless_nohup_says_otherwise(before: s
     original = signal.signal(signal.SIGHUP, before)
     try:
         with Signals() as signals:
-            signals.training = True
+            signals.ahead = "finishing the step"
             signal.raise_signal(signal.SIGHUP)
             try:
                 signal.raise_signal(signal.SIGHUP)  # the kernel's, and the shell's
@@ -60,6 +60,6 @@ def test_a_second_sigterm_of_a_user_ends_the_run(monkeypatch: pytest.MonkeyPatch
     for launcher in ("LOCAL_RANK", "SLURM_JOB_ID"):
         monkeypatch.delenv(launcher, raising=False)
     with Signals() as signals, pytest.raises(Interrupted, match="second signal"):  # noqa: PT012
-        signals.training = True
+        signals.ahead = "finishing the step"
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)

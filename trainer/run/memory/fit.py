@@ -23,6 +23,7 @@ from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP
 from trainer.profiling.ledger import MIB, STEADY
+from trainer.progress import work
 from trainer.recipe import Decision, Recipe
 from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
 
@@ -64,11 +65,12 @@ def fit_plan(
         if rough is None or rough < free / 2:
             return batching.micro_batch_size, "", []
         log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
-        saving = config.recipe.saving_memory() if hardware.is_gpu else []
-        if saving and _fits(config, batching, usable):
-            saving = []
-        frugal = replace(config, recipe=config.recipe.chosen(saving))
-        return *choose(frugal, batching, usable, overrides), saving
+        with work("forecasting the memory of a step"):
+            saving = config.recipe.saving_memory() if hardware.is_gpu else []
+            if saving and _fits(config, batching, usable):
+                saving = []
+            frugal = replace(config, recipe=config.recipe.chosen(saving))
+            return *choose(frugal, batching, usable, overrides), saving
 
     size, why, saving = world.on_first(look)
     chosen = replace(resolved.config, recipe=resolved.config.recipe.chosen(saving))
