@@ -1,4 +1,4 @@
-"""What a Python program uses a trained model with: ``from trainer import evaluate, generate, predict``.
+"""What a Python program uses a trained model with: ``from trainer import evaluate, generate``.
 
 Each shows what its command shows, and returns it.
 """
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from inference.evaluate import EvaluateOptions, evaluation
 from inference.exported import Exported, RunOptions
 from inference.generate import GenerateOptions, generation
-from inference.predict import PredictOptions, classify
 from trainer.api import Trained, as_overrides, undisturbed
 from trainer.config.options import parse
 from trainer.recipe import Own
@@ -61,23 +60,6 @@ def generate(run: Weights, prompt: str, *overrides: str, **options: Any) -> list
     """
     with undisturbed():
         return generation(*_opened(GenerateOptions, run, overrides, options | {"prompt": prompt}))
-
-
-def predict(run: Weights, path: str | PathLike[str], *overrides: str, **options: Any) -> dict[str, dict[str, float]]:
-    """Return the most probable classes of photos, by file: their probabilities; none of a file that is no image.
-
-    Args:
-        run: the model, of recipe=resnet.
-        path: a photo, or a folder of photos.
-        overrides: such as ``"precision=fp32"``.
-        options: ``top=5`` classes, ``batch_size=32``; and overrides.
-
-    Raises:
-        UserError: the model classifies no images, or there are none.
-    """
-    with undisturbed():
-        _, found = classify(*_opened(PredictOptions, run, overrides, options | {"path": path}))
-        return {str(file): dict(best) for file, best in found}
 
 
 def _opened(

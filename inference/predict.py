@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,21 +73,29 @@ def predict(arguments: list[str]) -> int:
     """Print the most probable classes of each photo, and write them as CSV; 1: some cannot be read."""
     options, overrides = parse(arguments, PredictOptions, "overrides")
     exported = options.find()
-    files, predictions = classify(exported, options, overrides)
+    if "classes" not in exported.config:
+        raise UserError(
+            f"run={exported.given} is a {exported.recipe}, which does not classify images; "
+            "give a run of recipe=resnet, or use scripts/generate.py for a language model"
+        )
+    files = _files(options.path)
+    setting = configure(exported, overrides, with_data=False)
+    names: list[str] = exported.config["classes"]
+    top = min(options.top, len(names))
     target = Path(options.output).expanduser() if options.output else exported.results / "predictions.csv"
-    width, classified, top = max(len(str(file)) for file in files), 0, min(options.top, len(exported.config["classes"]))
+    width, classified = max(len(str(file)) for file in files), 0
     heading = ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
     try:
         with target.open("w", newline="", encoding="utf-8") as table:
             rows = csv.writer(table)
             rows.writerow(heading)
-            for file, best in predictions:
+            for file, best in _predictions(exported, setting, files, options.batch_size, top):
                 if not best:
                     print(f"{file} cannot be read as an image; it is left out", file=sys.stderr)
                     continue
                 classified += 1
-                rows.writerow([file, *itertools.chain.from_iterable(best)])
-                shown = "  ".join(f"{name} {share:.3f}" for name, share in best)
+                rows.writerow([file, *(part for index, share in best for part in (names[index], share))])
+                shown = "  ".join(f"{names[index]} {share:.3f}" for index, share in best)
                 print(f"{file!s:<{width}}  {shown}")
     except OSError as error:
         raise UserError(f"output={target} cannot be written ({error.strerror}); choose another file") from error
@@ -98,28 +105,10 @@ def predict(arguments: list[str]) -> int:
     return 0 if classified == len(files) else 1
 
 
-Predictions = Iterator[tuple[Path, list[tuple[str, float]]]]
-"""Each file with its most probable classes and their probabilities; none where it cannot be decoded."""
-
-
-def classify(exported: Exported, options: PredictOptions, overrides: Sequence[str]) -> tuple[list[Path], Predictions]:
-    """Return the photos that ``path`` names, and what yields their classes.
-
-    Raises:
-        UserError: there are none, or the model classifies no images.
-    """
-    if "classes" not in exported.config:
-        raise UserError(
-            f"run={exported.given} is a {exported.recipe}, which does not classify images; "
-            "give a run of recipe=resnet, or use scripts/generate.py for a language model"
-        )
-    files = _files(options.path)
-    setting = configure(exported, overrides, with_data=False)
-    return files, _predictions(exported, setting, files, options.batch_size, options.top)
-
-
 @torch.inference_mode()
-def _predictions(exported: Exported, setting: Setting, files: list[Path], batch_size: int, top: int) -> Predictions:
+def _predictions(
+    exported: Exported, setting: Setting, files: list[Path], batch_size: int, top: int
+) -> Iterator[tuple[Path, list[tuple[int, float]]]]:
     """Yield each file with the model's ``top`` most probable outputs, and their probabilities (softmax, fp32).
 
     Of a file that cannot be decoded, there are none.
@@ -146,10 +135,9 @@ def _predictions(exported: Exported, setting: Setting, files: list[Path], batch_
         with precision.autocast(device):
             scores = recipe.loss(model, to_device(batch, device)).scores
         assert scores is not None
-        best = scores[:, : len(classes)].softmax(1).topk(min(top, len(classes)))
+        best = scores[:, : len(classes)].softmax(1).topk(top)
         for decoded, indices, shares in zip(readable, best.indices.tolist(), best.values.tolist(), strict=True):
-            names = [classes[index] for index in indices]
-            yield next(left), list(zip(names, shares, strict=True)) if decoded else []
+            yield next(left), list(zip(indices, shares, strict=True)) if decoded else []
 
 
 def _files(given: str) -> list[Path]:

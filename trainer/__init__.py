@@ -8,7 +8,7 @@ from typing import Any
 
 _NAMES = {
     **dict.fromkeys(("Trained", "compose", "train"), "trainer.api"),
-    **dict.fromkeys(("evaluate", "generate", "predict"), "inference.api"),
+    **dict.fromkeys(("evaluate", "generate"), "inference.api"),
     "compare": "evidence.api",
     **dict.fromkeys(("LossOutput", "Recipe"), "trainer.recipe"),
     **dict.fromkeys(("Interrupted", "RunError", "UserError"), "trainer.errors"),

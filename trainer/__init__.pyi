@@ -1,7 +1,6 @@
 from evidence.api import compare as compare
 from inference.api import evaluate as evaluate
 from inference.api import generate as generate
-from inference.api import predict as predict
 from trainer.api import Trained as Trained
 from trainer.api import compose as compose
 from trainer.api import train as train

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from numbers import Integral, Real
@@ -28,29 +28,19 @@ from trainer.run.command import release_memory
 from trainer.run.memory.fit import out_of_memory
 from trainer.run.run import Run
 from trainer.run.start import train as start
+from trainer.trainer import Trainer
 
 
 class Trained(dict[str, Any]):
     """A run that has ended: what its summary.json holds, by key, such as ``run["final"]["valid/loss"]``."""
 
-    def __init__(self, summary: Mapping[str, Any], folder: Path, recipe: Recipe, model: nn.Module | None) -> None:
+    def __init__(self, summary: Mapping[str, Any], folder: Path, recipe: Recipe, model: Any) -> None:
         super().__init__(summary)
         self.folder = folder.absolute()
-        """Where everything about it is; the other functions, and ``train(resume=run.folder)``, take it, too."""
         self.recipe = recipe
-        self._model = model
-
-    @property
-    def model(self) -> nn.Module:
-        """The trained model on its device, in evaluation mode: with the best weights where checkpoints are kept, as in
-        ``best/``, else with the last ones; averaged where averages are evaluated. (Under FSDP it stays sharded.)
-
-        Raises:
-            UserError: the run was complete already, so nothing was trained.
-        """
-        if self._model is None:
-            raise UserError(f"{self.folder} was complete already, so no model was trained; open its best/")
-        return self._model
+        self.model = model
+        """The trained ``nn.Module``, in evaluation mode, on its device; with the weights of ``best/``, or the last ones
+        where no checkpoints are kept. None: the run was complete already."""
 
     def __repr__(self) -> str:
         final = "".join(f", {name} {value:.5g}" for name, value in self["final"].items() if value is not None)
@@ -61,29 +51,21 @@ def compose(*given: Recipe | str, **options: Any) -> Config:
     """Return the config of these options, for ``train``.
 
     Args:
-        given: overrides as on the command line, such as ``"recipe=gpt2"`` or ``"optimizer.lr=1e-3"``; or a recipe.
+        given: overrides as on the command line, such as ``"recipe=gpt2"``; at most one recipe as an object.
         options: the same as Python values: ``steps=200``, ``optimizer={"lr": 1e-3}``. A string is taken as it is.
 
     Raises:
         UserError: one of them is a mistake.
     """
-    recipes = [each for each in given if isinstance(each, Recipe)]
-    typed = [each for each in given if not isinstance(each, Recipe)] + as_overrides(options)
-    if wrong := [each for each in typed if not isinstance(each, str)]:
-        raise UserError(f'{wrong[0]!r} is not an override; write "key=value", or key=value as a keyword')
-    if not recipes:
-        return overrides.compose(typed)
-    if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
-        raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
-    return replace(overrides.compose([f"recipe={Own.name}", *typed]), recipe=recipes[0])
+    return _composed(given, options)[0]
 
 
 def train(*given: Config | Recipe | str, **options: Any) -> Trained:
     """Train, with progress, and return the run with its summary and its model.
 
-    In the main thread Ctrl-C, a notebook's "interrupt" and SIGTERM save a checkpoint after the running step and raise
-    ``Interrupted``, a ``KeyboardInterrupt`` whose ``folder`` continues with ``train(resume=folder)``; handlers that the
-    program has set itself stay. ``train(Recipe.of(…), resume=folder)`` takes the same model and data again.
+    In the main thread Ctrl-C, a notebook's stop button and SIGTERM save a checkpoint after the running step and raise
+    ``Interrupted``, a ``KeyboardInterrupt`` with the ``folder`` for ``train(resume=folder)``, or, of ``Recipe.of``, for
+    ``train(recipe, resume=folder)``. Handlers that the program has set itself stay.
 
     Args:
         given: as of ``compose``; or a config that it returned, alone.
@@ -94,9 +76,6 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         RunError: the run ended early: not finite, out of memory, or a full disk.
         Interrupted: see above.
     """
-    ready = [each for each in given if isinstance(each, Config)]
-    if ready and (len(given) > 1 or options):
-        raise UserError("a config is complete; give further options to compose")
     runs: list[Run] = []
 
     def begun(run: Run) -> None:
@@ -105,14 +84,13 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         run.command = f'train({own}resume="{run.folder.path}")'
 
     with undisturbed():
-        config = ready[0] if ready else compose(*given, **options)  # type: ignore[arg-type]
-        typed = [each for each in given if isinstance(each, str)] + as_overrides(options)
-        if len(typed) < len(given) + len(options):  # from which nothing smaller can be composed
-            typed = [f"recipe={Own.name}"]
+        config, typed = _composed(given, options)
         try:
-            return _trained(start(config, typed, started=begun), config, runs)
+            summary = start(config, typed, started=begun)
+            folder = runs[0].folder.path if runs else Path(config.output_dir).expanduser() / summary["run"]
+            return Trained(summary, folder, config.recipe, _model(runs[0].trainer) if runs else None)
         except Interrupted as stopped:
-            stopped.folder = runs[0].folder.path if runs else None
+            stopped.folder = runs[0].folder.path.absolute() if runs else None
             raise
         except Exception as error:
             if not is_out_of_memory(error):
@@ -125,13 +103,26 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         raise out_of_memory(shortage, typed)
 
 
-def _trained(summary: dict[str, Any], config: Config, runs: list[Run]) -> Trained:
-    if not runs:
-        return Trained(summary, Path(config.output_dir).expanduser() / summary["run"], config.recipe, None)
-    run, trainer = runs[0], runs[0].trainer
+def _model(trainer: Trainer) -> nn.Module:
     if (averages := trainer.average.state_of_model()) is not None:
         trainer.model.load_state_dict(averages)
-    return Trained(summary, run.folder.path, trainer.recipe, trainer.model.eval())
+    return trainer.model.eval()
+
+
+def _composed(given: Sequence[object], options: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """Return the config, and the overrides from which something smaller can be composed, if there are any."""
+    typed = [each for each in given if isinstance(each, str)] + as_overrides(options)
+    objects = [each for each in given if not isinstance(each, str)]
+    if not objects:
+        return overrides.compose(typed), typed
+    alone = [f"recipe={Own.name}"]
+    if len(objects) == 1 and isinstance(objects[0], Config) and not typed:
+        return objects[0], alone
+    if len(objects) > 1 or not isinstance(objects[0], Recipe):
+        raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
+    if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
+        raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
+    return replace(overrides.compose([*alone, *typed]), recipe=objects[0]), alone
 
 
 def as_overrides(options: Mapping[str, Any]) -> list[str]:

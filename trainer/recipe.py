@@ -171,29 +171,27 @@ class Recipe:
     ) -> Own:
         """Return the recipe of a model and data that exist already, for ``trainer.train``.
 
-        The model is in fp32 and stays as it is: a copy is trained. A function that builds it makes the first weights
-        depend on ``seed``. The loss must find every tensor that it needs in the model and in the batch, which move to
-        the device.
-
         Args:
-            model: any module, or a function that builds one.
-            loss: takes the model (under DDP: DDP around it) and a batch, under autocast; returns the mean over the
-                batch's targets, a scalar, or a ``LossOutput``, whose sums may be of metrics, too.
-            train_dataset: a map-style dataset of torch, or a DataLoader: of this one the dataset, the batch size and
-                ``collate_fn`` count. Samples are tensors, tuples, dictionaries: what torch's ``default_collate`` knows.
+            model: in fp32; a copy of it is trained. Or a function that builds one, whose weights then follow ``seed``.
+            loss: takes the model (in DDP, if there is) and a batch, under autocast; returns a scalar, the mean over the
+                batch, or a ``LossOutput``. What it needs is in the model or the batch, which move to the device.
+            train_dataset: a map-style dataset of torch, or a DataLoader: its dataset, batch size and ``collate_fn``.
+                Samples are what torch's ``default_collate`` knows: tensors, numbers, tuples and dictionaries of them.
             valid_dataset: likewise.
-            test_dataset: likewise; evaluated once, with the best weights.
-            targets: returns how many targets of a batch the loss is a mean over, such as its tokens that are no
-                padding; None: its samples.
+            test_dataset: likewise; evaluated once, at the end, with the best weights.
+            targets: takes a batch; returns how many targets the loss is a mean, or a sum, over, such as the tokens that
+                are no padding; None: the samples.
             collate_fn: as of torch's DataLoader.
 
         Raises:
-            UserError: data that cannot be batched, a 16-bit model, a loss that is a sum or no scalar.
+            UserError: data that cannot be batched, a 16-bit model, a loss that is no mean and no ``LossOutput``.
         """
-        given = (train_dataset, valid_dataset, test_dataset)
-        train, valid, test = (None if each is None else Collated.of(each, collate_fn) for each in given)
+        train, valid = Collated(train_dataset, collate_fn), Collated(valid_dataset, collate_fn)
+        test = None if test_dataset is None else Collated(test_dataset, collate_fn)
+        if any(each.structure != train.structure for each in (valid, test or valid)):
+            raise UserError(f"{valid.name}: batches of all datasets must have the same parts as {train.name}'s")
         own = Own(model, loss, train, valid, test, targets, getattr(train_dataset, "batch_size", None) or 32)
-        own.check_loss()
+        own.check()
         return own
 
     def chosen(self, decisions: Iterable[Decision]) -> Self:
@@ -312,7 +310,7 @@ class Recipe:
 
     def description(self, datasets: Any) -> dict[str, Any]:
         """Return what an exported model is, as plain JSON types: by default the recipe and its options."""
-        options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.metadata != NO_OPTION}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
     def packages(self) -> list[str]:
@@ -362,7 +360,7 @@ class Own(Recipe):
         return Sizes(math.ceil(len(self.train) / size), size, size)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
-        about = f"{type(self.train.dataset).__name__}: {len(self.train):,} samples, {len(self.valid):,} for validation"
+        about = f"{self.train.name}: {len(self.train):,} samples, {len(self.valid):,} for validation"
         return Datasets(self.train, self.valid, about, test=self.test)
 
     def build_model(self, datasets: Any) -> nn.Module:
@@ -384,21 +382,16 @@ class Own(Recipe):
         count = self.targets(given) if self.targets else self.count_units(batch)
         return LossOutput(value.reshape(()).to(torch.promote_types(value.dtype, torch.float32)) * count, {})
 
-    def description(self, datasets: Any) -> dict[str, Any]:
-        return {"recipe": self.name, "torch": torch.__version__}
-
     def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
         return {"model": type(model).__name__}
 
     @torch.no_grad()
-    def check_loss(self) -> None:
-        """Look whether the loss of two samples follows from theirs; the state of model and generators stays.
+    def check(self) -> None:
+        """Look whether the loss of two samples follows from theirs; modes of the model and generators stay.
 
         Raises:
-            UserError: it is a sum where a mean is due, or the other way round.
+            UserError: it does not, since it is a sum where a mean is due, or the other way round; or 16-bit weights.
         """
-        if len(self.train) < 2:
-            return
         host = torch.device("cpu")
         generators = random_state(host)
         model = self.model if isinstance(self.model, nn.Module) else self.model()
@@ -406,29 +399,25 @@ class Own(Recipe):
             raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
         modes = {module: module.training for module in model.modules()}
         device = next((each.device for each in model.parameters()), host)
-        two = self.train.batch([SampleId(0, 0), SampleId(1, 0)])
-        parts = [
-            {name: each[some].to(device) for name, each in two.items()} for some in (slice(1), slice(1, 2), slice(2))
-        ]
+        samples = self.train.batch([SampleId(index, None) for index in range(min(2, len(self.train)))])
+        parts = (slice(1), slice(1, 2), slice(2)) if len(self.train) > 1 else ()
         try:
             model.eval()
-            one, other, both = (self.loss(model, part).loss_sum.item() for part in parts)
+            batches = [{name: each[part].to(device) for name, each in samples.items()} for part in parts]
+            sums = [self.loss(model, batch).loss_sum.item() for batch in batches]
         finally:
             for module, mode in modes.items():
                 module.training = mode
             set_random_state(generators, host)
+        alone, both = sum(sums[:2]), sum(sums[2:])
         close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
-        if close(both, one + other):
-            return
-        if close(both, 2 * (one + other)):
-            raise UserError(
-                'the loss of two samples is the sum of theirs: return the mean (reduction="mean"), or a LossOutput'
-            )
-        if close(2 * both, one + other):
+        if not close(both, alone) and close(both, 2 * alone):
+            raise UserError('the loss of two samples is the sum of theirs: return the mean (reduction="mean")')
+        if not close(both, alone) and close(2 * both, alone):
             raise UserError('the LossOutput of two samples is the mean of theirs: it holds sums (reduction="sum")')
-        warnings.warn(
-            f"the loss of two samples ({both:.5g} when summed) is not that of the one ({one:.5g}) and of the other "
-            f"({other:.5g}): a gradient then depends on micro_batch_size; if the loss is a mean over something else "
-            "than samples, such as tokens, set targets= to what counts them",
-            stacklevel=3,
-        )
+        if not close(both, alone):
+            warnings.warn(
+                f"the summed loss of two samples is {both:.5g}, of one after the other {alone:.5g}, so the gradient "
+                "depends on micro_batch_size; if it is a mean over tokens, count them with targets=",
+                stacklevel=3,
+            )
