@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from tests.helpers import copied, same_bits
 from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose, evaluate, train
 from trainer.config.registration import flatten
+from trainer.data.given import Collated
 from trainer.data.loader import DataOrder
+from trainer.precision import kernels
 from trainer.trainer import Trainer
 
 SAMPLES, STEPS, BATCH = 48, 9, 16
@@ -68,6 +70,7 @@ def settings() -> dict[str, Any]:
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "logging": [logger.handlers[:], logger.level, logger.propagate, logging.root.handlers[:], logging.root.level],
         "torch": [torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()],
+        "kernels": kernels.in_use(torch.bfloat16, "mm"),
         "fp32": [each.fp32_precision for each in FP32],
         "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark],
         "generators": [torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()],  # type: ignore[call-overload]
@@ -137,6 +140,14 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     assert same_bits(dict(run.model.state_dict()), dict(whole.model.state_dict()))
     assert evaluate(run)["metrics"]["loss"] == pytest.approx(run["final"]["valid/loss"])
     assert train(own(), resume=run.folder).model is None  # it is complete
+
+
+def test_what_a_sample_draws_at_random_is_a_function_of_its_microbatch() -> None:
+    data, samples = Collated(Noisy(), None), DataOrder(SAMPLES, 0).samples(5, 4)
+    first = data.batch(samples)
+    _ = torch.rand(1), np.random.rand(), random.random()
+    assert same_bits(data.batch(samples), first)
+    assert not same_bits(data.batch([sample._replace(seed=1) for sample in samples]), first)
 
 
 def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() -> None:
