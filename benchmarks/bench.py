@@ -2,7 +2,7 @@
 
   only=memory,precision   run only these measurements (default: all):
                           precision, trainer, peers, nanogpt, roofline, optimizers, diagnostics, ema,
-                          memory, loader, startup, saving, parallel, documented
+                          memory, loader, startup, saving, generation, parallel, documented
   repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matrix products are too slow here
@@ -43,6 +43,7 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row | peers.SideBySide]]] = {
     "loader": loading.loader,
     "startup": ratios.startup,
     "saving": ratios.saving,
+    "generation": ratios.generation,
     "parallel": ratios.parallel,
     "documented": ratios.documented,
 }

@@ -58,6 +58,10 @@ OF_A_RUN = (
 """What is kept of a run's summary, beside its validation losses, its device and its ledger."""
 
 
+RUN = ("arm", "seed", "exit_code", "failure", "wall_time_s")
+"""And of its outcome; since 2026-11-25 also ``others_cpu``."""
+
+
 def main(arguments: list[str]) -> int:
     """Add a comparison, if one is named; write the pages and the picture."""
     if arguments:
@@ -92,7 +96,7 @@ def contents() -> blocks.Blocks:
         docs / "reliability.md": {"certificates": certificates()},
         docs / "speed.md": {
             "bf16": bf16_over_fp32(),
-            "targets": bench("precision", "trainer", "memory", "saving", "parallel", "startup"),
+            "targets": bench("precision", "trainer", "memory", "saving", "generation", "parallel", "startup"),
             "kernels": kernels.tables(),
             "peers": side_by_side(),
             "nanogpt": bench("nanogpt"),
@@ -288,7 +292,7 @@ def _run(outcome: Outcome) -> Result:
         summary |= {"final": {LOSS: outcome.summary["final"].get(LOSS)}}
     ledger = outcome.ledger and {key: outcome.ledger[key] for key in ("at_peak", "peak_bytes")}
     return {
-        **{key: getattr(outcome, key) for key in ("arm", "seed", "exit_code", "failure", "wall_time_s")},
+        **{key: getattr(outcome, key) for key in (*RUN, "others_cpu")},
         "summary": summary,
         "losses": [steps.tolist(), [value if math.isfinite(value) else None for value in losses.tolist()]],
         "ledger": ledger,
@@ -300,8 +304,8 @@ def judged(result: Result) -> compare.Result:
     arms = [Arm(label, tuple(overrides), shift) for label, overrides, shift in result["arms"]]
     outcomes = []
     for each in result["runs"]:
-        values = {key: each[key] for key in ("arm", "seed", "exit_code", "failure", "wall_time_s", "summary")}
-        outcome = Outcome(**values, folder=Path())
+        values = {key: each[key] for key in (*RUN, "summary")}
+        outcome = Outcome(**values, folder=Path(), others_cpu=each.get("others_cpu"))
         steps, losses = each["losses"]
         outcome.series = {LOSS: (np.array(steps, int), np.array(losses, float))} if steps else {}
         outcome.ledger = each["ledger"]
@@ -336,17 +340,20 @@ def comparisons(shown: Sequence[str], tables: bool = True) -> str:
         own = [each for each in recorded() if each[1]["name"] == name]
         for number, (machine, result) in enumerate(own):
             about = f"`{machine}`, {records.origin(result)}"
-            sentences = result.get("printed") or report.sentences(judged(result))
+            found = None if "printed" in result else judged(result)
+            sentences = report.sentences(found) if found else result["printed"]
+            told = report.lead(found) if found else []
             if number:
                 before = (
                     "Earlier, the same" if result["command"] == own[0][1]["command"] else f"Also, `{result['command']}`"
                 )
-                parts.append(f"{before} on {about}: {' '.join(sentences)}")
+                parts.append(f"{before} on {about}: {' '.join([*told, *sentences])}")
                 continue
             parts += [f"### {name.capitalize().replace('-', ' ')}"] if len(shown) > 1 else []
+            parts += told
             parts += [f"    {result['command']}", f"On {about}:", "\n".join(f"- {each}" for each in sentences)]
-            if tables and "runs" in result:
-                heading, *rows = report.rows(judged(result))
+            if tables and found:
+                heading, *rows = report.rows(found)
                 parts.append(table(heading, rows))
     return "\n\n".join(parts)
 

@@ -2,7 +2,8 @@
 
   python benchmarks/power.py [simulations=20000]
 
-Paired differences are normal, at a margin of 0.3 %. Who follows a report adds the seeds that it names, up to 4 looks.
+Losses are normal, at a margin of 0.3 %; the null arm is judged, too. Who follows a report adds the seeds that it names,
+up to 4 looks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, equivalence_family
+from evidence.comparison.judge import NOT_JUDGED
+from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, equivalence_family, mean_interval
 from trainer.files import PROJECT, write_text
 
 PAGE = PROJECT / "docs" / "comparing.md"
@@ -25,15 +27,19 @@ PLANS = [(3, 0.001), (3, 0.002), (5, 0.001), (5, 0.002), (5, 0.004), (10, 0.002)
 
 def followed(mean: float, spread: float, seeds: int, generator: np.random.Generator) -> Iterator[str]:
     """Yield the verdict of each look at one comparison, until one decides or the report names no number of seeds."""
-    differences = np.empty(0)
+    losses = np.empty((0, 3))  # of the baseline, the arm and the null arm, in each pair as independent as they can be
     for look in range(1, LOOKS + 1):
-        more = generator.normal(mean, spread, seeds - len(differences))
-        differences = np.concatenate([differences, more])
-        (found,) = equivalence_family([differences.tolist()], MARGIN, look=look)
-        yield found.verdict
-        if not found.pairs_needed:
+        losses = np.concatenate([losses, generator.normal(0, spread / 2**0.5, (seeds - len(losses), 3))])
+        arm, null = (losses[:, 1:] - losses[:, :1]).T
+        (found,) = equivalence_family([arm + mean], MARGIN, look=look)
+        withheld = mean_interval(null).excludes(0)
+        yield NOT_JUDGED if withheld else found.verdict
+        if withheld:
+            seeds *= 2
+        elif found.pairs_needed:
+            seeds = found.pairs_needed
+        else:
             return
-        seeds = found.pairs_needed
 
 
 def shares(mean: float, spread: float, seeds: int, simulations: int) -> dict[str, tuple[float, float]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import nn
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
 from evidence.turns import steps_of, stopwatch
+from inference.generate import without_dropout
 from mantissa.formats import BASIC
 from trainer.checkpoint.store import Checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
@@ -152,6 +154,24 @@ def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     share = [100 * (measured - update) / (every * step) for step, update, measured in columns]
     how = f"{job.line()}; updates with and without a measurement alternate, the difference is spread over {every} steps"
     yield Row(f"{job.name}, diagnostics=numerics, over diagnostics=none", "%", share, how, 2.0)
+
+
+def generation(bench: Bench, job: Job | None = None) -> Iterator[Row]:
+    """Measure texts as long as the context, with the cache of keys and values and without."""
+    job = job or gpt2_job(bench.hardware)
+    trainer = _trainer(bench, job)
+    model: Any = trainer.model.eval()
+    network = without_dropout(model.network)
+    prompt = torch.zeros(1, 1, dtype=torch.int64, device=trainer.device)
+    length = network.config.max_position_embeddings - 1
+    fixed = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
+
+    def text(cache: bool) -> Callable[[int], object]:
+        return lambda _: network.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=cache, **fixed)
+
+    times = bench.times({"cached": text(True), "all": text(False)})
+    how = f"{job.line()}: its model with random weights; texts of {length + 1} tokens alternate"
+    yield Row(f"{job.name}, tokens/s with the KV cache / without", "x", ratios(times, "all", "cached"), how, 5.0, False)
 
 
 def saving(bench: Bench, job: Job | None = None) -> Iterator[Row]:

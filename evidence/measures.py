@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 
 from evidence.runs import DIVERGED, Outcome
 
 LOSS = "valid/loss"
+IN_USE = 0.1
+"""A mean share of the CPUs used by other processes from which on a time says little."""
 
 
 def speed(outcome: Outcome) -> float | None:
@@ -18,7 +21,7 @@ def speed(outcome: Outcome) -> float | None:
 
 def memory(outcome: Outcome) -> float | None:
     """Return the peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
-    if str(outcome.summary["hardware"]["device"]).startswith("cuda"):
+    if _on_cuda(outcome):
         return float(outcome.summary["peak_memory_bytes"])
     return float(outcome.ledger["peak_bytes"]) if outcome.ledger else None
 
@@ -74,6 +77,15 @@ PROBE_MEASURES = {
 """The measures of each probe (benchmarks/probe.py)."""
 
 
+def in_use(outcomes: Iterable[Outcome]) -> str:
+    """Return why the times of runs on a CPU say little, and what to do: other processes used it; empty: they do."""
+    shares = [o.others_cpu for o in outcomes if o.others_cpu is not None and not _on_cuda(o)]
+    share = statistics.fmean(shares) if shares else 0
+    if share < IN_USE:
+        return ""
+    return f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine, with another name=…"
+
+
 def measured(outcome: Outcome, name: str) -> float | None:
     """Return a measure of an outcome; None: not measured, or the run failed.
 
@@ -87,3 +99,7 @@ def measured(outcome: Outcome, name: str) -> float | None:
         value: float | None = outcome.summary["measures"].get(name)
         return value
     return MEASURES[name][0](outcome) if name in MEASURES else None
+
+
+def _on_cuda(outcome: Outcome) -> bool:
+    return str(outcome.summary.get("hardware", {}).get("device")).startswith("cuda")

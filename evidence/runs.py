@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from evidence.turns import in_turns
 from trainer.config.compose import key_of, quoted
@@ -30,6 +34,8 @@ NULL_SHIFT = 1000
 """What a null arm adds to every seed."""
 DIVERGED = 3
 """The exit code of training that turned non-finite: an outcome, which the same command would have again."""
+_CHILD_SUBREAPER = 36
+"""Linux's PR_SET_CHILD_SUBREAPER."""
 SETTLED = (2, 4)
 """Exit codes that another seed would not change: a mistake, and too little memory."""
 
@@ -63,6 +69,8 @@ class Outcome:
     """The last lines that a failed run printed."""
     wall_time_s: float = 0.0
     summary: dict[str, Any] = field(default_factory=dict)
+    others_cpu: float | None = None
+    """The share of the CPUs that other processes used while it ran; None: not measured."""
 
     @property
     def finished(self) -> bool:
@@ -158,6 +166,7 @@ class Runner:
         remove_folder(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)
         log = self.runs / f"{folder.name}.log"
+        used = None if self.launch else _cpu_seconds()
         try:
             code = (self.launch or in_a_process)(self.command(arm, seed), log, limit_s)
         except subprocess.TimeoutExpired:
@@ -166,9 +175,16 @@ class Runner:
             raise KeyboardInterrupt
         found = sealed_or_empty(folder / SUMMARY_FILE)
         failure = _last_error(log) if code else ""
-        outcome = Outcome(arm.label, seed, folder, code, failure, time.monotonic() - began, found)
+        took, others = time.monotonic() - began, used and _share_of_others(used, _cpu_seconds())
+        outcome = Outcome(arm.label, seed, folder, code, failure, took, found, others)
         if folder.exists():
-            record = {"exit_code": code, "failure": failure, "wall_time_s": outcome.wall_time_s, "summary": found}
+            record = {
+                "exit_code": code,
+                "failure": failure,
+                "wall_time_s": took,
+                "summary": found,
+                "others_cpu": others,
+            }
             write_sealed(folder / OUTCOME_FILE, record)
         return outcome
 
@@ -238,6 +254,27 @@ def in_a_process(command: list[str], log: Path, limit_s: float | None = None, st
                 process.kill()
                 process.wait()
             raise
+
+
+def _cpu_seconds() -> tuple[float, float, float]:
+    """Return the time of the CPUs of this process, how much of it they worked, and how much for it and its descendants.
+
+    What a run leaves behind, such as the server of its loader's workers, becomes a child of this process.
+    """
+    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    lines = map(str.split, Path("/proc/stat").read_text(encoding="utf-8").splitlines())
+    spent = [[int(ticks) for ticks in line[1:9]] for line in lines if line[0] in cpus]
+    this = psutil.Process()
+    own = [process.cpu_times() for process in (this, *this.children())]
+    passed, idle = sum(map(sum, spent)), sum(each[3] + each[4] for each in spent)
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    return passed / ticks_per_s, (passed - idle) / ticks_per_s, sum(sum(each[:4]) for each in own)
+
+
+def _share_of_others(before: tuple[float, ...], after: tuple[float, ...]) -> float | None:
+    passed, worked, own = (now - then for now, then in zip(after, before, strict=True))
+    return max(0.0, worked - own) / passed if passed else None
 
 
 def _last_error(log: Path) -> str:

@@ -20,7 +20,6 @@ from trainer.errors import RunError, UserError
 
 CAUSAL = ("gpt2", "llama")
 """Recipes whose models continue a text; t5 answers it."""
-_TOKENS = 256
 
 
 @dataclass
@@ -33,8 +32,7 @@ class GenerateOptions(RunOptions):
     top_k: int = 50
     top_p: float = 1.0
     seed: int = 0
-    max_new_tokens: int = 0
-    """0: as many as the context has room for, at most 256."""
+    max_new_tokens: int = 256
     cache: bool = True
 
     def __post_init__(self) -> None:
@@ -75,7 +73,6 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
         ids = torch.tensor([Characters.load(exported.folder).encode(options.prompt)])
     else:
         ids = torch.tensor([tokenizer(options.prompt)["input_ids"]], dtype=torch.int64)
-    length = _length(options, ids.shape[1], exported)
     network = without_dropout(exported.network())
     # Under the name that it has in training, which precision.fp32_modules may use.
     setting.in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network)
@@ -88,7 +85,7 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
         if causal:
             print(options.prompt, end="", flush=True)
         with setting.config.precision.autocast(device):
-            count, text = _write(network, tokenizer, ids.to(device), length, options)
+            count, text = _write(network, tokenizer, ids.to(device), options)
         written += count
         texts.append(options.prompt * causal + text)
     seconds = time.perf_counter() - started
@@ -105,15 +102,18 @@ def without_dropout(network: Any) -> Any:
     return network
 
 
-def _write(network: Any, tokenizer: Any, ids: Tensor, length: int, options: GenerateOptions) -> tuple[int, str]:
-    """Generate and print one text, token by token; return its number of tokens and the text.
+def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) -> tuple[int, str]:
+    """Generate and print one text, token by token; return its number of tokens, and the text.
+
+    Each token follows from the last ones that the context has room for. From where it is full, these are at other
+    positions for every token, so that their keys and values are computed again.
 
     Args:
         network: of transformers.
         tokenizer: of transformers.
         ids: int64, 1 × tokens: what is continued, or the input of an encoder.
-        length: of the text, in tokens, at most; it also ends at the network's own end token.
-        options: ``temperature``, ``top_k``, ``top_p`` and ``cache`` are used.
+        options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p`` and ``cache`` are used; the text also ends at
+            the network's own end token.
 
     Raises:
         RunError: the model's outputs are not finite.
@@ -134,49 +134,37 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, length: int, options: Gene
             printed.append(text)
             super().on_finalized_text(text, stream_end)
 
+        def end(self) -> None:
+            self.next_tokens_are_prompt = True  # of the next call
+
+    shown, written, ended = Shown(tokenizer, skip_prompt=True), 0, False
+    decodes = network.config.is_encoder_decoder  # a T5, whose positions are relative
+    context = None if decodes else network.config.max_position_embeddings
+    stop = network.generation_config.eos_token_id
     drawn: dict[str, Any] = {"do_sample": options.temperature > 0}
     if options.temperature > 0:
         drawn |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     try:
         # Not in inference mode: there, autocast would cast every weight again for every token.
         with torch.no_grad():
-            found = network.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=length,
-                use_cache=options.cache,
-                pad_token_id=min(ends, default=0),
-                streamer=Shown(tokenizer, skip_prompt=True),
-                **drawn,
-            )
+            while written < options.max_new_tokens and not ended:
+                left, known = options.max_new_tokens - written, ids if context is None else ids[:, -context:]
+                ids = network.generate(
+                    input_ids=known,
+                    attention_mask=torch.ones_like(known),
+                    max_new_tokens=left if context is None else min(left, max(1, context - known.shape[1])),
+                    use_cache=options.cache,
+                    pad_token_id=min(ends, default=0),
+                    streamer=shown,
+                    **drawn,
+                )
+                written += ids.shape[1] - (1 if decodes else known.shape[1])
+                ended = decodes or int(ids[0, -1]) in (stop if isinstance(stop, list) else [stop])
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
         raise RunError(
             "the model's outputs are not finite; generate with precision=fp32, or from earlier weights"
         ) from error
-    count = int(found.shape[1]) - (1 if network.config.is_encoder_decoder else ids.shape[1])
-    return count, "".join(printed)
-
-
-def _length(options: GenerateOptions, prompt: int, exported: Exported) -> int:
-    """Return how many tokens are generated at most.
-
-    Raises:
-        UserError: the prompt alone fills the context, or what was requested does not fit behind it.
-    """
-    config = exported.config
-    context = config.get("n_positions", config.get("max_position_embeddings")) if exported.recipe in CAUSAL else None
-    if context is None:  # t5's positions are relative
-        return options.max_new_tokens or _TOKENS
-    room = int(context) - prompt
-    if room < 1:
-        raise UserError(
-            f"prompt: it has {prompt} tokens, and the model's context is {context}; use at most {context - 1}"
-        )
-    if options.max_new_tokens > room:
-        raise UserError(
-            f"max_new_tokens={options.max_new_tokens} does not fit: the model's context is {context} tokens, the "
-            f"prompt has {prompt}; use max_new_tokens={room}, or leave it out"
-        )
-    return options.max_new_tokens or min(_TOKENS, room)
+    TextStreamer.end(shown)
+    return written, "".join(printed)

@@ -26,6 +26,10 @@ class Interval:
     count: int
     """The number of values."""
 
+    def excludes(self, value: float) -> bool:
+        """Return whether the value lies outside."""
+        return not self.low <= value <= self.high
+
 
 @dataclass(frozen=True)
 class Equivalence:

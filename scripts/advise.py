@@ -12,8 +12,8 @@ and measured longer; the chosen one is timed once more against the default, both
 ratio is what is reported.
 
 The doctor examines a step of the winner; one with a fault is not advised. Whether it trains as well as the default is
-for scripts/compare.py to test; the command is printed at the end. Writes the answer and a picture to
-<output_dir>/advice/<recipe>-<key>, the setting as conf/experiment/advised_<recipe>_<machine>.yaml, and a run in MLflow.
+for scripts/compare.py to test; the command is printed at the end. Writes the answer, its commands and
+a picture to <output_dir>/advice/<recipe>-<key>, and a run to MLflow.
 After a stop, the same command continues; where options, data, code, hardware and versions are the same, it answers
 at once.
 Exit code: 0, 1 when no candidate works, 2 for a user error, 4 when nothing fits into memory, 130 when interrupted.

@@ -25,7 +25,7 @@ from trainer.trainer import StepRecord, Trainer
 
 PROJECT = Path(__file__).resolve().parents[1]
 CONF = PROJECT / "conf"
-SHIPPED = sorted(path for path in CONF.rglob("*.yaml") if not path.name.startswith("advised_"))
+SHIPPED = sorted(CONF.rglob("*.yaml"))
 """The project's YAMLs, without those that scripts/advise.py wrote here for a user's own data and machine."""
 CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, 2)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from rich.console import Console
 
-from evidence.advice import experiment
 from evidence.advice.candidates import COMPILE, space_of
 from evidence.advice.checkup import check
+from evidence.advice.commands import comparison, overrides_of, training
 from evidence.advice.publish import publish
 from evidence.advice.report import picture, print_advice, sentence
 from evidence.advice.schema import BUDGET, GOALS, SPEED, Advice, Entry, read
@@ -29,7 +29,7 @@ from evidence.advice.worker import COMPILED, Worker, prepare
 from evidence.claims.reproduce import machine_name
 from evidence.runs import recorded
 from mantissa.display import duration
-from trainer.config.compose import CONF, combinations, compose
+from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -98,16 +98,15 @@ def main(arguments: list[str]) -> int:
                 advice.entries, advice.spent_s = known.entries, known.spent_s
             _search(advice, overrides, options, hardware, folder, console)
         said = sentence(advice)
-        trains, written = experiment.write(advice, said, CONF)
-        commands = f"  {trains}\n"
+        commands = f"  {training(advice)}\n"
         if advice.winner != advice.baseline:
-            commands += f"\nDoes it train as well? {experiment.comparison(advice)}"
+            commands += f"\nDoes it train as well? {comparison(advice)}"
         with (folder / PAGE).open("w", encoding="utf-8") as page:
             print_advice(advice, Console(file=page, width=PAGE_WIDTH))
             print(commands, file=page)
         print_advice(advice, console)
         print(commands)
-        made = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE), written]
+        made = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE)]
         files = [path for path in made if path is not None]
         print("\n".join(map(str, files)))
         if sent := publish(advice, config, said, files):
@@ -141,7 +140,7 @@ def _key(config: Config, overrides: list[str], goal: str, hardware: Hardware) ->
     data = fingerprint(config.resolve(hardware).config.open_datasets())
     digest = hashlib.sha256(repr([goal, typed, options, data, hardware.facts(), versions()]).encode())
     for path in sorted(path for top in _CODE for path in (PROJECT / top).rglob("*")):
-        if path.suffix in (".py", ".yaml") and not path.name.startswith(experiment.PREFIX):
+        if path.suffix in (".py", ".yaml"):
             digest.update(str(path.relative_to(PROJECT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -172,7 +171,7 @@ def _search(
     def check_up(entry: Entry) -> dict[str, Any]:
         timer.close()  # the doctor has the memory for itself
         say(f"check-up by the doctor: {entry.label}")
-        return check(experiment.overrides_of(common, entry.candidate), hardware, folder)
+        return check(overrides_of(common, entry.candidate), hardware, folder)
 
     prepare()
     advice.spent_s = time.monotonic() - began

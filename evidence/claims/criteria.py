@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.measures import MEASURES, TIMED, measured
+from evidence.measures import MEASURES, TIMED, in_use, measured
 from evidence.runs import Outcome
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, equivalence, mean_interval, ratio_interval
 from trainer.errors import UserError
@@ -116,6 +116,8 @@ def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
         finding.low, finding.high = min(values), max(values)
     compared = bool(criterion.over or criterion.minus)
     finding.why = _gap(criterion, runs, len(values) if compared else None)
+    if criterion.measure in TIMED:
+        finding.why = finding.why or in_use(run for name in criterion.arms for run in runs[name].values())
     usable = all(map(math.isfinite, values)) and (bool(criterion.minus) or all(value > 0 for value in values))
     if compared and len(values) > 1 and usable:
         interval = (ratio_interval if criterion.over else mean_interval)(values)

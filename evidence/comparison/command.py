@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evidence.comparison.compare import NULL, Comparison, Result, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
-from evidence.comparison.report import sentences, table, write_report
+from evidence.comparison.report import lead, sentences, table, write_report
 from evidence.runs import NULL_SHIFT, Arm, check_labels, recorded
 from trainer.config.compose import CONF, key_of
 from trainer.config.options import fraction, listed, parse, unquoted
@@ -46,8 +46,7 @@ def compared(arguments: list[str]) -> Result:
     configs = check_arms(comparison)
     result = compare(comparison, configs)
     files = write_report(result, ["python", "scripts/compare.py", *recorded(arguments)])
-    print(f"\n{table(result)}\n")
-    print("\n".join(sentences(result)))
+    print("\n" + "\n\n".join(["\n".join(lead(result)), table(result), "\n".join(sentences(result))]))
     print(f"\nreport {files[0]}")
     tracking = configs[comparison.baseline].tracking
     if tracking.mlflow:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evidence.measures import LOSS, energy, memory, speed
+from evidence.measures import LOSS, energy, in_use, memory, speed
 from evidence.runs import DIVERGED, Arm, Outcome, recorded
 from mantissa.statistics import (
     INCONCLUSIVE,
@@ -17,6 +17,10 @@ from mantissa.statistics import (
     mean_interval,
     ratio_interval,
 )
+
+NOT_JUDGED = "NOT JUDGED"
+PAIRS = 3
+"""The least for a verdict."""
 
 
 @dataclass
@@ -30,6 +34,8 @@ class Ratio:
     ratio: Interval | None = None
     """Geometric mean over the pairs; None for the baseline itself."""
     ratios: list[float] = field(default_factory=list)
+    why: str = ""
+    """Why it is not judged, and what to do; empty: it is."""
 
 
 @dataclass
@@ -107,6 +113,10 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             arithmetic=next((wide for o in done.values() if (wide := o.summary.get("fp32_arithmetic"))), ""),
             not_timed=not_timed,
         )
+        if against is not None and not result.is_null:
+            for ratio in (result.speed, result.energy):
+                few = _few(len(ratio.ratios), len(runs))
+                ratio.why = not_timed or few or in_use([*done.values(), *against.values()])
         results.append(result)
     others = [result.quality for result in results if result.label != baseline and not result.is_null]
     _set_verdicts(others, margin, look)
@@ -134,7 +144,34 @@ def judge_looks(
             if known.test and known.verdict != INCONCLUSIVE == arm.quality.verdict:
                 why = f"decided at look {known.look}, of {known.test.difference.count} seeds"
                 arm.quality = replace(arm.quality, verdict=known.verdict, test=known.test, look=known.look, why=why)
+    _withhold(found)
     return found
+
+
+def _withhold(arms: list[ArmResult]) -> None:
+    """Take back what cannot be judged, since the null arm differs from the baseline though both are the same."""
+    judged = [arm for arm in arms if arm.quality.verdict and not arm.is_null]
+    for null in (arm for arm in arms if arm.is_null):
+        remedy = f"use more seeds, such as seeds={2 * max(PAIRS, len(null.seeds))}"
+        why = f"the baseline with other seeds differs from itself, so the noise is not known; {remedy}"
+        for quantity in ("speed", "energy"):
+            if (ratio := getattr(null, quantity).ratio) and ratio.excludes(1):
+                for arm in judged:
+                    getattr(arm, quantity).why = getattr(arm, quantity).why or why
+        differences = null.quality.differences
+        if null.quality.verdict == WORSE or (len(differences) > 1 and mean_interval(differences).excludes(0)):
+            for arm in judged:
+                if arm.quality.verdict != NOT_JUDGED:
+                    arm.quality = replace(arm.quality, verdict=NOT_JUDGED, why=why)
+
+
+def _few(pairs: int, planned: int) -> str:
+    """Return why so many pairs are too few for a verdict; empty: they suffice."""
+    if pairs >= PAIRS:
+        return ""
+    if pairs < planned:
+        return f"{pairs} of {planned} pairs finished, and a verdict needs {PAIRS}"
+    return f"{pairs} seeds are too few; use seeds=5"
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
@@ -184,19 +221,18 @@ def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None) -> 
     others = {seed: other for seed, o in _finished(base_runs).items() if (other := _loss(o)) is not None}
     quality.differences = [(loss - others[s]) / abs(others[s]) for s, loss in losses.items() if others.get(s)]
     diverged = [s for s, o in runs.items() if s in others and _diverged(o)]
-    if diverged:
+    why = [f"{len(diverged)} of {len(runs)} runs diverged where the baseline's did not"] if diverged else []
+    if few := _few(len(quality.differences) + len(diverged), len(runs)):
+        quality.verdict = NOT_JUDGED
+        why.append(few)
+    elif diverged:
         quality.verdict = WORSE
-        quality.why = f"{len(diverged)} of {len(runs)} runs diverged where the baseline's did not"
-    elif len(quality.differences) < 2:
-        quality.verdict = INCONCLUSIVE
-        quality.why = f"{len(quality.differences)} of {len(runs)} pairs finished, but an interval needs two"
     else:
-        why = []
         if len(quality.differences) < len(runs):
             why.append(f"only {len(quality.differences)} of {len(runs)} pairs finished")
         if worse := [s for s, o in base_runs.items() if _diverged(o) and s in losses]:
             why.append(f"the baseline diverged in {len(worse)} where this arm did not")
-        quality.why = "; ".join(why)
+    quality.why = "; ".join(why)
     return quality
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evidence.comparison.compare import PLAN_FILE, Result
+from evidence.comparison.report import lead
 from evidence.runs import Outcome, recorded
 from trainer.errors import first_line
 from trainer.seals import read_sealed
@@ -71,7 +72,8 @@ def _parent(
         },
         metrics={f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()},
         step=len(comparison.seeds),
-        tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms},
+        tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms}
+        | {"mlflow.note.content": "\n\n".join(lead(result))},
         files=files,
         children={record["run_id"]: {"arm": outcome.arm} for outcome, record in delivered},
     )
@@ -80,9 +82,10 @@ def _parent(
 
 def _numbers(arm: Any) -> dict[str, float]:
     found = {
-        "speed_ratio": arm.speed.ratio and arm.speed.ratio.mean,
-        "memory_ratio": arm.memory.ratio and arm.memory.ratio.mean,
-        "energy_ratio": arm.energy.ratio and arm.energy.ratio.mean,
+        f"{name}_ratio": ratio.ratio.mean
+        for name, ratio in (("speed", arm.speed), ("memory", arm.memory), ("energy", arm.energy))
+        if ratio.ratio and not ratio.why
+    } | {
         "loss_difference": arm.quality.test and arm.quality.test.difference.mean,
     }
     return {name: value for name, value in found.items() if value is not None}

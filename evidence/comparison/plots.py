@@ -82,7 +82,9 @@ def _speed(result: Result) -> Any:
             half = (arm.speed.value.high - arm.speed.value.low) / 2
             axes.errorbar(middle, row + 0.18, xerr=half, color=INK, capsize=3, linewidth=1)
         axes.plot(values, [row + 0.18] * len(values), "o", color="white", markeredgecolor=INK, markersize=4)
-        shown = f"{arm.speed.ratio.mean:.2f}x" if arm.speed.ratio else EngFormatter(places=1)(middle)
+        shown = (
+            f"{arm.speed.ratio.mean:.2f}x" if arm.speed.ratio and not arm.speed.why else EngFormatter(places=1)(middle)
+        )
         axes.annotate(
             shown, (0, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
         )
@@ -125,7 +127,7 @@ def _memory(result: Result) -> Any:
 
 
 def _tradeoff(result: Result) -> Any:
-    arms = [arm for arm in result.arms if arm.speed.ratio and arm.quality.test]
+    arms = [arm for arm in result.arms if arm.speed.ratio and not arm.speed.why and arm.quality.test]
     if all(arm.is_null for arm in arms):
         return None
     figure, axes = bare_figure(*SIZE)

@@ -10,7 +10,8 @@ from typing import Any
 
 from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
-from evidence.comparison.judge import ArmResult, Ratio
+from evidence.comparison.judge import NOT_JUDGED, PAIRS, ArmResult, Ratio
+from evidence.measures import IN_USE
 from mantissa.display import columns, loss, mebibytes
 from mantissa.page import document, items, paragraphs, plots, wide_table
 from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, look_level, mean_interval
@@ -45,7 +46,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
             _difference(arm),
             _mean(None, arm.quality.values, loss),
-            "not testable" if arm.not_timed else _ratio(result, arm, arm.speed),
+            _ratio(result, arm, arm.speed),
             _ratio(result, arm, arm.memory),
             _ratio(result, arm, arm.energy),
             _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s")
@@ -74,15 +75,69 @@ def _unmeasured(result: Result) -> list[str]:
     return [] if _has_energy(result) else ["Energy: not measured (it needs an NVIDIA GPU)."]
 
 
+def lead(result: Result) -> list[str]:
+    """Return what one would tell a colleague of each arm, in a sentence or two."""
+    return [_told(result, arm) for arm in result.arms if arm.label != result.comparison.baseline and not arm.is_null]
+
+
+def _told(result: Result, arm: ArmResult) -> str:
+    costs: list[str] = []
+    not_judged: dict[str, list[str]] = {}  # quantities by the reason
+    for name, quantity in (("speed", arm.speed), ("memory", arm.memory), ("energy", arm.energy)):
+        if quantity.why and quantity.values:
+            not_judged.setdefault(quantity.why, []).append(name)
+        elif quantity.ratio:
+            text, word = _cost(name, quantity.ratio)
+            costs.append(text if costs else f"{text} {word} {result.comparison.baseline}")
+    loss_is = _loss_is(arm, f"{100 * result.comparison.margin:g} %")
+    if arm.quality.verdict == NOT_JUDGED:
+        not_judged.setdefault(arm.quality.why, []).append("validation loss")
+    said = "; ".join(filter(None, (" and ".join(costs), loss_is)))
+    parts = [f"{arm.label}{'' if costs else ':'} {said}." if said else f"{arm.label}:"]
+    if not_judged:
+        reasons = (f"{' and '.join(names)} ({why})" for why, names in not_judged.items())
+        parts.append(f"{NOT_JUDGED}: {'; '.join(reasons)}.")
+    return " ".join(parts)
+
+
+def _loss_is(arm: ArmResult, margin: str) -> str:
+    quality = arm.quality
+    match quality.verdict:
+        case "EQUIVALENT":
+            return f"its validation loss is the same within {margin}"
+        case "INCONCLUSIVE":
+            return f"whether its validation loss is the same within {margin} is open"
+        case "WORSE" | "BETTER" as verdict:
+            by = f" by {abs(100 * quality.test.difference.mean):.2g} %" if quality.test else f": {quality.why}"
+            return f"its validation loss is {verdict.lower()}{by}"
+    return ""
+
+
+def _cost(name: str, ratio: Interval) -> tuple[str, str]:
+    """Return a predicate of an arm, and the word before what it is compared with."""
+    size = abs(100 * (ratio.mean - 1))
+    change = f"{size:.0f} %" if size >= 1 else f"{size:.1g} %"
+    if name != "speed":
+        if ratio.low == ratio.mean == ratio.high == 1:
+            return f"needs as much {name}", "as"
+        text, word = f"needs {change} {'less' if ratio.mean < 1 else 'more'} {name}", "than"
+    elif 0.5 < ratio.mean < 1.5:
+        text, word = f"is {change} {'faster' if ratio.mean > 1 else 'slower'}", "than"
+    else:
+        text, word = f"is {ratio.mean:.2g}x as fast", "as"
+    return (text, word) if ratio.excludes(1) else (f"shows no clear difference in {name}", "from")
+
+
 def sentences(result: Result) -> list[str]:
-    """Return one sentence for each arm with its result, and one for each failure."""
+    """Return one sentence for each arm with its numbers, and one for each failure."""
     found = []
     base = result.comparison.baseline
     for arm in result.arms:
         found += _failures(arm)
-        if arm.label == base or not (arm.seeds or arm.quality.verdict == WORSE):
-            continue
-        found.append(_null_sentence(arm, base) if arm.is_null else _sentence(result, arm))
+        if arm.is_null and arm.seeds:
+            found.append(_null_sentence(arm, base))
+        elif not arm.is_null and arm.label != base:
+            found.append(_sentence(result, arm))
     return [*found, *(_look(len(result.looks), look) for look in result.looks[-1:])]
 
 
@@ -94,38 +149,32 @@ def _look(number: int, look: dict[str, Any]) -> str:
 
 
 def _sentence(result: Result, arm: ArmResult) -> str:
-    base, quality = result.comparison.baseline, arm.quality
-    words = (
-        ("faster", "slower"),
-        ("more memory", "less memory"),
-        ("more energy for the same work", "less energy for the same work"),
-    )
-    ratios = (arm.speed.ratio, arm.memory.ratio, arm.energy.ratio)
-    changes = [_change(ratio, *each) for ratio, each in zip(ratios, words, strict=True) if ratio]
-    clauses = [f"{', '.join(changes)} than {base}"] if changes else []
-    if arm.not_timed:
-        clauses.append(f"speed not testable here ({arm.not_timed})")
+    quality = arm.quality
+    named = (("speed", arm.speed), ("memory", arm.memory), ("energy for the same work", arm.energy))
+    clauses = [_change(name, quantity) for name, quantity in named if quantity.ratio]
     if arm.skipped_steps:
         clauses.append(
             f"{arm.skipped_steps} of {result.facts['steps'] * len(arm.seeds):,} steps skipped for an overflow"
         )
-    loss_verdict = f"validation loss {quality.verdict}"
-    if quality.test:
-        p = f"p = {quality.test.p_equivalent:.2g}; " if quality.verdict == EQUIVALENT else ""
-        interval = quality.test.difference
-        margin = f"{100 * quality.test.margin:g} %"
-        loss_verdict += f" at a margin of {margin} ({p}{_percent(interval)}, {_level(interval)} interval)"
-    clauses.append(loss_verdict)
+    verdict = quality.verdict
+    if quality.test and verdict != NOT_JUDGED:
+        p = f" (p = {quality.test.p_equivalent:.2g})" * (verdict == EQUIVALENT)
+        verdict += f" at a margin of {100 * quality.test.margin:g} %{p}"
+    clauses.append(f"{f'validation loss {_difference(arm)}'.strip()}: {verdict}")
     if quality.why:
         clauses.append(quality.why)
     return f"{arm.label}: {'; '.join(clauses)}."
 
 
-def _change(ratio: Interval, more: str, less: str) -> str:
-    """Return a ratio as ``5.1 % slower [-7.9, -2.3]``, the interval in signed per cent."""
+def _change(name: str, quantity: Ratio) -> str:
+    """Return a ratio as ``speed -5.1 % [-7.9, -2.3]``."""
+    ratio = quantity.ratio
+    assert ratio
     mean, low, high = (100 * (value - 1) for value in (ratio.mean, ratio.low, ratio.high))
-    text = f"{abs(mean):.1f} % {more if mean >= 0 else less}"
-    return text if high - low < 0.5 else f"{text} [{low:+.1f}, {high:+.1f}]"
+    text = f"{name} {mean:+.1f} %" + f" [{low:+.1f}, {high:+.1f}]" * (high - low >= 0.5)
+    if quantity.why:
+        return f"{text}: {NOT_JUDGED}"
+    return text if ratio.excludes(1) else f"{text}: no clear difference"
 
 
 def _failures(arm: ArmResult) -> list[str]:
@@ -161,12 +210,14 @@ def method(result: Result) -> list[str]:
         "interval is beyond it. Looks with more seeds have stricter tests (alpha spending, Lan and DeMets 1983), and "
         "with several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
         "5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
+        f"NOT JUDGED: fewer than {PAIRS} pairs, or the null arm's 95 % interval excludes equality. A speed also where "
+        f"other processes used {IN_USE:.0%} of the CPUs or more, which changes no loss.",
     ]
 
 
 def markdown(result: Result, command: list[str], images: str) -> str:
     """Return ``report.md``."""
-    lines = [f"# {result.comparison.name}", "", f"    {shlex.join(command)}", ""]
+    lines = [f"# {result.comparison.name}", "", "\n\n".join(lead(result)), "", f"    {shlex.join(command)}", ""]
     lines += [f"- {sentence}" for sentence in sentences(result)]
     head, *below = rows(result)
     lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -182,7 +233,7 @@ def page(result: Result, command: list[str], figures: dict[str, tuple[str, Any]]
     return document(
         name,
         _STYLE,
-        f"<h1>{html.escape(name)}</h1>\n<pre>{html.escape(shlex.join(command))}</pre>\n"
+        f"<h1>{html.escape(name)}</h1>\n{paragraphs(lead(result))}<pre>{html.escape(shlex.join(command))}</pre>\n"
         f"{items(sentences(result))}\n{wide_table(head, below, VERDICTS)}\n"
         f"{paragraphs(_unmeasured(result))}{plots(figures.values())}\n"
         f"<h2>How it was measured</h2>\n{paragraphs(method(result))}",
@@ -203,10 +254,10 @@ def _mean(interval: Interval | None, values: list[float], show: Callable[[float]
 
 
 def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
+    if quantity.why and quantity.values:
+        return NOT_JUDGED
     if quantity.ratio is not None:
         return _times(quantity.ratio)
-    if quantity.ratios:
-        return f"{quantity.ratios[0]:.2f}x"
     return "1" if quantity.values and arm.label == result.comparison.baseline else "not measured"
 
 
@@ -226,16 +277,17 @@ def _percent(interval: Interval) -> str:
 
 
 def _difference(arm: ArmResult) -> str:
-    if not arm.quality.test:
+    quality = arm.quality
+    if len(quality.differences) < 2:
         return ""
-    # No test judges the null arm.
-    interval = mean_interval(arm.quality.differences) if arm.is_null else arm.quality.test.difference
+    test = None if arm.is_null or quality.verdict == NOT_JUDGED else quality.test
+    interval = test.difference if test else mean_interval(quality.differences)
     return f"{_percent(interval)} ({_level(interval)})"
 
 
 def _null_sentence(arm: ArmResult, base: str) -> str:
     parts = []
-    if arm.quality.test:
+    if len(arm.quality.differences) > 1:
         parts.append(f"final losses by {_percent(mean_interval(arm.quality.differences))}")
     if arm.speed.ratio:
         parts.append(f"speed by {_times(arm.speed.ratio)}")

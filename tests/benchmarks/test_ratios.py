@@ -37,7 +37,15 @@ IMAGES = Job(
     ),
 )
 SECONDS = {"fp32": 4.0, "bf16": 2.0, "fp16": 1.0, ratios.NCHW: 3.0, "adamw": 2.0, "muon": 3.0}
-SECONDS |= {"step": 1.0, "update": 0.25, "measured": 0.5, "Mantissa": 1.0, "torchvision": 2.0}
+SECONDS |= {
+    "cached": 1.0,
+    "all": 6.0,
+    "step": 1.0,
+    "update": 0.25,
+    "measured": 0.5,
+    "Mantissa": 1.0,
+    "torchvision": 2.0,
+}
 
 
 class Known(Bench):
@@ -104,6 +112,13 @@ def test_costs_are_shares_of_the_steps_without_them(known: Known, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm's reader
+def test_the_gain_of_the_cache_is_in_texts_as_long_as_the_context(known: Known) -> None:
+    job = Job("nano", ("recipe=gpt2", "recipe.size=nano", "recipe.context=8", "data=synthetic", "data.vocab_size=90"))
+    (row,) = ratios.generation(known, job)
+    assert (row.values, row.met) == ([6.0], True)
+    assert row.measured.endswith("; texts of 8 tokens alternate")
+
+
 def test_loading_is_images_a_second_of_the_same_images_and_size(
     known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     assert "2 of 2 runs diverged where the baseline's did not" in (root / "report.md").read_text()
     found = json.loads((root / "comparison.json").read_text())
     arms = [(arm["label"], arm["seeds"], arm["quality"]["verdict"]) for arm in found["arms"]]
-    assert arms == [("fp32", [0, 1], ""), ("hot", [], "WORSE")]
+    assert arms == [("fp32", [0, 1], ""), ("hot", [], "NOT JUDGED")]
     assert found["arms"][0]["memory"]["values"][0] > 0
 
     third = script(main, *COMMAND)
@@ -65,5 +65,6 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     assert f"/runs/{parent.info.run_id}?" in below
     assert [run.info.run_id in shown for run in children] == [run.info.status == "FINISHED" for run in children]
     assert parent.info.run_id not in shown
-    assert (parent.data.tags["quality.hot"], parent.data.params["arms"]) == ("WORSE", "fp32, hot")
+    assert (parent.data.tags["quality.hot"], parent.data.params["arms"]) == ("NOT JUDGED", "fp32, hot")
+    assert parent.data.tags["mlflow.note.content"].startswith("hot: NOT JUDGED: validation loss (2 of 2 runs diverged")
     assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from evidence.comparison.compare import Comparison, Result
-from evidence.comparison.judge import judge
+from evidence.comparison.judge import Ratio, judge
 from evidence.comparison.plots import figures
-from evidence.comparison.report import HEAD, page, rows, sentences, table, write_report
+from evidence.comparison.report import HEAD, _change, _cost, lead, page, rows, sentences, table, write_report
 from evidence.runs import Arm, Outcome
+from mantissa.statistics import Interval
 from tests.evidence.ended import ended
 from trainer.profiling.ledger import CATEGORIES
 
@@ -82,13 +84,13 @@ def test_a_speed_in_fp32_arithmetic_is_said_not_to_be_the_formats(tmp_path: Path
     why = "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"
     found = result(tmp_path, ["fp32", "bf16"], 3, wide=why)
     bf16 = cells(found, "bf16")
-    assert bf16["speedup"] == "not testable"
+    assert bf16["speedup"] == "NOT JUDGED"
     assert bf16["throughput"].endswith(" in fp32 arithmetic")
     assert "x" in cells(found, "null")["speedup"]
     assert {"speed", "tradeoff"}.isdisjoint(figures(found))
-    (sentence,) = (line for line in sentences(found) if line.startswith("bf16"))
-    assert f"; speed not testable here ({why});" in sentence
-    assert not re.search("faster|slower", sentence)
+    needs = "bf16 needs 10 % more memory than fp32; its validation loss is the same within 0.3 %."
+    assert lead(found) == [f"{needs} NOT JUDGED: speed ({why})."]
+    assert "speed" not in sentences(found)[0]
 
 
 def test_the_table(found: Result) -> None:
@@ -103,36 +105,47 @@ def test_the_table(found: Result) -> None:
     low, high = map(float, re.findall(r"[+-]\d\.\d\d", bf16["difference"])[1:])
     assert -0.3 < low < high < 0.3  # the interval beside a verdict is the one that decided
     assert null["difference"].endswith("(95 %)")
+    same, faster = "its validation loss is the same within 0.3 %.", "as fast as fp32 and needs"
+    assert lead(found)[0] == f"bf16 is {float(bf16['speedup'][:4]):.2g}x {faster} 10 % more memory; {same}"
     assert (bf16["quality"], null["quality"]) == ("EQUIVALENT", "noise")
     assert "energy" not in base
     assert "Energy: not measured" in table(found)
     assert max(map(len, table(found).splitlines())) <= 90
 
 
+def test_a_number_and_its_interval_have_one_sign_and_one_order() -> None:
+    ratio = Ratio(None, ratio=Interval(0.415, 0.071, 2.421, 0.95, 3))
+    assert _change("speed", ratio) == "speed -58.5 % [-92.9, +142.1]: no clear difference"
+    assert _cost("speed", Interval(0.415, 0.071, 2.421, 0.95, 3)) == ("shows no clear difference in speed", "from")
+    assert _change("speed", replace(ratio, why="2 seeds")) == "speed -58.5 % [-92.9, +142.1]: NOT JUDGED"
+
+
 def test_energy_where_it_was_measured(tmp_path: Path) -> None:
-    found = result(tmp_path, ["fp32", "bf16"], 2, energy=True)
+    found = result(tmp_path, ["fp32", "bf16"], 3, energy=True)
     assert (cells(found, "fp32")["energy"], cells(found, "bf16")["energy"]) == ("1", "1.010x")
     assert "not measured" not in table(found)
-    assert re.match(r"bf16: \d+\.\d % faster \[", sentences(found)[0])
-    assert "1.0 % more energy for the same work than fp32; validation loss" in sentences(found)[0]
+    assert re.match(r"bf16: speed \+\d+\.\d % \[", sentences(found)[0])
+    assert "; energy for the same work +1.0 %; validation loss" in sentences(found)[0]
+    assert "and needs 1 % more energy" in lead(found)[0]
 
 
 @pytest.mark.parametrize(
     ("exit_code", "quality", "reported"),
-    [(1, "INCONCLUSIVE", []), (3, "WORSE", ["3 of 3 runs diverged where the baseline's did not"])],
+    [
+        (1, "NOT JUDGED", "0 of 3 pairs finished, and a verdict needs 3"),
+        (3, "WORSE", "3 of 3 runs diverged where the baseline's did not"),
+    ],
 )
-def test_a_failed_arm_is_named_with_its_reason(
-    found: Result, exit_code: int, quality: str, reported: list[str]
-) -> None:
+def test_a_failed_arm_is_named_with_its_reason(found: Result, exit_code: int, quality: str, reported: str) -> None:
     found = fails(found, "fp16", exit_code, "the disk <b>is</b> full")
     assert found.failed
     assert (cells(found, "fp16")["throughput"], cells(found, "fp16")["quality"]) == ("not measured", quality)
     assert cells(found, "bf16")["quality"] == "EQUIVALENT"
     said = sentences(found)
     assert "fp16, seeds 0, 1, 2, failed: the disk <b>is</b> full" in said
-    assert [sentence for sentence in said if sentence.startswith("fp16: ")] == [
-        f"fp16: validation loss {quality}; {words}." for words in reported
-    ]
+    assert f"fp16: validation loss: {quality}; {reported}." in said
+    worse, not_judged = f"its validation loss is worse: {reported}.", f"{quality}: validation loss ({reported})."
+    assert lead(found)[1] == f"fp16: {worse if quality == 'WORSE' else not_judged}"
     assert "the disk &lt;b&gt;is&lt;/b&gt; full" in page(found, ["x"], {})
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,8 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from evidence.comparison.judge import ArmResult, judge
-from evidence.runs import Arm, Outcome, _last_error
+from evidence.comparison.judge import NOT_JUDGED, ArmResult, judge, judge_looks
+from evidence.runs import DIVERGED, Arm, Outcome, _cpu_seconds, _last_error, _share_of_others
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, WORSE
 from tests.evidence.ended import ended
 
@@ -19,6 +22,7 @@ NULL = Arm("null", FP32.overrides, seed_shift=1000)
 ARMS = [FP32, BF16, NULL]
 MARGIN = 0.003
 STEPS = (10, 20, 30)
+FEW = "2 seeds are too few; use seeds=5"
 
 
 class Runs:
@@ -95,14 +99,14 @@ def test_a_failed_seed_leaves_the_other_pairs(runs: Runs) -> None:
 def test_a_seed_that_only_the_baseline_lost_is_not_a_pair_and_is_reported(runs: Runs) -> None:
     runs.fail(FP32, 0, 3)
     runs.add(BF16, 0, units_per_s=900.0, losses=(9.0, 9.0, 9.0))
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         runs.add(FP32, seed)
         runs.add(BF16, seed)
     found = runs.judged([FP32, BF16])
     assert found["fp32"].failures == {0: "exit code 3"}
-    assert found["bf16"].speed.ratios == [1.0, 1.0]
-    assert found["bf16"].quality.differences == [0.0, 0.0]
-    assert found["bf16"].quality.why == "only 2 of 3 pairs finished; the baseline diverged in 1 where this arm did not"
+    assert found["bf16"].speed.ratios == [1.0, 1.0, 1.0]
+    assert found["bf16"].quality.differences == [0.0, 0.0, 0.0]
+    assert found["bf16"].quality.why == "only 3 of 4 pairs finished; the baseline diverged in 1 where this arm did not"
 
 
 @pytest.mark.parametrize("how", ["exit code", "last loss"])
@@ -123,8 +127,8 @@ def test_an_arm_that_diverges_where_the_baseline_does_not_is_worse(runs: Runs, h
 def test_where_the_baseline_diverges_too_nothing_is_worse(runs: Runs) -> None:
     for arm in (FP32, BF16):
         runs.fail(arm, 0, 3)
-        runs.add(arm, 1)
-        runs.add(arm, 2)
+        for seed in (1, 2, 3):
+            runs.add(arm, seed)
     assert runs.judged([FP32, BF16])["bf16"].quality.verdict == EQUIVALENT
 
 
@@ -135,7 +139,8 @@ def test_one_pair_gives_no_interval_and_what_was_not_measured_is_none_and_never_
         runs.fail(arm, 1, 1)
     bf16 = runs.judged([FP32, BF16])["bf16"]
     assert (bf16.speed.ratios, bf16.speed.ratio, bf16.speed.value) == ([2.0], None, None)
-    assert (bf16.quality.verdict, bf16.quality.test) == (INCONCLUSIVE, None)
+    assert (bf16.quality.verdict, bf16.quality.test) == (NOT_JUDGED, None)
+    assert bf16.speed.why == bf16.quality.why == "1 of 2 pairs finished, and a verdict needs 3"
     runs.outcomes.clear()
     for seed in (2, 3):
         runs.add(FP32, seed, units_per_s=None, energy_j=None)
@@ -144,6 +149,49 @@ def test_one_pair_gives_no_interval_and_what_was_not_measured_is_none_and_never_
         assert (arm.energy.value, arm.energy.values, arm.energy.ratio) == (None, [], None)
         assert (arm.memory.value, arm.memory.values, arm.ledger) == (None, [], None)  # no ledger on a CPU
         assert arm.speed.ratio is None
+
+
+def test_two_seeds_are_too_few_for_a_verdict_even_where_both_runs_diverged(runs: Runs) -> None:
+    """Their values are reported all the same."""
+    hot = Arm("hot", ())
+    for seed in range(2):
+        runs.add(FP32, seed)
+        runs.add(BF16, seed, units_per_s=200.0)
+        runs.fail(hot, seed, DIVERGED)
+    _, bf16, diverged = judge([FP32, BF16, hot], "fp32", runs.outcomes, MARGIN)
+    assert bf16.speed.ratio
+    assert (bf16.speed.why, bf16.quality.verdict, bf16.quality.why) == (FEW, NOT_JUDGED, FEW)
+    assert diverged.quality.verdict == NOT_JUDGED
+    assert diverged.quality.why == f"2 of 2 runs diverged where the baseline's did not; {FEW}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_while_others_used_the_cpus_a_speed_is_not_judged_and_the_loss_is(runs: Runs, device: str) -> None:
+    """Of a GPU the CPUs say little."""
+    for seed in range(3):
+        for arm, share in ((FP32, 0.02), (BF16, 0.3)):
+            runs.add(arm, seed, hardware={"device": device})
+            runs.outcomes[-1].others_cpu = share
+    bf16 = runs.judged([FP32, BF16])["bf16"]
+    busy = "other processes used 16% of the CPUs; measure again on a quiet machine, with another name=…"
+    assert (bf16.speed.why, bf16.quality.verdict) == ("" if device == "cuda:0" else busy, EQUIVALENT)
+
+
+@pytest.mark.parametrize(("what", "speed", "shift"), [("speed", 80.0, 0.0), ("loss", 100.0, -0.0018)])
+def test_where_the_null_arm_excludes_equality_that_quantity_is_not_judged(
+    runs: Runs, what: str, speed: float, shift: float
+) -> None:
+    for seed, noise in enumerate((0.0, 0.0001, -0.0001)):
+        runs.add(FP32, seed)
+        runs.add(BF16, seed, losses=(3.0, 2.5, 2.0 * (1 + noise)), units_per_s=200.0 * (1 + noise))
+        runs.add(NULL, seed, losses=(3.0, 2.5, 2.0 * (1 + shift + noise)), units_per_s=speed * (1 + noise))
+    _, bf16, null = judge_looks(ARMS, "fp32", runs.outcomes, MARGIN, [])
+    why = (
+        "the baseline with other seeds differs from itself, so the noise is not known; use more seeds, such as seeds=6"
+    )
+    expected = (why, EQUIVALENT) if what == "speed" else ("", NOT_JUDGED)
+    assert (bf16.speed.why, bf16.quality.verdict) == expected
+    assert (bf16.quality.why, null.speed.why) == ("" if what == "speed" else why, "")
 
 
 def test_energy_is_of_a_unit_and_memory_the_allocators_on_cuda_and_the_ledgers_elsewhere(runs: Runs) -> None:
@@ -161,11 +209,25 @@ def test_energy_is_of_a_unit_and_memory_the_allocators_on_cuda_and_the_ledgers_e
 
 def test_a_negative_loss_keeps_its_direction(runs: Runs) -> None:
     """A log-density may be below 0; higher is worse all the same."""
-    for seed in (0, 1):
+    for seed in range(3):
         runs.add(FP32, seed, losses=(0.0, -1.0, -2.0))
         runs.add(BF16, seed, losses=(0.0, -1.0, -1.0))
     quality = runs.judged([FP32, BF16])["bf16"].quality
-    assert (quality.differences, quality.verdict) == ([0.5, 0.5], WORSE)
+    assert (quality.differences, quality.verdict) == ([0.5, 0.5, 0.5], WORSE)
+
+
+def test_the_work_of_other_processes_is_not_that_of_descendants_also_of_orphans() -> None:
+    """As the server of a loader's workers is one, when its run has ended."""
+    orphan = "import time\nwhile time.process_time() < 0.5: pass"
+    parent = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {orphan!r}]).pid)"
+    before = _cpu_seconds()
+    pid = int(subprocess.check_output([sys.executable, "-c", parent]))
+    os.waitpid(pid, 0)  # it is a child now
+    after = _cpu_seconds()
+    passed, worked, own = (now - then for now, then in zip(after, before, strict=True))
+    assert 0.5 <= own <= worked + 0.1 <= passed + 0.2
+    assert _share_of_others(before, after) == pytest.approx(max(0, worked - own) / passed)
+    assert _share_of_others((0.0, 0.0, 0.0), (10.0, 6.0, 5.0)) == 0.1
 
 
 def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> None:

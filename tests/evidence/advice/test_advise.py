@@ -104,15 +104,12 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evidence.advice.command.check", lambda *_: {"faults": [], "missed": [], "healthy": True})
-    # Hydra would find the file of an advice that was asked for on this machine first.
-    monkeypatch.setattr(command, "machine_name", lambda hardware: "of-the-test")
     monkeypatch.setattr(command, "BLOCKS", 10**6)  # as short as they can be
     monkeypatch.setattr("evidence.advice.search.PAIRS", 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "tracking=local", "budget_minutes=3"]
     assert command.main(given) == 0
-    assert "experiment=advised_bignet_" in capsys.readouterr().out
-    assert len(list((tmp_path / "conf").rglob("advised_bignet_*.yaml"))) == 1
+    assert "  python scripts/train.py recipe=bignet " in capsys.readouterr().out
     (path,) = tmp_path.glob("advice/bignet-*/advice.json")
     content = json.loads(path.read_text())
     labels = [entry["candidate"]["label"] for entry in content["entries"]]
@@ -122,7 +119,7 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert command.main(given) == 0
     again = capsys.readouterr().out
     assert "Nothing changed since this was measured" in again
-    assert "experiment=advised_bignet_" in again
+    assert "  python scripts/train.py recipe=bignet " in again
     assert json.loads(path.read_text()) == content
 
 
@@ -136,7 +133,6 @@ def test_the_text_has_the_commands_that_are_printed(
         of.entries, of.winner, of.baseline, of.stopped = made.entries, made.winner, made.baseline, made.stopped
 
     monkeypatch.setattr(command, "_search", found)
-    monkeypatch.setattr(command, "machine_name", lambda hardware: "of-the-test")
     assert command.main([*SMALL, f"output_dir={tmp_path}", "tracking=local"]) == 0
     (path,) = tmp_path.glob("advice/bignet-*/advice.txt")
     commands = [r"\n  (python scripts/train\.py .*)\n", r"\nDoes it train as well\? (python scripts/compare\.py .*)\n"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ def speed(**bounds: Any) -> Criterion:
 
 SLOW = runs("slow", 100, 110, 90)
 FAST = runs("fast", 201, 219, 182)  # 2.01, 1.99, 2.02 times as fast
+
+
+def test_a_time_while_others_used_the_cpus_decides_nothing() -> None:
+    busy = [*SLOW, *(replace(run, others_cpu=0.4) for run in FAST)]
+    finding = evaluate(speed(at_least=1.9), busy)
+    assert finding.verdict == INCONCLUSIVE
+    assert finding.why.startswith("other processes used 40% of the CPUs; measure again on a quiet machine")
+    assert evaluate(Criterion("loss", "fast", "slow", at_most=1.1), busy).verdict == CONFIRMED
 
 
 @pytest.mark.parametrize(
