@@ -20,6 +20,7 @@ from trainer.config.compose import combinations
 from trainer.config.options import parse
 from trainer.errors import UserError
 from trainer.files import make_folder, write_json
+from trainer.run.terminal import on_error_stream
 
 
 @dataclass
@@ -30,6 +31,7 @@ class EvaluateOptions(RunOptions):
     output: str = ""
 
 
+@on_error_stream()
 def evaluate(arguments: list[str]) -> int:
     """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)

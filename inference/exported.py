@@ -19,6 +19,7 @@ from trainer.config.registration import groups
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.files import BEST, read_object
+from trainer.progress import work
 from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder
 from trainer.seals import check_folder
@@ -83,13 +84,14 @@ class Exported:
         level = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # what is missing is reported here
         try:
-            model, found = getattr(transformers, _CLASSES[self.recipe]).from_pretrained(
-                self.folder,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            with work("loading the model"):
+                model, found = getattr(transformers, _CLASSES[self.recipe]).from_pretrained(
+                    self.folder,
+                    dtype=torch.float32,
+                    attn_implementation=attention,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(
                 f"run={self.given}: {self.folder} cannot be opened by transformers ({first_line(error)}); "

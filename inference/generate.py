@@ -17,6 +17,7 @@ from inference.setting import configure
 from recipes.data.text.tokenizers import Characters
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
+from trainer.run.terminal import on_error_stream
 
 CAUSAL = ("gpt2", "llama")
 """Recipes whose models continue a text; t5 answers it."""
@@ -44,6 +45,7 @@ class GenerateOptions(RunOptions):
             raise UserError(f"n={self.n} with temperature=0 would give the same text {self.n} times; set n=1")
 
 
+@on_error_stream()
 def generate(arguments: list[str]) -> int:
     """Print ``n`` texts, word by word; the speed goes to the error stream."""
     options, overrides = parse(arguments, GenerateOptions, "overrides")

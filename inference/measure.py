@@ -20,6 +20,7 @@ from recipes.language import LanguageRecipe
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
+from trainer.progress import work
 
 
 @dataclass
@@ -76,9 +77,11 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     sums: list[dict[str, Tensor]] = []
     confusion: Tensor | None = None
     times = [_now(device)]
-    with torch.inference_mode():
-        batches = evaluation_samples(len(part), setting.eval_samples, size)
-        for microbatch in config.loader.batches(part, batches, setting.hardware):
+    batches = evaluation_samples(len(part), setting.eval_samples, size)
+    evaluating = work(f"evaluating in {config.precision.mode}", len(batches), "batches")
+    with torch.inference_mode(), evaluating as advance:
+        for number, microbatch in enumerate(config.loader.batches(part, batches, setting.hardware)):
+            advance(number)
             batch = to_device(microbatch, device)
             with config.precision.autocast(device):
                 output = recipe.loss(model, batch)

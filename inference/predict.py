@@ -21,6 +21,7 @@ from trainer.data.contract import Batch, SampleId
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
+from trainer.run.terminal import on_error_stream
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -69,6 +70,7 @@ class Photos(FolderImages):
         return batch | {"readable": self.readable[[sample.index for sample in samples]]}
 
 
+@on_error_stream()
 def predict(arguments: list[str]) -> int:
     """Print the most probable classes of each photo, and write them as CSV; 1: some cannot be read."""
     options, overrides = parse(arguments, PredictOptions, "overrides")

@@ -23,11 +23,13 @@ from trainer.config.schema import Config
 from trainer.determinism import random_state, set_random_state
 from trainer.errors import Interrupted, UserError, is_out_of_memory
 from trainer.precision import attention, kernels
+from trainer.progress import shown_by
 from trainer.recipe import Own, Recipe
 from trainer.run.command import release_memory
 from trainer.run.memory.fit import out_of_memory
 from trainer.run.run import Run
 from trainer.run.start import train as start
+from trainer.run.terminal import Terminal
 from trainer.trainer import Trainer
 
 
@@ -159,7 +161,7 @@ def _text(key: str, value: object) -> str:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put back what a run sets for the whole process: torch's settings, the generators, logging."""
+    """Put back what a run sets for the whole process: torch's settings, the generators, logging. Show progress."""
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     in_fp32 = (backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
@@ -191,4 +193,5 @@ def undisturbed() -> Iterator[None]:
             restore(logger.setLevel, logger.level)
             restore(setattr, logger, "propagate", logger.propagate)
             restore(setattr, logger, "handlers", logger.handlers[:])
-        yield
+        with shown_by(Terminal(logged=False).work):
+            yield

@@ -40,7 +40,7 @@ from trainer.files import make_folder, remove_folder
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded, local_part
 from trainer.parallel.world import World
-from trainer.seals import read_sealed, sha256, write_sealed
+from trainer.seals import sha256, write_sealed
 
 Flush = Callable[[Path], None]
 """Writes what the system still buffers of a file or folder to the disk."""
@@ -150,11 +150,6 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes} | snapshot.run
     on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest, flush) if world.first else None)
     return target
-
-
-def rate(path: Path, score: float | None, run: dict[str, Any]) -> None:
-    """Add to a checkpoint what an evaluation of its weights has found, see ``write`` and ``Snapshot.run``."""
-    write_sealed(path / MANIFEST_FILE, read_sealed(path / MANIFEST_FILE) | {"score": score} | run)
 
 
 def steps(folder: Path) -> list[int]:

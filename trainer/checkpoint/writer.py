@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from trainer import files
 from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.errors import NonFiniteError
 from trainer.parallel.shards import local_part
 from trainer.parallel.world import World
+from trainer.seals import read_sealed, write_sealed
 
 log = logging.getLogger("mantissa")
 
@@ -92,7 +94,8 @@ class CheckpointWriter:
         """Add the score to the checkpoint of ``step``, which was evaluated after it was saved; see ``save``."""
         try:
             if run is not None:
-                checkpoint.rate(checkpoint.path_of(self.folder, step), score, run)
+                manifest = checkpoint.path_of(self.folder, step) / MANIFEST_FILE
+                write_sealed(manifest, read_sealed(manifest) | {"score": score} | run)
         except OSError as error:
             log.warning("the score of step %d was not saved (%s); training continues", step, error)
         self.prune()

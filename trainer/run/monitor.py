@@ -76,23 +76,15 @@ class Monitor:
         self._memory, self._memory_read = 0, -math.inf
         self._window = _Window(time.perf_counter())
         self._measured: list[_Window] = []
-        self._started = self._ended = 0.0
-        self._paused_s = 0.0
+        self._counted = time.perf_counter()
+        self.trained_s = 0.0
+        """Seconds since ``start``, without what was paused, until ``collect`` was called last."""
 
     def start(self) -> None:
         """Start the clock of the first window, and measure the peak memory from here on."""
         reset_peak_memory(self.device)
-        self._window = _Window(time.perf_counter())
-        self._started = self._window.began
-
-    def end(self) -> None:
-        """Stop the clock of ``trained_s``."""
-        self._ended = time.perf_counter()
-
-    @property
-    def trained_s(self) -> float:
-        """Seconds of training so far, without what was paused."""
-        return (self._ended or time.perf_counter()) - self._started - self._paused_s
+        self._counted = time.perf_counter()
+        self._window = _Window(self._counted)
 
     def add(self, record: StepRecord) -> dict[str, float] | None:
         """Take a step's record; at a log step, return the metrics of the window that it ends.
@@ -113,6 +105,8 @@ class Monitor:
         Raises:
             NonFiniteGradients: they were not finite and no loss scale can recover, or it has reached its limit.
         """
+        before, self._counted = self._counted, time.perf_counter()
+        self.trained_s += self._counted - before
         if not self._on_device:
             return
         records, self._on_device = self._on_device, []
@@ -144,9 +138,8 @@ class Monitor:
         self.collect()  # steps still queued on the device belong to the time before
         began = time.perf_counter()
         yield
-        paused_s = time.perf_counter() - began
-        self._window.began += paused_s
-        self._paused_s += paused_s
+        self._counted = time.perf_counter()
+        self._window.began += self._counted - began
 
     def stalled(self, seconds: float) -> None:
         """Add the seconds that training waited for a checkpoint to the next line."""

@@ -10,7 +10,7 @@ from mantissa.display import duration, loss, quantity, size
 from mantissa.formats import FP32
 from trainer.checkpoint import store as checkpoint
 from trainer.config.step import EPOCH
-from trainer.errors import Interrupted, RunError
+from trainer.errors import RunError
 from trainer.files import SOURCE_FILE, read_object
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
@@ -19,7 +19,6 @@ from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Decision
 from trainer.run.terminal import Rows, Terminal
 from trainer.run_folder import RunFolder
-from trainer.seals import final_status
 from trainer.trainer import Trainer
 
 
@@ -149,16 +148,6 @@ def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, comma
     saved = checkpoint.steps(folder.checkpoints)[-1:] == [step]
     kept = "saved" if saved else f"not saved. {last_good(folder)}"
     return f"{stopped}, {kept}. Resume with:\n  {command}"
-
-
-def left_at_once(second: Interrupted, folder: RunFolder, command: str) -> Interrupted:
-    """Return what the user reads after a second signal, or one that came when nothing was left to do but to send."""
-    number = second.exit_code - 128
-    if final_status(folder.path) == "FINISHED":
-        return Interrupted(f"stopped by {signal.Signals(number).name} after the run, which is complete", number)
-    saved = checkpoint.steps(folder.checkpoints)
-    resume = f"resume with:\n  {command}" if saved else "nothing was saved"
-    return Interrupted(f"{second}{f'; step {saved[-1]} is saved' if saved else ''}; {resume}", number)
 
 
 def last_good(folder: RunFolder) -> str:

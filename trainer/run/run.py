@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
-from mantissa.display import finite, loss
+from mantissa.display import duration, finite, loss
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config
@@ -38,7 +38,7 @@ from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.seals import digest
+from trainer.seals import digest, read_sealed, write_sealed
 from trainer.tracking.tracker import Tracker
 from trainer.trainer import StepRecord, Trainer
 
@@ -145,25 +145,24 @@ class Run:
         trainer = self.trainer
         self.signals.ahead = f"finishing the step, {self._saving}"
         self.monitor.start()
-        first = "compiling the model" if self.config.compile.mode != "none" else "taking the first step"
+        beginning = "compiling the model" if self.config.compile.mode != "none" else "taking the first step"
         try:
             if self.unevaluated:  # the run was stopped before it came to that
                 self.after_step()
             with closing(trainer.batches()) as batches:
                 while not self.complete and self.stopped_by is None:
-                    with self.terminal.work(first) if self.first is None else nullcontext():
+                    with self.terminal.work(beginning) if self.first is None else nullcontext():
                         self._take_step(batches)
                     self.after_step()
             self.monitor.collect()
-            self.monitor.end()
             with self.terminal.work("writing the checkpoint"):
                 self.writer.finish()
             summary, missing = self._finish() if self.complete else ({}, [])
-        except Interrupted as second:  # do nothing that takes time
+        except Interrupted as last:  # do nothing that takes time
             self.terminal.end_progress()
             if self.tracker:
                 self.tracker.abandon()
-            raise report.left_at_once(second, self.folder, self.command) from None
+            raise Interrupted(f"{last}. {report.last_good(self.folder)}", last.exit_code - 128) from None
         except BaseException as error:
             cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
             self._close(error.status if isinstance(error, RunError) else "FAILED")
@@ -357,10 +356,12 @@ class Run:
             self.terminal.note(text)
         stop = self.world.largest(self.signals.stop or 0)
         self.signals.ahead = None  # nothing is lost where MLflow is not waited for
-        if self.tracker and not self.tracker.close(summary["status"], summary):
+        if self.tracker and not self._close_tracker(summary["status"], summary):
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
-        self.terminal.note(f"\nrun folder {self.folder.path}{compare}")
+        all_s = self._totals()["wall_time_s"]
+        waited = f", {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
+        self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
         if stop:  # a sweep must not begin another run
             raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return summary, missing
@@ -372,7 +373,16 @@ class Run:
             self.writer.finish()
         self.profiler.finish()
         if self.tracker:
-            self.tracker.close(status, self._summary(status))
+            self._close_tracker(status, self._summary(status))
+
+    def _close_tracker(self, status: str, summary: dict[str, Any]) -> bool:
+        """Return whether the summary was written; it also gets the time that MLflow was waited for."""
+        assert self.tracker is not None
+        written, path = self.tracker.close(status, summary), self.folder.path / SUMMARY_FILE
+        if written:
+            with suppress(OSError, ValueError):  # it stays as it was
+                write_sealed(path, read_sealed(path) | {"wall_time_s": self._totals()["wall_time_s"]})
+        return written
 
     def _summary(self, status: str) -> dict[str, Any]:
         """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from trainer.errors import Interrupted
 
@@ -68,9 +68,6 @@ class Signals:
     checkpoint. What the program that trains does itself at a signal stays so.
     """
 
-    _wakes: ClassVar[list[tuple[int, int]]] = []
-    """The file descriptors that are woken by signals: before, and meanwhile."""
-
     def __init__(self, save_on: Sequence[str] = ()) -> None:
         """Prepare the handlers; ``save_on`` names signals without their ``SIG``."""
         self.ahead: str | None = None
@@ -92,9 +89,10 @@ class Signals:
             for number, handler in handlers.items():
                 self._previous[number] = signal.signal(number, handler)
         if self._previous:
-            reading, writing = os.pipe()
-            os.set_blocking(writing, False)
-            self._wakes.append((signal.set_wakeup_fd(writing, warn_on_full_buffer=False), writing))
+            reading, self._writing = os.pipe()
+            os.set_blocking(self._writing, False)
+            signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child would wake this process
             threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
         return self
 
@@ -102,9 +100,8 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._previous:
-            before, writing = self._wakes.pop()
-            signal.set_wakeup_fd(before)
-            os.close(writing)
+            signal.set_wakeup_fd(-1)
+            os.close(self._writing)
 
     def _watch(self, reading: int) -> None:
         """Answer the first signal at once, and end the process where the main thread does not.
@@ -145,6 +142,3 @@ class Signals:
 
     def _receive_save(self, number: int, frame: FrameType | None) -> None:
         self._save = True
-
-
-os.register_at_fork(after_in_child=lambda: Signals._wakes and signal.set_wakeup_fd(-1))  # a child would wake its parent

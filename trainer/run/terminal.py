@@ -19,7 +19,7 @@ from rich.text import Text
 
 from mantissa.display import duration, loss, quantity
 from trainer.errors import redacted
-from trainer.progress import Advance
+from trainer.progress import Advance, shown_by
 
 Rows = Iterable[tuple[str, str]]
 
@@ -27,8 +27,11 @@ Rows = Iterable[tuple[str, str]]
 class Terminal:
     """Writes to standard output; on a terminal and in a notebook the progress is one line that stays in place."""
 
-    def __init__(self, console: Console | None = None, shown: bool = True) -> None:
-        """Write to ``console`` (None: standard output), or nothing at all where another process does."""
+    def __init__(self, console: Console | None = None, shown: bool = True, logged: bool = True) -> None:
+        """Write to ``console`` (None: standard output), or nothing at all where another process does.
+
+        With ``logged`` what other parts log is shown here, too.
+        """
         self._notebook = console is None and shown and Console().is_jupyter
         # rich's own notebook display makes an output of every line, and needs ipywidgets to change one.
         self.console = console or Console(highlight=False, quiet=not shown, force_jupyter=False)
@@ -40,12 +43,13 @@ class Terminal:
         self._metrics: dict[str, float] = {}
         # A refresh takes about a millisecond, which would slow the steps of a tiny model.
         self._interval_s = 0.2 if self.console.is_terminal else 2.0
-        self.patience_s = 2.0
-        """Work that takes less is not shown, see ``work``."""
-        logger = logging.getLogger("mantissa")
-        logger.handlers[:] = [_Shown(self)]
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+        self.patience_s, self.again_s = 2.0, 0.5 if self.console.is_terminal else 20.0
+        """Work that takes less is not shown; then it is shown again and again, see ``work``."""
+        if logged:
+            logger = logging.getLogger("mantissa")
+            logger.handlers[:] = [_Shown(self)]
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
 
     def block(self, title: str, rows: Rows) -> None:
         """Show aligned ``name  value`` rows under a title; long values are wrapped."""
@@ -69,14 +73,7 @@ class Terminal:
         self._show(self.console.print, text, soft_wrap=not self.console.is_terminal)  # a file has no line width
 
     def progress(self, step: int, steps: int, metrics: dict[str, float] | None, unit: str) -> None:
-        """Show the progress of training, a few times a second at most; within a log interval of slow steps, too.
-
-        Args:
-            step: the last one taken.
-            steps: of the whole run.
-            metrics: of the log interval that ends with this step; None: it does not end.
-            unit: of the throughput among them.
-        """
+        """Show the progress of training, a few times a second at most; ``metrics`` is None within a log interval."""
         now = time.perf_counter()
         interval_s = self._interval_s if metrics else 10 * self._interval_s
         if now - self._shown < interval_s and (metrics is None or step not in (1, steps)):
@@ -86,14 +83,9 @@ class Terminal:
 
     @contextmanager
     def work(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
-        """Show the progress of what is not a training step, once it has taken ``patience_s``; see ``progress.work``.
+        """Show the progress of other work (see ``progress.work``), once it has taken ``patience_s``.
 
         A thread shows it: the work may be one long call. Of work within other work, the inner one is shown.
-
-        Args:
-            label: what is done, such as ``evaluating``.
-            total: how much there is to do; None: not known.
-            unit: of ``total``, such as ``batches``.
         """
         if self.console.quiet:
             yield lambda done, total=None: None
@@ -109,11 +101,11 @@ class Terminal:
             while not ended.wait(wait_s):
                 if self._works[-1:] == [ended]:
                     self._in_place(work_line(label, done, total, unit, time.perf_counter() - began))
-                wait_s = 0.5 if self.console.is_terminal else 20.0
+                wait_s = self.again_s
 
         thread = threading.Thread(target=show, name="progress", daemon=True)
-        thread.start()
         self._works.append(ended)
+        thread.start()
         try:
             yield advance
         finally:
@@ -136,7 +128,8 @@ class Terminal:
             self.note(line)
             return
         if self._live is None:
-            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            out = not self.console.stderr  # else what is printed would go there, too
+            self._live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=out)
             self._show(self._live.start)
         self._show(self._live.update, Text(line, style="green", no_wrap=True, overflow="ellipsis"), refresh=True)
 
@@ -151,6 +144,13 @@ class Terminal:
             write(*arguments, **options)
         except OSError:  # nobody watches any more; training continues
             leave_unread()
+
+
+@contextmanager
+def on_error_stream() -> Iterator[None]:
+    """Show the progress of work there: what a script prints may go to a file."""
+    with shown_by(Terminal(Console(stderr=True, highlight=False), logged=False).work):
+        yield
 
 
 def leave_unread() -> None:

@@ -121,6 +121,7 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
         folder: the run's; the caller holds its lock.
         config: the ``tracking`` group that the run is resumed with.
     """
+    (folder / f".{SUMMARY_FILE}.partial").unlink(missing_ok=True)  # of a process that was killed at the very end
     if not config.mlflow:
         return
     try:

@@ -195,21 +195,11 @@ def signal_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
     return prepare
 
 
-@pytest.mark.parametrize(
-    ("number", "option", "said"),
-    [
-        (signal.SIGTERM, "checkpoint.every=100", "stopped by SIGTERM after step 4, saved. Resume with:\n"),
-        (signal.SIGINT, "checkpoint=none", "stopped by SIGINT after step 4; nothing was saved (checkpoint=none)\n"),
-    ],
-)
-def test_a_signal_ends_an_evaluation(
-    number: signal.Signals, option: str, said: str, train: Train, folder: Path, signal_at_evaluation: Any
-) -> None:
-    signal_at_evaluation(number)
-    done = train(*RUN, "eval_every=4", option)
-    assert (done.code, done.err.startswith(said)) == (128 + number, True), done.err
-    saved = ["step-00000004"] if number == signal.SIGTERM else []
-    assert [path.name for path in (folder / "outputs" / NAME).glob("checkpoints/*")] == saved
+def test_a_signal_ends_an_evaluation_without_checkpoints(train: Train, signal_at_evaluation: Any) -> None:
+    signal_at_evaluation(signal.SIGINT)
+    done = train(*RUN, "eval_every=4", "checkpoint=none")
+    said = "stopped by SIGINT after step 4; nothing was saved (checkpoint=none)\n"
+    assert (done.code, done.err) == (130, said)
 
 
 def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
@@ -278,7 +268,11 @@ def test_a_second_interrupt_ends_the_run_immediately(
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
     done = train(*RUN)
-    assert (done.code, done.err, received) == (130, "second signal: stopped immediately; nothing was saved\n", [2])
+    assert (done.code, done.err, received) == (
+        130,
+        "second signal: stopped immediately. No checkpoint was saved.\n",
+        [2],
+    )
     assert not (folder / "outputs" / NAME / "checkpoints").exists()
     assert not (folder / "outputs" / NAME / "summary.json").exists()
 
