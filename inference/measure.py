@@ -20,6 +20,8 @@ from recipes.language import LanguageRecipe
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
+from trainer.metrics import Metrics, reported
+from trainer.parallel.world import World
 from trainer.progress import work
 
 
@@ -75,6 +77,7 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
         text_factor = _text_factor(datasets.tokens, split, bytes_of)
     targets, units, text_bytes = [], [], 0
     sums: list[dict[str, Tensor]] = []
+    metrics = Metrics(recipe, datasets, config.metrics, device)
     confusion: Tensor | None = None
     times = [_now(device)]
     batches = evaluation_samples(len(part), setting.eval_samples, size)
@@ -86,11 +89,12 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
             with config.precision.autocast(device):
                 output = recipe.loss(model, batch)
             sums.append({"loss": output.loss_sum, **output.metric_sums})
+            metrics.update(output)
             targets.append(recipe.count_targets(microbatch))
             units.append(recipe.count_units(microbatch))
-            if output.scores is not None and "label" in batch:
-                classes = output.scores.shape[1]
-                cells = torch.bincount(batch["label"] * classes + output.scores.argmax(1), minlength=classes**2)
+            if output.predictions is not None and "label" in batch:
+                classes = output.predictions.shape[1]
+                cells = torch.bincount(batch["label"] * classes + output.predictions.argmax(1), minlength=classes**2)
                 confusion = cells if confusion is None else confusion + cells
             if bytes_of is not None:
                 text_bytes += int(bytes_of[microbatch["tokens"][:, 1:].numpy()].sum())
@@ -100,12 +104,11 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     first = int(len(units) > 1)  # the first batch also warms up
     per_batch = {name: torch.stack([each[name] for each in sums]).double().cpu().numpy() for name in sums[0]}
     totals = {name: float(values.sum()) for name, values in per_batch.items()}
-    loss, count = totals.pop("loss"), max(1, sum(targets))
-    metrics = recipe.metrics(loss / count, totals, count)
+    values = reported(recipe, totals, sum(targets)) | metrics.values(World())
     if text_bytes:
-        metrics["bits_per_byte"] = loss / (math.log(2) * text_bytes * text_factor)
+        values["bits_per_byte"] = totals["loss"] / (math.log(2) * text_bytes * text_factor)
     return Evaluation(
-        metrics,
+        values,
         np.array(targets),
         per_batch,
         samples,

@@ -135,9 +135,8 @@ def _predictions(
     for batch in setting.config.loader.batches(photos, batches, setting.hardware):
         readable = batch.pop("readable").tolist()
         with precision.autocast(device):
-            scores = recipe.loss(model, to_device(batch, device)).scores
-        assert scores is not None
-        best = scores[:, : len(classes)].softmax(1).topk(top)
+            shares = recipe.loss(model, to_device(batch, device)).predictions[:, : len(classes)]
+        best = (shares / shares.sum(1, keepdim=True)).topk(top)
         for decoded, indices, shares in zip(readable, best.indices.tolist(), best.values.tolist(), strict=True):
             yield next(left), list(zip(indices, shares, strict=True)) if decoded else []
 

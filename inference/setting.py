@@ -20,7 +20,7 @@ from trainer.hardware import Hardware, detect
 from trainer.precision import attention, kernels
 from trainer.run_folder import RunFolder
 
-_KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "deterministic", "recipe_path")
+_KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "metrics", "deterministic", "recipe_path")
 _GROUPS = ("recipe", "data", "augment", "precision", "loader")
 _WITHOUT_DATA = ("precision", "loader", "device", "deterministic")
 """What can be set where the data is not that of a recipe."""

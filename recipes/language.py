@@ -215,7 +215,7 @@ class LanguageRecipe(SizedRecipe):
         tokens = batch["tokens"]
         return LossOutput(model(tokens[:, :-1], tokens[:, 1:]), {})
 
-    def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
+    def report(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
         """Report the loss in nats per token, and its exponential."""
         return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
 

@@ -191,7 +191,8 @@ class ResNet(Recipe):
         sums = {"top1": right[:, 0].sum(dtype=torch.float32)}
         if logits.shape[1] >= TOP5_FROM:
             sums["top5"] = right.sum(dtype=torch.float32)
-        return LossOutput(loss_sum, sums, None if model.training else logits.detach())
+        shares = None if model.training else logits.detach().softmax(1)
+        return LossOutput(loss_sum, sums, shares, label)
 
     def _training_loss(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
         weights = None if self.class_weights is None else model.class_weights.on(logits.device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from trainer.determinism import random_state, set_random_state
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
 
 class LossOutput(NamedTuple):
     """What one forward pass returns: sums over the microbatch, never means, so that they can be added up."""
@@ -31,8 +34,11 @@ class LossOutput(NamedTuple):
     """Scalar, fp32: the loss summed over the microbatch's valid targets."""
     metric_sums: dict[str, Tensor]
     """Scalars, detached: further sums over the same targets, such as the number of correct top-1 answers."""
-    scores: Tensor | None = None
-    """B × classes, fp32, detached: the logits, of a model in evaluation mode. None: in training, or no classifier."""
+    predictions: Any = None
+    """Of a model in evaluation mode, detached, fp32: what the ``update`` of the recipe's torchmetrics takes. Of a
+    classifier the probabilities of the classes, B × classes."""
+    targets: Any = None
+    """What ``update`` takes beside them. Of a classifier B class numbers, int64."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ class Recipe:
     best_metric: ClassVar[str] = "valid/loss"
     """The metric that marks the best checkpoint where ``checkpoint.best`` is ``auto``."""
     rising: ClassVar[tuple[str, ...]] = ("accuracy", "top1", "top5")
-    """Metrics whose highest value is the best. Of all others it is the lowest."""
+    """Sums whose highest value is the best. Of all others it is the lowest."""
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
     mixes_images: ClassVar[bool] = False
@@ -259,7 +265,14 @@ class Recipe:
         """
         raise NotImplementedError
 
-    def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
+    def metrics(self, datasets: Any) -> dict[str, Metric]:
+        """Return new torchmetrics objects by name, which evaluation updates with what ``loss`` returns.
+
+        Import torchmetrics here: that takes seconds.
+        """
+        return {}
+
+    def report(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
         """Turn the mean loss and the summed metrics over ``targets`` targets into what is reported."""
         return {"loss": loss} | {key: value / targets for key, value in sums.items()}
 

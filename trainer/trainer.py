@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 
 import torch
@@ -17,6 +17,7 @@ from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
 from trainer.determinism import random_state, seed_everything, set_determinism, set_random_state
 from trainer.hardware import Hardware, detect
+from trainer.metrics import Metrics, averages, reported
 from trainer.optim.freeze import freeze
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import accumulation_dtype, masters_of
@@ -133,6 +134,8 @@ class Trainer(Generic[Config]):
             self.masters,
             config.optimizer.set_to_none,
         )
+        self.averages_twice = False
+        """Whether the recipe's loss is a mean, as far as ``observe`` has seen it."""
         self.step = 0
         """Optimizer steps done."""
         self._validation: Evaluation | None = None
@@ -186,7 +189,13 @@ class Trainer(Generic[Config]):
         """Take an eager forward pass over the first samples under the recorders, and change nothing."""
         # With FSDP, a forward pass without a backward pass would leave stale state in FSDP.
         gradients = self.config.parallel.kind != "fsdp"
-        calls.observe(self.model, self._inspecting_forward, *recorders, gradients=gradients)
+        batch = self.first_samples()
+
+        def forward() -> None:
+            averaged = averages(self._inspecting_forward(batch).loss_sum)
+            self.averages_twice = averaged and self.recipe.count_targets(batch) > 1
+
+        calls.observe(self.model, forward, *recorders, gradients=gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the training, see ``optim.state.training_state``."""
@@ -254,6 +263,11 @@ class Trainer(Generic[Config]):
         targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
         return targets, sum(self.recipe.count_units(batch) for batch in microbatches)
 
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The torchmetrics objects that evaluation updates."""
+        return Metrics(self.recipe, self.datasets, self.config.metrics, self.device)
+
     def evaluate(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
         """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
         self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
@@ -266,14 +280,14 @@ class Trainer(Generic[Config]):
 
     @torch.no_grad()
     def metric_names(self) -> list[str]:
-        """Return the names of the recipe's metrics, from a forward pass over a few samples."""
+        """Return the names of all metrics, from a forward pass over a few samples."""
+        samples = [SampleId(index, None) for index in range(min(_INSPECTED, len(self.datasets.valid)))]
         self.model.eval()
         try:
             with self.config.compile.graphs_kept():
-                sums = self._inspecting_forward(self.datasets.valid.batch([SampleId(0, None)])).metric_sums
+                return self.metrics.names_in(self._inspecting_forward(self.datasets.valid.batch(samples)))
         finally:
             self.model.train()
-        return list(self.recipe.metrics(0.0, dict.fromkeys(sums, 0.0), 1))
 
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
@@ -295,12 +309,15 @@ class Trainer(Generic[Config]):
     def _metrics(self, evaluation: Evaluation, watch: Watch) -> dict[str, float]:
         size, compile = self.plan.batching.micro_batch_size, self.config.compile
 
-        def forward(batch: Batch) -> dict[str, Tensor]:
+        def forward(batch: Batch, counts: bool) -> dict[str, Tensor]:
             whole = len(next(iter(batch.values()))) == size
             with nullcontext() if whole else compile.graphs_kept(), self.config.precision.autocast(self.device):
                 output = self.recipe.loss(self.model, batch)
+            if counts:
+                self.metrics.update(output)
             return {"loss": output.loss_sum, **output.metric_sums}
 
+        self.metrics.reset()
         self.synchronise_buffers()
         self.model.eval()
         try:
@@ -308,8 +325,7 @@ class Trainer(Generic[Config]):
                 sums, targets = evaluation.sums(forward, self.recipe.count_targets, watch)
         finally:
             self.model.train()
-        targets = max(1, targets)
-        return self.recipe.metrics(sums.pop("loss") / targets, sums, targets)
+        return reported(self.recipe, sums, targets) | self.metrics.values(self.world)
 
     def _set_lr(self) -> float:
         """Set the learning rate of every group, and return the highest."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import optuna
+import torch
 from optuna.trial import TrialState
 
 from evidence.search.report import AT_STEP, WHY, lines, publish_search
@@ -24,7 +25,9 @@ from trainer.config.schema import Config
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory, nearest
 from trainer.files import SAME, check_output_dir, make_folder
 from trainer.hardware import detect
+from trainer.metrics import Metrics
 from trainer.parallel.world import launched_processes
+from trainer.recipe import Recipe
 from trainer.run.command import release_memory
 from trainer.run.start import train
 
@@ -60,14 +63,17 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"study={options.study} must be the name of a folder, without a slash")
     check_output_dir(first.output_dir)
     name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
-    plan = first.resolve(detect(first.device)).plan
+    resolved = first.resolve(detect(first.device))
+    plan, recipe = resolved.plan, resolved.config.recipe
+    datasets = None if type(recipe).metrics is Recipe.metrics else resolved.config.open_datasets()
+    metrics = Metrics(recipe, datasets, first.metrics, torch.device("cpu"))
     kept = sorted(text for text in overrides if re.split(r"[.=]", text)[0] not in ("output_dir", "tracking"))
     typed = sorted(argument for argument in others if argument not in overrides)
     study = open_study(
         name,
         output_dir,
         {"space": typed, "options": kept, "metric": options.metric},
-        maximise=not first.recipe.falls(options.metric),
+        maximise=not metrics.falls(options.metric),
         pruner=pruner_of(options.pruner, math.ceil(plan.eval_every), plan.steps),
     )
     search = Search(study, output_dir / "search" / name, space, options.trials, first.seed)

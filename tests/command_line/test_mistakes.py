@@ -41,6 +41,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "device=tpu": ("device=tpu is not a device; use auto, cpu, cuda",),
     "+typo=1": ("typo is not a key of the config", "--cfg job"),
     "recipe.sise=mini": ("did you mean 'recipe.size'?",),
+    "metrics=[f1_marco]": ("metrics=[f1_marco] is not one of accuracy, ", "did you mean 'f1_macro'?"),
     "optimizer.betas=1": ("did you mean 'optimizer.options.betas'?",),
     "optimizer.xyz=1": ("optimizer.xyz is not a key of the config; optimizer has name, lr, weight_decay",),
     "early_stopping=3": ("early_stopping=3: set one of its options: early_stopping.patience, early_stopping.min_",),

@@ -64,14 +64,16 @@ def test_results_are_in_the_run_folder_unless_another_is_given(here: Path, monke
         return output
 
     monkeypatch.setattr(ResNet, "loss", watched)
-    assert evaluate("run=outputs/images").code == 0
+    assert evaluate("run=outputs/images", "metrics=[f1_macro]").code == 0
     assert set(seen) == {(True, False, False)}  # no graph is made
     folder = Path("outputs/images/evaluation")
     names = ["classes.csv", "confusion.csv", "confusion.png", "evaluation.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
     rows = list(csv.reader((folder / "confusion.csv").read_text(encoding="utf-8").splitlines()))
     assert rows[0] == ["class \\ given", "bright", "dark", "grey"]
-    assert sum(int(cell) for row in rows[1:] for cell in row[1:]) == results(folder)["samples"]
+    found = results(folder)
+    assert sum(int(cell) for row in rows[1:] for cell in row[1:]) == found["samples"]
+    assert found["metrics"]["f1_macro"] == pytest.approx(np.mean([row["f1"] for row in found["classes"]]))
     with Image.open(folder / "confusion.png") as picture:
         assert min(picture.size) > 300
 

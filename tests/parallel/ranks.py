@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from tests.helpers import NoData, compose, fit, same_bits
 from tests.parallel import training
+from tests.parallel.test_metrics import metrics
 from tests.parallel.training import whole
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.config.schema import Config
@@ -284,6 +285,7 @@ CASES: dict[str, Callable[[str], Any]] = {
     "flag": flag,
     "communication": communication,
     "accumulation": accumulation,
+    "metrics": lambda mode: metrics(MODES[mode](), DEVICE),
 }
 
 
@@ -292,7 +294,11 @@ def main() -> None:
     torch.set_num_threads(1)
     several = parallel.launched_processes() > 1 or DEVICE == "cuda"  # one GPU is enough to shard on it
     modes = ["ddp", "fsdp"] if several else ["single"]
-    names = {"all": [*CASES] if several else ["gradient", "accumulation"], "four": ["gradient"], "flag": ["flag"]}
+    names = {
+        "all": [*CASES] if several else ["gradient", "accumulation", "metrics"],
+        "four": ["gradient"],
+        "flag": ["flag"],
+    }
     found: dict[str, Any] = {name: {mode: CASES[name](mode) for mode in modes} for name in names.get(case, ())}
     if case == "training":
         found = {"training": {mode: training.found(mode, DEVICE) for mode in modes}}

@@ -133,8 +133,8 @@ def test_windows_are_consecutive_and_training_moves_them_by_the_samples_seed() -
 
 
 def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_failing() -> None:
-    assert GPT2().metrics(1.5, {}, 1) == {"loss": 1.5, "perplexity": pytest.approx(4.4816891)}
-    assert GPT2().metrics(1e4, {}, 1)["perplexity"] == math.inf
+    assert GPT2().report(1.5, {}, 1) == {"loss": 1.5, "perplexity": pytest.approx(4.4816891)}
+    assert GPT2().report(1e4, {}, 1)["perplexity"] == math.inf
 
 
 def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:

@@ -140,7 +140,7 @@ def test_loss_and_metrics_are_sums_that_metrics_turns_into_shares() -> None:
     sums = {key: value.item() for key, value in output.metric_sums.items()}
     assert sums == {"top1": 1.0, "top5": 3.0}
     assert recipe.count_targets(batch) == recipe.count_units(batch) == 4
-    assert recipe.metrics(2.5, sums, 4) == {"loss": 2.5, "top1": 0.25, "top5": 0.75}
+    assert recipe.report(2.5, sums, 4) == {"loss": 2.5, "top1": 0.25, "top5": 0.75}
 
 
 def test_few_classes_have_no_top5() -> None:
@@ -150,15 +150,14 @@ def test_few_classes_have_no_top5() -> None:
     assert set(recipe.loss(Stub(torch.zeros(2, 4)), batch).metric_sums) == {"top1"}
 
 
-def test_label_smoothing_is_for_training_only_and_scores_for_evaluation() -> None:
+def test_label_smoothing_is_for_training_only_and_predictions_for_evaluation() -> None:
     recipe, plain, batch = ready(label_smoothing=0.1), ready(), some_digits(4)
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(0), requires_grad=True)
     stub = Stub(logits)
     trained = recipe.loss(stub.train(), batch)
     assert trained.loss_sum != plain.loss(stub, batch).loss_sum
-    assert trained.scores is None  # no reference to the graph
+    assert trained.predictions is None  # no reference to the graph
     assert recipe.loss(stub.eval(), batch).loss_sum == plain.loss(stub, batch).loss_sum
-    scores = recipe.loss(stub, batch).scores
-    assert scores is not None
-    assert not scores.requires_grad
-    assert torch.equal(scores, logits)
+    shares = recipe.loss(stub, batch).predictions
+    assert not shares.requires_grad
+    assert torch.equal(shares, logits.softmax(1))

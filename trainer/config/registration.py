@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.config import outside, source
 from trainer.errors import LARGEST, UserError, check_number, nearest
 from trainer.files import PROJECT, default_name
+from trainer.metrics import check_named
 
 CONF = PROJECT / "conf"
 """The folder of Hydra's YAML."""
@@ -86,6 +87,7 @@ def check(composed: DictConfig) -> None:
     for entry in options(root()):
         if entry.type == "int | str" and composed[entry.name] != other.get(entry.name):
             check_number(entry.name, composed[entry.name])
+    check_named(composed.metrics or [])
     check_largest(flatten(OmegaConf.to_object(composed)))
 
 

@@ -12,6 +12,7 @@ from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
 from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
+from trainer.metrics import check_named
 from trainer.optim.ema import Ema
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Schedule
@@ -59,6 +60,8 @@ class StepConfig:
     micro_batch_size: int | str = "auto"
     eval_every: int | str = "auto"
     eval_samples: int | str = "auto"
+    metrics: list[str] | None = None
+    """Further metrics of a classifier's evaluations, such as ``f1_macro``: keys of ``trainer.metrics.NAMED``."""
     freeze: list[str] | None = None
     deterministic: bool = False
     source: FirstWeights | None = field(default=None, metadata=NO_OPTION)
@@ -78,6 +81,7 @@ class StepConfig:
             raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
+        check_named(self.metrics or [])
         self.scaler.check(self.precision.format)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)

@@ -47,12 +47,12 @@ class Evaluation:
         self._device, self._world = hardware.device, world
 
     def sums(
-        self, forward: Callable[[Batch], dict[str, Tensor]], count_targets: Callable[[Batch], int], watch: Watch
+        self, forward: Callable[[Batch, bool], dict[str, Tensor]], count_targets: Callable[[Batch], int], watch: Watch
     ) -> tuple[dict[str, float], int]:
         """Return the sums over the samples of all ranks, and their number of targets.
 
         Args:
-            forward: takes a batch on the device, and returns scalars by name.
+            forward: takes a batch on the device, and whether it counts, and returns scalars by name.
             count_targets: takes a batch on the host.
             watch: see ``Watch``.
         """
@@ -60,8 +60,8 @@ class Evaluation:
         targets = 0
         sums: dict[str, Tensor] = {}
         for number, batch in enumerate(self._batches):
-            values = forward(to_device(batch, self._device))
             counts = number < self._own  # else a forward pass for other ranks, which gather their weights from this one
+            values = forward(to_device(batch, self._device), counts)
             if counts:
                 targets += count_targets(batch)
             for name, value in values.items():

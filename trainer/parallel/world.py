@@ -72,6 +72,10 @@ class World:
         """Return every rank's value, by rank. Only for the thread that saves, which has its own process group."""
         return [value]
 
+    def gather_on_first(self, value: T) -> list[T]:
+        """Return every rank's value, by rank, on rank 0; nothing on the others. It must be picklable."""
+        return [value]
+
     def on_first(self, work: Callable[[], T]) -> T:
         """Do ``work`` on rank 0; every rank returns its result (which must be picklable), or raises its error."""
         return work()

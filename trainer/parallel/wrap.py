@@ -70,6 +70,11 @@ class ProcessWorld(World):
         dist.all_gather_object(values, value, group=self._writers)
         return values
 
+    def gather_on_first(self, value: T) -> list[T]:
+        values: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, values)
+        return values or []
+
     def on_first(self, work: Callable[[], T]) -> T:
         outcome: list[Any] = [None, None]
         bug: Exception | None = None

@@ -29,7 +29,7 @@ State = Literal["complete", "not finite", "interrupted"]
 MAY_CHANGE = (
     *("steps", "epochs"),  # make the run longer, and with it the schedule
     *("device", "threads", "parallel", "loader", "activation_checkpointing"),
-    *("log_every", "eval_every", "early_stopping", "profiler", "diagnostics", "debug"),
+    *("log_every", "eval_every", "metrics", "early_stopping", "profiler", "diagnostics", "debug"),
     *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name"),
 )
 """Keys and groups that may differ between a run and its continuation: they do not change what is learnt.

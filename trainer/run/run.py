@@ -91,7 +91,7 @@ class Run:
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
         self.command = resume_command(folder.path)
-        self.scores = Scores(self.config)
+        self.scores = Scores(self.config, trainer.metrics.falls)
         self.first: StepRecord | None = None
         """The first step that this process took."""
         self.began = began or time.monotonic()

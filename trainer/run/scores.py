@@ -27,14 +27,16 @@ class Scores:
 
     Args:
         config: of the run: its recipe's metric, ``checkpoint.best`` and ``early_stopping``.
+        falls: takes a metric, and returns whether its lowest value is the best; None: the recipe's.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, falls: Callable[[str], bool] | None = None) -> None:
         recipe, self.stopping = config.recipe, config.early_stopping
         self._recipes_own = recipe.best_metric
         self.metric: str = recipe.best_metric if config.checkpoint.best == "auto" else config.checkpoint.best
         """Such as ``valid/loss``."""
-        self.lowest: bool = recipe.falls(self.metric)
+        falls = falls or recipe.falls
+        self.lowest: bool = falls(self.metric)
         """Whether the lowest value is the best; else the highest."""
         self.best: dict[str, Any] | None = None
         """``step`` and ``value`` of the best score."""
@@ -44,7 +46,7 @@ class Scores:
         """The step after which that was."""
         self.watched: str = self.stopping.metric or self.metric
         """The metric of early stopping."""
-        self._falls: bool = recipe.falls(self.watched)
+        self._falls: bool = falls(self.watched)
         self._reference: float | None = None
         self._waited = 0
 
@@ -59,16 +61,17 @@ class Scores:
         best = "was never finite" if self._reference is None else f"has not been better than {loss(self._reference)}"
         return f"{self.watched} {best} in the last {self._waited} evaluations"
 
-    def check_known(self, names: Callable[[], Collection[str]]) -> None:
+    def check_known(self, names: Callable[[], Collection[str]], always: bool = False) -> None:
         """Check that the metrics that the user has set exist.
 
         Args:
             names: returns the metrics of an evaluation, without ``valid/``, and takes the time of a forward pass.
+            always: whether it has something to check by itself.
 
         Raises:
             UserError: names the ones that exist.
         """
-        if self._recipes_own == self.metric == self.watched:
+        if self._recipes_own == self.metric == self.watched and not always:
             return
         known = [PREFIX + name for name in names()]
         for key, metric in (("checkpoint.best", self.metric), ("early_stopping.metric", self.watched)):

@@ -92,7 +92,8 @@ def train(
             with work("building the model"):
                 trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
-            Scores(trainer.config).check_known(trainer.metric_names)
+            scores = Scores(trainer.config, trainer.metrics.falls)
+            scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
             with _written(resolved.config.output_dir):
                 if folder is None:
                     folder = world.on_first(partial(_begun, resolved, datasets, stack))

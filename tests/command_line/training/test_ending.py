@@ -110,11 +110,12 @@ def test_early_stopping_ends_the_run_with_its_best_weights(succeed: Train, folde
 
 @pytest.mark.usefixtures("user_data")
 def test_the_best_checkpoint_is_that_of_the_chosen_metric(train: Train, succeed: Train, folder: Path) -> None:
-    done = succeed(*IMAGES, "steps=6", "eval_every=1", "checkpoint.best=valid/top1")
-    assert "best top1" in done.out
+    watched = ("metrics=[f1_macro,ece]", "early_stopping.patience=6", "early_stopping.metric=valid/ece")
+    done = succeed(*IMAGES, "steps=6", "eval_every=1", "checkpoint.best=valid/f1_macro", *watched)
+    assert "best f1_macro" in done.out
     run, best = only_run(folder), summary(folder)["best"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    values = {line["step"]: line["valid/top1"] for line in lines if "valid/top1" in line}
+    values = {line["step"]: line["valid/f1_macro"] for line in lines if "valid/f1_macro" in line}
     assert best["value"] == max(values.values())
     assert best["step"] == min(step for step, value in values.items() if value == best["value"])
     assert (run / "checkpoints" / f"step-{best['step']:08d}").is_dir()

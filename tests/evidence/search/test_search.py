@@ -178,6 +178,16 @@ def test_a_metric_that_does_not_exist_is_refused_before_training(searched: Calla
     assert optuna.get_all_study_names(f"sqlite:///{outputs / 'optuna.db'}") == []
 
 
+@pytest.mark.parametrize(("metric", "direction"), [("f1_macro", "MAXIMIZE"), ("ece", "MINIMIZE")])
+def test_the_study_looks_for_the_best_of_its_metric(
+    metric: str, direction: str, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evidence.search.search.run_trials", lambda *_: None)
+    job = ("recipe=resnet", "metrics=[f1_macro,ece]", "study=it", "tracking=local", LR)
+    assert search([*job, f"metric=valid/{metric}"]) == 1  # no trial is complete
+    assert study(outputs).direction.name == direction
+
+
 def test_after_eight_trials_the_importance_of_options_is_printed(outputs: Path) -> None:
     made = opened(outputs, trials=8)
     made.space, _ = parse_space(["space.x=uniform(0,1)", "space.y=uniform(0,1)"])

@@ -173,12 +173,12 @@ def test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each(ranks: int
         world, seen = World(), []
         world.rank, world.size = rank, ranks
 
-        def forward(batch: Batch, seen: list[int] = seen) -> dict[str, torch.Tensor]:
+        def forward(batch: Batch, counts: bool, seen: list[int] = seen) -> dict[str, torch.Tensor]:
             seen.append(len(batch["index"]))
             return {"loss": batch["index"].sum().double()}
 
         evaluation = Evaluation(Echo(), None, 8, Loader(workers=0), CPU, world)
-        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]))
+        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]), lambda done, total: None)
         totals += torch.tensor([sums["loss"], targets])
         forwards.append(len(seen))
     assert totals.tolist() == [LENGTH * (LENGTH - 1) / 2, LENGTH]

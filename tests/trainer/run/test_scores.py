@@ -25,11 +25,6 @@ def test_the_lowest_loss_or_the_highest_accuracy_is_the_best() -> None:
     assert by_loss.rank(score._replace(value=0.7)) == 0.7
 
 
-def test_a_recipe_names_the_metrics_that_rise() -> None:
-    recipe = compose("recipe=resnet").recipe
-    assert [recipe.falls(name) for name in ("valid/loss", "valid/top1", "top5", "valid/perplexity")] == [1, 0, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("metric", "values", "stops_at"),
     [

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, roc_auc_score
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers import CPU, NoData, SmallConvNet, fit, same_bits
+from tests.parallel.test_metrics import Scored, trainer_of
+from trainer.config.schema import Config
+from trainer.data.contract import Batch
+from trainer.errors import UserError
+from trainer.metrics import Metrics, reported
+from trainer.parallel.single import Parallel
+from trainer.parallel.world import World
+from trainer.recipe import LossOutput
+from trainer.run.report import warnings
+from trainer.trainer import Trainer
+
+
+def test_a_recipe_without_predictions_has_none() -> None:
+    trainer = Trainer.from_config(Config(SmallConvNet(), NoData(), metrics=["ece"]), CPU)
+    with pytest.raises(UserError, match=r"returns no predictions, so it has only loss; leave metrics=\['ece'\] out"):
+        trainer.metric_names()
+
+
+def test_torchmetrics_says_which_value_is_the_best() -> None:
+    found = Metrics(Scored(), None, ["ece"], torch.device("cpu"))
+    names = ("valid/ece", "valid/rouge_rouge1_recall", "valid/loss", "valid/accuracy")
+    assert [found.falls(name) for name in names] == [True, False, True, False]
+
+
+def test_only_classes_that_occur_are_averaged() -> None:
+    found = Metrics(SmallConvNet(), None, ["auroc", "average_precision"], torch.device("cpu"))
+    shares, labels = torch.rand(9, 5).softmax(1), torch.tensor([0, 1, 1, 3, 0, 3, 3, 1, 0])
+    found.update(LossOutput(torch.tensor(1.0), {}, shares, labels))
+    one_hot, of = F.one_hot(labels, 5)[:, [0, 1, 3]], shares[:, [0, 1, 3]]
+    expected = {"auroc": roc_auc_score(one_hot, of), "average_precision": average_precision_score(one_hot, of)}
+    assert found.values(World()) == pytest.approx(expected)
+
+
+def test_16_bit_predictions_are_widened() -> None:
+    found = Metrics(SmallConvNet(), None, ["auroc"], torch.device("cpu"))
+    found.update(LossOutput(torch.tensor(1.0), {}, torch.rand(4, 5).half(), torch.arange(4)))
+    assert {each.dtype for each in found._metrics["auroc"].preds} == {torch.float32}
+
+
+def test_evaluation_changes_no_step() -> None:
+    plain, evaluated = (trainer_of(5, Parallel()) for _ in range(2))
+    fit(plain)
+    evaluated.metric_names()
+    fit(evaluated, 1)
+    evaluated.evaluate()
+    fit(evaluated)
+    assert same_bits(plain.state_dict(), evaluated.state_dict())  # its generators, too
+
+
+def test_more_right_answers_than_targets_are_a_wrong_count() -> None:
+    assert reported(SmallConvNet(), {"loss": 9.0, "top1": 3.0}, 3) == {"loss": 3.0, "top1": 1.0}
+    with pytest.raises(UserError, match=r"top1 is 1.33, above 1: let count_targets count"):
+        reported(SmallConvNet(), {"loss": 9.0, "top1": 4.0}, 3)
+
+
+@pytest.mark.parametrize(("reduction", "factor", "said"), [("mean", 1, 1), ("mean", 2, 0), ("sum", 1, 0)])
+def test_a_loss_that_is_a_mean_is_reported_at_the_start(reduction: str, factor: int, said: int, tmp_path: Path) -> None:
+    class Own(SmallConvNet):
+        def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+            loss = F.cross_entropy(model(batch["image"]), batch["label"], reduction=reduction).double()
+            return LossOutput(loss if factor == 1 else loss * factor, {})
+
+    trainer = Trainer.from_config(Config(Own(), NoData()), CPU)
+    trainer.observe()
+    found = [sentence for sentence in warnings(trainer, tmp_path) if 'reduction="sum"' in sentence]
+    assert len(found) == said
