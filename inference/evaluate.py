@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.classes import class_scores, table, write_classes
-from inference.exported import RunOptions
+from inference.exported import Exported, RunOptions
 from inference.measure import Evaluation, measure
 from inference.precisions import BATCHES, compared, verdict
 from inference.precisions import table as precision_table
@@ -35,9 +35,23 @@ class EvaluateOptions(RunOptions):
 def evaluate(arguments: list[str]) -> int:
     """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    several = "-m" in arguments
     options, overrides = parse([each for each in arguments if each != "-m"], EvaluateOptions, "overrides")
-    exported = options.find()
+    evaluation(options.find(), options, overrides, "-m" in arguments)
+    return 0
+
+
+def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence[str], several: bool) -> dict[str, Any]:
+    """Evaluate a trained model, print its metrics, and return what is written into a file about them.
+
+    Args:
+        exported: the trained model.
+        options: ``split`` and ``output`` are used.
+        overrides: of its config.
+        several: whether they name several precisions.
+
+    Raises:
+        UserError: an override that has no effect, data that does not suit the model, or files that cannot be written.
+    """
     folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     # Mistakes come before any work.
     if not options.output and folder.is_symlink():
@@ -59,7 +73,7 @@ def evaluate(arguments: list[str]) -> int:
         raise UserError(
             f"output={folder} cannot be written ({error.strerror}); choose another with output=…"
         ) from error
-    facts = {
+    facts: dict[str, Any] = {
         "run": str(exported.run.path) if exported.run else None,
         "weights": str(exported.folder),
         "recipe": exported.recipe,
@@ -72,12 +86,13 @@ def evaluate(arguments: list[str]) -> int:
         "time": time.time(),
     }
     if several:
-        write_json(folder / "precisions.json", facts | {"precisions": _several(results, unit)})
+        facts |= {"precisions": _several(results, unit)}
     else:
         mode = setting.config.precision.mode
-        write_json(folder / "evaluation.json", facts | {"precision": mode} | _one(folder, mode, unit, result))
+        facts |= {"precision": mode} | _one(folder, mode, unit, result)
+    write_json(folder / ("precisions.json" if several else "evaluation.json"), facts)
     print(f"\nwritten to {folder}")
-    return 0
+    return facts
 
 
 def _arms(overrides: Sequence[str], several: bool) -> dict[str, list[str]]:

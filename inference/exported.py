@@ -45,6 +45,8 @@ class Exported:
     run: RunFolder | None
     recipe: str
     """The name of the recipe that trained it, or that could have trained it."""
+    own: Recipe | None = None
+    """The recipe itself, where it is ``Recipe.of`` a program's model and data."""
 
     @property
     def results(self) -> Path:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inference.exported import RunOptions
+from inference.exported import Exported, RunOptions
 from inference.setting import configure
 from recipes.data.text.tokenizers import Characters
 from trainer.config.options import parse
@@ -48,7 +49,17 @@ class GenerateOptions(RunOptions):
 def generate(arguments: list[str]) -> int:
     """Print ``n`` texts, word by word; the speed goes to the error stream."""
     options, overrides = parse(arguments, GenerateOptions, "overrides")
-    exported = options.find()
+    generation(options.find(), options, overrides)
+    return 0
+
+
+def generation(exported: Exported, options: GenerateOptions, overrides: Sequence[str]) -> list[str]:
+    """Print ``n`` texts, word by word, and return them; of a causal model they begin with the prompt.
+
+    Raises:
+        UserError: the model generates no text, or the options do not suit it.
+        RunError: the model's outputs are not finite.
+    """
     causal = exported.recipe in CAUSAL
     if not causal and exported.recipe != "t5":
         other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"
@@ -69,17 +80,19 @@ def generate(arguments: list[str]) -> int:
     setting.in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network)
     device = setting.hardware.device
     torch.manual_seed(options.seed)
-    written, started = 0, time.perf_counter()
+    written, texts, started = 0, [], time.perf_counter()
     for number in range(1, options.n + 1):
         if options.n > 1:
             print(f"--- {number} of {options.n}")
         if causal:
             print(options.prompt, end="", flush=True)
         with setting.config.precision.autocast(device):
-            written += _write(network, tokenizer, ids.to(device), options)
+            count, text = _write(network, tokenizer, ids.to(device), options)
+        written += count
+        texts.append(options.prompt * causal + text)
     seconds = time.perf_counter() - started
     print(f"{written} tokens in {seconds:.1f} s ({written / seconds:.1f} tokens/s)", file=sys.stderr)
-    return 0
+    return texts
 
 
 def without_dropout(network: Any) -> Any:
@@ -91,8 +104,8 @@ def without_dropout(network: Any) -> Any:
     return network
 
 
-def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) -> int:
-    """Generate and print one text, token by token; return its number of tokens.
+def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) -> tuple[int, str]:
+    """Generate and print one text, token by token; return its number of tokens, and the text.
 
     Each token follows from the last ones that the context has room for. From where it is full, these are at other
     positions for every token, so that their keys and values are computed again.
@@ -110,6 +123,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
     from transformers import TextStreamer
 
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+    printed: list[str] = []
 
     class Shown(TextStreamer):
         """Leaves out what only ends the text, but not the sentinels of T5, which are special tokens too."""
@@ -117,6 +131,10 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
         def put(self, value: Tensor) -> None:
             if self.next_tokens_are_prompt or int(value.flatten()[0]) not in ends:
                 super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            printed.append(text)
+            super().on_finalized_text(text, stream_end)
 
         def end(self) -> None:
             self.next_tokens_are_prompt = True  # of the next call
@@ -151,4 +169,4 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
             "the model's outputs are not finite; generate with precision=fp32, or from earlier weights"
         ) from error
     TextStreamer.end(shown)
-    return written
+    return written, "".join(printed)

@@ -84,6 +84,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     else:
         recorded = _of_folder(exported, typed, with_data)
     config = compose(overrides, recorded)
+    config = replace(config, recipe=exported.own or config.recipe)
     # Training's batch need not be a multiple of the microbatch.
     config = replace(config, batch_size=config.micro_batch_size, run_name="evaluation")
     hardware = detect(config.device)

@@ -1,1 +1,27 @@
-"""How a recipe is trained: one file per concept."""
+"""How a recipe is trained: one file per concept. A Python program uses the names below: see docs/python.md.
+
+They are imported when they are used: ``import trainer`` alone loads nothing.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_NAMES = {
+    **dict.fromkeys(("Trained", "compose", "train"), "trainer.api"),
+    **dict.fromkeys(("evaluate", "generate"), "inference.api"),
+    "compare": "evidence.api",
+    **dict.fromkeys(("LossOutput", "Recipe"), "trainer.recipe"),
+    **dict.fromkeys(("Interrupted", "RunError", "UserError"), "trainer.errors"),
+}
+
+__all__ = list(_NAMES)  # for type checkers: __init__.pyi
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    return getattr(import_module(_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_NAMES]

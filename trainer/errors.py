@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
 
@@ -17,6 +18,10 @@ class RunError(Exception):
     """Whether every process of the job raises it at the same point, so that one reports it and all stay in step."""
     status = "FAILED"
     """MLflow's, of a run that it ends in training."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows, which asks for it."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class UserError(RunError):
@@ -55,6 +60,9 @@ class Interrupted(KeyboardInterrupt):
 
     shared = True
     """See ``RunError.shared``."""
+
+    folder: Path | None = None
+    """Of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -13,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from trainer.data.contract import Batch, Datasets
+from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.data.given import Collated
+from trainer.determinism import random_state, set_random_state
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 
@@ -156,6 +162,7 @@ class Recipe:
     predictor: ClassVar[str] = "forward"
     """Which class of ``trainer/tracking/mlflow/predictor.py`` serves the exported model in MLflow. ``forward``
     takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
+    Empty: none does, MLflow gets the files.
     """
 
     architecture: ClassVar[tuple[str, ...]] = ()
@@ -174,6 +181,42 @@ class Recipe:
                 raise UserError(
                     f"{type(self).__name__} (recipe={self.name}) has no {method}; write it, such as {example}"
                 )
+
+    @staticmethod
+    def of(
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Callable[[Any, Any], Tensor | LossOutput],
+        train_dataset: Any,
+        valid_dataset: Any,
+        test_dataset: Any = None,
+        *,
+        targets: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Own:
+        """Return the recipe of a model and data that exist already, for ``trainer.train``.
+
+        Args:
+            model: in fp32; a copy of it is trained. Or a function that builds one, whose weights then follow ``seed``.
+            loss: takes the model (in DDP, if there is) and a batch, under autocast; returns a scalar, the mean over the
+                batch, or a ``LossOutput``. What it needs is in the model or the batch, which move to the device.
+            train_dataset: a map-style dataset of torch, or a DataLoader: its dataset, batch size and ``collate_fn``.
+                Samples are what torch's ``default_collate`` knows: tensors, numbers, tuples and dictionaries of them.
+            valid_dataset: likewise.
+            test_dataset: likewise; evaluated once, at the end, with the best weights.
+            targets: takes a batch; returns how many targets the loss is a mean, or a sum, over, such as the tokens that
+                are no padding; None: the samples.
+            collate_fn: as of torch's DataLoader.
+
+        Raises:
+            UserError: data that cannot be batched, a 16-bit model, a loss that is no mean and no ``LossOutput``.
+        """
+        train, valid = Collated(train_dataset, collate_fn), Collated(valid_dataset, collate_fn)
+        test = None if test_dataset is None else Collated(test_dataset, collate_fn)
+        if any(each.structure != train.structure for each in (valid, test or valid)):
+            raise UserError(f"{valid.name}: batches of all datasets must have the same parts as {train.name}'s")
+        own = Own(model, loss, train, valid, test, targets, getattr(train_dataset, "batch_size", None) or 32)
+        own.check()
+        return own
 
     def chosen(self, decisions: Iterable[Decision]) -> Self:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
@@ -298,7 +341,7 @@ class Recipe:
 
     def description(self, datasets: Any) -> dict[str, Any]:
         """Return what an exported model is, as plain JSON types: by default the recipe and its options."""
-        options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.metadata != NO_OPTION}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
     def packages(self) -> list[str]:
@@ -316,3 +359,96 @@ class Recipe:
     def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
         """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
         return {}
+
+
+@dataclass
+class Own(Recipe):
+    """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
+
+    name: ClassVar[str] = "own"
+    predictor: ClassVar[str] = ""
+    model: Any = field(default=None, metadata=NO_OPTION)
+    objective: Any = field(default=None, metadata=NO_OPTION)
+    train: Any = field(default=None, metadata=NO_OPTION)
+    valid: Any = field(default=None, metadata=NO_OPTION)
+    test: Any = field(default=None, metadata=NO_OPTION)
+    targets: Any = field(default=None, metadata=NO_OPTION)
+    batch_size: int = field(default=32, metadata=NO_OPTION)
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
+        if self.model is None:
+            raise UserError(
+                "recipe=own is the model and the data of a Python program; give them there, as in "
+                "trainer.train(Recipe.of(model, loss, train_dataset, valid_dataset)), also to resume or evaluate a run"
+            )
+        if data.kind != DataSource.kind:
+            raise UserError(f"data={data.kind} has no effect: Recipe.of has its own data; leave it out")
+        return self, []
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Return one pass over the training data, in batches as the DataLoader's, or of 32."""
+        size = min(self.batch_size, len(self.train))
+        return Sizes(math.ceil(len(self.train) / size), size, size)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        about = f"{self.train.name}: {len(self.train):,} samples, {len(self.valid):,} for validation"
+        return Datasets(self.train, self.valid, about, test=self.test)
+
+    def build_model(self, datasets: Any) -> nn.Module:
+        return copy.deepcopy(self.model).cpu() if isinstance(self.model, nn.Module) else self.model()
+
+    def count_targets(self, batch: Batch) -> int:
+        return int(self.targets(self.train.rebuilt(batch))) if self.targets else self.count_units(batch)
+
+    def count_units(self, batch: Batch) -> int:
+        return len(batch["0"])
+
+    def loss(self, model: Any, batch: Batch) -> LossOutput:
+        given = self.train.rebuilt(batch)
+        value = self.objective(model, given)
+        if isinstance(value, LossOutput):
+            return value
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UserError("the loss must be a tensor of one number, the mean over the batch, or a LossOutput")
+        count = self.targets(given) if self.targets else self.count_units(batch)
+        return LossOutput(value.reshape(()).to(torch.promote_types(value.dtype, torch.float32)) * count, {})
+
+    def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
+        return {"model": type(model).__name__}
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Look whether the loss of two samples follows from theirs; modes of the model and generators stay.
+
+        Raises:
+            UserError: it does not, since it is a sum where a mean is due, or the other way round; or 16-bit weights.
+        """
+        host = torch.device("cpu")
+        generators = random_state(host)
+        model = self.model if isinstance(self.model, nn.Module) else self.model()
+        if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
+            raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
+        modes = {module: module.training for module in model.modules()}
+        device = next((each.device for each in model.parameters()), host)
+        samples = self.train.batch([SampleId(index, None) for index in range(min(2, len(self.train)))])
+        parts = (slice(1), slice(1, 2), slice(2)) if len(self.train) > 1 else ()
+        try:
+            model.eval()
+            batches = [{name: each[part].to(device) for name, each in samples.items()} for part in parts]
+            sums = [self.loss(model, batch).loss_sum.item() for batch in batches]
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            set_random_state(generators, host)
+        alone, both = sum(sums[:2]), sum(sums[2:])
+        close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
+        if not close(both, alone) and close(both, 2 * alone):
+            raise UserError('the loss of two samples is the sum of theirs: return the mean (reduction="mean")')
+        if not close(both, alone) and close(2 * both, alone):
+            raise UserError('the LossOutput of two samples is the mean of theirs: it holds sums (reduction="sum")')
+        if not close(both, alone):
+            warnings.warn(
+                f"the summed loss of two samples is {both:.5g}, of one after the other {alone:.5g}, so the gradient "
+                "depends on micro_batch_size; if it is a mean over tokens, count them with targets=",
+                stacklevel=3,
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evidence.comparison.compare import NULL, Comparison, check_arms, compare
+from evidence.comparison.compare import NULL, Comparison, Result, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import lead, sentences, table, write_report
 from evidence.runs import NULL_SHIFT, Arm, check_labels, recorded
@@ -33,6 +33,15 @@ class CompareOptions:
 
 def main(arguments: list[str]) -> int:
     """Train the arms, report; the exit code is 1 where a run failed."""
+    return int(compared(arguments).failed)
+
+
+def compared(arguments: list[str]) -> Result:
+    """Train the arms, report, and return the result.
+
+    Raises:
+        UserError: the arguments cannot work.
+    """
     comparison = planned(arguments)
     configs = check_arms(comparison)
     result = compare(comparison, configs)
@@ -42,7 +51,7 @@ def main(arguments: list[str]) -> int:
     tracking = configs[comparison.baseline].tracking
     if tracking.mlflow:
         print("\n".join(publish_comparison(result, tracking_uri(tracking.uri), files)))
-    return int(result.failed)
+    return result
 
 
 def planned(arguments: list[str]) -> Comparison:

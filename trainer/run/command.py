@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import help
 from trainer.config.compose import checked_arguments
 from trainer.config.explain import explain
-from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory, redacted
+from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import completion
 from trainer.run.signals import OUTSIDE
@@ -127,9 +127,6 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
         release_memory()
     from trainer.run.memory.fit import out_of_memory
 
-    typed = any(override.startswith("micro_batch_size=") for override in overrides)
-    if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
-        overrides = [*overrides, f"micro_batch_size={shortage.micro_batch_size}"]
     return Ended(_report(out_of_memory(shortage, overrides)), {}, launched_processes() > 1)
 
 

@@ -87,7 +87,7 @@ def export_best(
     text = None
     with torch.no_grad(), config.precision.autocast(trainer.device):
         if step is not None:
-            if config.tracking.mlflow:
+            if config.tracking.mlflow and config.recipe.predictor:
                 with terminal.work("preparing the model for MLflow"):
                     _write_serving(model, trainer, folder, step, terminal)
             unfinished.rename(folder.path / BEST)  # now: MLflow gets them as a model, or once as files

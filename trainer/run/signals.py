@@ -77,6 +77,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+_NOT_THE_PROGRAM_S = (signal.SIG_DFL, signal.default_int_handler, _leave)
+
+
 def _speaks() -> bool:
     """Return whether this process prints for all that torchrun started on this machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -88,7 +91,7 @@ class Signals:
     SIGHUP, which comes when the terminal is closed (often twice), requests a stop too, unless nohup ignores it. Under
     torchrun and SLURM further SIGTERMs are ignored: both send one to every process, and SIGKILL where that takes too
     long. Before training there is nothing to save, so the first one ends the run. Others, such as USR1, request a
-    checkpoint.
+    checkpoint. What the program that trains does itself at a signal stays so.
     """
 
     def __init__(self, save_on: Sequence[str] = ()) -> None:
@@ -107,7 +110,7 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
             stops = [signal.SIGINT, signal.SIGTERM, *_HANGUP]
-            stops = [each for each in stops if each not in _HANGUP or signal.getsignal(each) is not signal.SIG_IGN]
+            stops = [each for each in stops if signal.getsignal(each) in _NOT_THE_PROGRAM_S]
             handlers = dict.fromkeys(stops, self._receive_stop) | dict.fromkeys(self._save_on, self._receive_save)
             for number, handler in handlers.items():
                 self._previous[number] = signal.signal(number, handler)

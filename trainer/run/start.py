@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,19 @@ from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo
 from trainer.tracking.tracker import finish_delivery
 
 
-def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = Run) -> dict[str, Any]:
+def train(
+    config: Config,
+    overrides: Sequence[str] = (),
+    run_class: type[Run] = Run,
+    started: Callable[[Run], None] = lambda run: None,
+) -> dict[str, Any]:
     """Train what the config describes and return the summary that is also in summary.json.
 
     Args:
         config: as composed.
         overrides: the command line's overrides, to find what would fit if memory does not suffice.
         run_class: the class that trains; measurements use another one.
+        started: called with the run before its first step.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
@@ -105,6 +111,7 @@ def train(config: Config, overrides: Sequence[str] = (), run_class: type[Run] = 
                     run = run_class(
                         trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions, began
                     )
+            started(run)
             return run.train()
         except Exception as error:
             if is_out_of_memory(error):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -24,15 +25,19 @@ Rows = Iterable[tuple[str, str]]
 
 
 class Terminal:
-    """Writes to standard output; on a terminal the progress is one line that stays in place, elsewhere plain lines."""
+    """Writes to standard output; on a terminal and in a notebook the progress is one line that stays in place."""
 
     def __init__(self, console: Console | None = None, shown: bool = True, logged: bool = True) -> None:
         """Write to ``console`` (None: standard output), or nothing at all where another process does.
 
         With ``logged`` what other parts log is shown here, too.
         """
-        self.console = console or Console(highlight=False, quiet=not shown)
+        self._notebook = console is None and shown and Console().is_jupyter
+        # rich's own notebook display makes an output of every line, and needs ipywidgets to change one.
+        self.console = console or Console(highlight=False, quiet=not shown, force_jupyter=False)
         self._live: Live | None = None
+        self._cell: Any = None
+        """The output of a notebook's cell that holds the progress."""
         self._works: list[threading.Event] = []
         self._shown = -math.inf
         self._metrics: dict[str, float] = {}
@@ -113,6 +118,14 @@ class Terminal:
 
     def _in_place(self, line: str) -> None:
         """Show a line in the place of the one before; in a file below it."""
+        if self._notebook:
+            from IPython.display import display
+
+            if self._cell is None:
+                self._cell = display({"text/plain": line}, raw=True, display_id=True)
+            else:
+                self._cell.update({"text/plain": line}, raw=True)
+            return
         if not self.console.is_terminal:
             self.note(line)
             return

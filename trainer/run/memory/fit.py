@@ -17,7 +17,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
-from trainer.errors import OutOfMemory, UserError
+from trainer.errors import MemoryRanOut, OutOfMemory, UserError
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank
@@ -155,6 +155,8 @@ def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory
 
     Call it when the run is gone: what is free then is what a new one would find.
     """
+    if isinstance(error, MemoryRanOut) and not any(each.startswith(f"{KEY}=") for each in overrides):
+        overrides = [*overrides, f"{KEY}={error.micro_batch_size}"]  # as it was chosen, not as it would be chosen now
     text = str(error)
     found = re.search(r"tried to allocate (\d+) bytes", text)  # the CPU's, between file names and error codes
     words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else (text or type(error).__name__)

@@ -1,0 +1,38 @@
+"""What a Python program compares precisions with: ``from trainer import compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evidence.comparison.command import compared
+from trainer.api import as_overrides, undisturbed
+from trainer.errors import UserError
+
+
+def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[str]], **options: Any) -> dict[str, Any]:
+    """Train precisions, or any overrides, with several seeds, print the verdicts and return them.
+
+    Every run is a fresh process, so recipe and data are those of files (not of ``Recipe.of``). Interrupted, the same
+    call continues.
+
+    Args:
+        overrides: of all runs, such as ``"recipe=gpt2"``.
+        arms: precisions; or overrides by the arm's name, such as ``{"compiled": "precision=bf16 compile=default"}``.
+        options: those of scripts/compare.py: ``seeds=5``, ``baseline="fp32"``, ``margin="0.3%"``, ``null=False``,
+            ``name=…``, ``output_dir=…``; and overrides.
+
+    Returns:
+        The content of comparison.json: below ``arms`` each with its ``quality``, ``speed`` and ``memory``.
+
+    Raises:
+        UserError: an arm or an option cannot work, or another comparison has this name.
+    """
+    if wrong := [each for each in overrides if not isinstance(each, str)]:
+        raise UserError(f"{type(wrong[0]).__name__}: every run is a fresh process, which has only what files describe")
+    if isinstance(arms, Mapping):
+        typed = [f"arm.{name}={each if isinstance(each, str) else ' '.join(each)}" for name, each in arms.items()]
+    else:
+        typed = [f"arms={','.join(arms)}"]
+    with undisturbed():
+        return compared([*overrides, *typed, *as_overrides(options)]).to_dict()

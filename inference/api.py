@@ -1,0 +1,76 @@
+"""What a Python program uses a trained model with: ``from trainer import evaluate, generate``.
+
+Each shows what its command shows, and returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from os import PathLike, fspath
+from typing import Any, TypeVar
+
+from inference.evaluate import EvaluateOptions, evaluation
+from inference.exported import Exported, RunOptions
+from inference.generate import GenerateOptions, generation
+from trainer.api import Trained, as_overrides, undisturbed
+from trainer.config.options import parse
+from trainer.recipe import Own
+
+Options = TypeVar("Options", bound=RunOptions)
+Weights = Trained | str | PathLike[str]
+"""What ``train`` returned; or a run folder, its ``best/``, another exported folder, ``mlflow:RUN_ID``."""
+
+
+def evaluate(run: Weights, *overrides: str, precision: str | Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """Evaluate a trained model in its precision, or in several on the same samples; print and return the result.
+
+    Args:
+        run: the model; one of ``Recipe.of`` is given as what ``train`` returned.
+        overrides: as on the command line of scripts/evaluate.py, such as ``"eval_samples=640"``.
+        precision: such as ``"bf16"``; of several, the first is what the others are compared with.
+        options: as Python values: ``split="test"``, ``output=folder``, and overrides.
+
+    Returns:
+        The content of evaluation.json: ``metrics`` by name, and more; of several precisions that of precisions.json,
+        which has these below ``precisions`` by name, with ``verdict``.
+
+    Raises:
+        UserError: the model, the data or the options cannot work.
+    """
+    modes = [precision] if isinstance(precision, str) else list(precision)
+    typed = [*overrides, f"precision={','.join(modes)}"] if modes else overrides
+    with undisturbed():
+        exported, own, rest = _opened(EvaluateOptions, run, typed, options)
+        return evaluation(exported, own, rest, several=len(modes) > 1)
+
+
+def generate(run: Weights, prompt: str, *overrides: str, **options: Any) -> list[str]:
+    """Print texts of a trained language model, word by word, and return them.
+
+    Args:
+        run: the model, of gpt2, llama or t5.
+        prompt: how the text begins; for t5, a text with gaps.
+        overrides: such as ``"precision=fp32"``.
+        options: those of scripts/generate.py: ``n=2``, ``temperature=0.8``, ``top_k=50``, ``top_p=0.9``, ``seed=1``,
+            ``max_new_tokens=100``; and overrides.
+
+    Raises:
+        UserError: the model, the prompt or the options cannot work.
+    """
+    with undisturbed():
+        return generation(*_opened(GenerateOptions, run, overrides, options | {"prompt": prompt}))
+
+
+def _opened(
+    kind: type[Options], run: Weights, overrides: Sequence[str], given: dict[str, Any]
+) -> tuple[Exported, Options, list[str]]:
+    """Return the model, the command's own options, and the overrides of the config."""
+    names = {entry.name for entry in fields(kind)}
+    # As they are: quotes of a prompt are no quotes of a command line.
+    texts = {key: fspath(each) for key, each in given.items() if key in names and isinstance(each, str | PathLike)}
+    typed = [*overrides, *as_overrides({key: each for key, each in given.items() if key not in texts})]
+    own, rest = parse(typed, kind, "overrides")
+    own = replace(own, run=str(run.folder) if isinstance(run, Trained) else fspath(run), **texts)
+    recipe = run.recipe if isinstance(run, Trained) else None
+    return replace(own.find(), own=recipe if isinstance(recipe, Own) else None), own, rest

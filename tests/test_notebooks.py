@@ -1,0 +1,58 @@
+"""The notebooks run in a real kernel, where progress stays in place and the stop button saves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+from tests.helpers import PROJECT
+
+STOPPED = """
+import os, signal, threading, time
+from trainer import train
+
+def press_stop():
+    while not os.path.exists("outputs/bignet-fp32-s0/metrics.jsonl"):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=press_stop).start()
+small = {"recipe": {"layers": 2, "width": 8}, "data": {"samples": 64}, "log_every": 1, "tracking": "local"}
+try:
+    train("recipe=bignet", steps=99_000, **small)
+except KeyboardInterrupt as stopped:
+    run = train(resume=stopped.folder, steps=2 + len(open(stopped.folder / "metrics.jsonl").readlines()))
+"""
+
+
+def executed(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
+    """What its cells have printed, and the last text of every output that was shown in place."""
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MANTISSA_CACHE"):
+        monkeypatch.setenv(name, str(folder / name))
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    shown = [output.data["text/plain"] for output in outputs if output.output_type == "display_data"]
+    return "".join(output.get("text", "") for output in outputs), shown
+
+
+@pytest.mark.parametrize("page", sorted((PROJECT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda page: page.stem)
+def test_a_notebook_runs_as_it_is_kept(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = nbformat.read(page, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # measured elsewhere
+    _, shown = executed(notebook, tmp_path, monkeypatch)
+    assert shown
+
+
+def test_progress_stays_in_place_and_the_stop_button_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, shown = executed(new_notebook(cells=[new_code_cell(STOPPED)]), tmp_path, monkeypatch)
+    assert "resumed after step" in printed
+    assert "samples/s  norm" not in printed  # no line for each step
+    assert len(shown) == 2  # one for each run
+    assert re.match(r"step (\d+)/\1  loss", shown[1])  # it was updated to the last step

@@ -1,0 +1,209 @@
+"""What a Python program trains with, and what that leaves of the program's own settings."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+from tests.helpers import copied, same_bits
+from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose, evaluate, train
+from trainer.config.registration import flatten
+from trainer.data.given import Collated
+from trainer.data.loader import DataOrder
+from trainer.precision import kernels
+from trainer.trainer import Trainer
+
+SAMPLES, STEPS, BATCH = 48, 9, 16
+OPTIONS: Any = {"tracking": "local", "steps": STEPS, "batch_size": BATCH, "eval_every": 4, "log_every": 1}
+FP32: Any = (torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn, torch.backends.mkldnn.conv)
+
+
+class Noisy(Dataset[dict[str, Tensor]]):
+    """Samples that are dictionaries, with noise from every global generator."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return {"x": x + 0.1 * torch.randn(6) + np.random.randn() + random.random(), "y": (x[0] > 0).long()}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+def mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def own(loss: Callable[..., Any] = mean, data: Any = None, model: Any = None, **more: Any) -> Recipe:
+    return Recipe.of(model or net(), loss, data or Noisy(), data or Noisy(), **more)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def settings() -> dict[str, Any]:
+    """What a program may have set for its process."""
+    logger = logging.getLogger("mantissa")
+    return {
+        "folder": os.getcwd(),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        "logging": [logger.handlers[:], logger.level, logger.propagate, logging.root.handlers[:], logging.root.level],
+        "torch": [torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()],
+        "kernels": kernels.in_use(torch.bfloat16, "mm"),
+        "fp32": [each.fp32_precision for each in FP32],
+        "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark],
+        "generators": [torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()],  # type: ignore[call-overload]
+        "exit": atexit._ncallbacks(),  # type: ignore[attr-defined]
+    }
+
+
+def test_a_program_is_as_it_was_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("mantissa"), "handlers", [logging.StreamHandler()])
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    program_s, seen = signal.signal(signal.SIGTERM, print), set()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.add((torch.backends.cudnn.benchmark, torch.get_num_threads(), signal.getsignal(signal.SIGTERM)))
+        return mean(model, batch)
+
+    try:
+        model = net()
+        recipe = own(loss, model=model)
+        train(recipe, "debug=fast", "tracking=local")  # imports what registers functions of its own for the exit
+        before, weights = settings(), copied(dict(model.state_dict()))
+        train(recipe, "precision=bf16", "precision.kernels=fp32", threads=3, deterministic=True, **OPTIONS)
+        now = settings()
+        assert [name for name in before if not same_bits(now[name], before[name])] == []
+    finally:
+        signal.signal(signal.SIGTERM, program_s)
+    assert (False, 3, print) in seen  # in training; the program's own handler stays
+    assert same_bits(weights, dict(model.state_dict()))  # a copy is trained
+    assert model.training
+    assert [each for each in gc.get_objects() if type(each) is Trainer] == []  # its memory is free
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 4])
+def test_a_given_model_is_trained_as_by_a_bare_loop(micro_batch_size: int) -> None:
+    """Bit for bit: the mean over a batch, and of accumulation the mean of means; the dropout is the same, too."""
+    samples = [Noisy()[index] for index in range(SAMPLES)]
+    x, y = (torch.stack([each[name] for each in samples]) for name in "xy")
+    recipe = own(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), TensorDataset(x, y))
+    plain = {"schedule": "constant", "schedule.warmup_steps": 0, "optimizer": "sgd", "optimizer.weight_decay": 0.0}
+    run = train(recipe, checkpoint="none", micro_batch_size=micro_batch_size, device="cpu", **plain, **OPTIONS)
+    model = net()
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, fused=True)
+    for step in range(STEPS):
+        rows = torch.tensor([sample.index for sample in DataOrder(SAMPLES, 0).samples(BATCH * step, BATCH)])
+        for part in rows.split(micro_batch_size):
+            (F.cross_entropy(model(x[part]), y[part]) / (BATCH // micro_batch_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_bits(dict(run.model.state_dict()), dict(model.state_dict()))
+
+
+def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+
+    def interrupting(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        calls.append(signal.raise_signal(signal.SIGINT) if len(calls) == 10 else None)  # type: ignore[func-returns-value, arg-type]
+        return mean(model, batch)
+
+    with pytest.raises(KeyboardInterrupt, match=r'train\(Recipe.of\(…\), resume="outputs/own-fp32-s0"\)') as stopped:
+        train(own(interrupting), deterministic=True, **OPTIONS)
+    assert isinstance(stopped.value, Interrupted)
+    run = train(own(), resume=stopped.value.folder)
+    assert "resumed after step" in capsys.readouterr().out
+    whole = train(own(), run_name="whole", deterministic=True, **OPTIONS)
+    assert whole["final"] == run["final"]
+    assert same_bits(dict(run.model.state_dict()), dict(whole.model.state_dict()))
+    assert evaluate(run)["metrics"]["loss"] == pytest.approx(run["final"]["valid/loss"])
+    assert train(own(), resume=run.folder).model is None  # it is complete
+
+
+def test_what_a_sample_draws_at_random_is_a_function_of_its_microbatch() -> None:
+    data, samples = Collated(Noisy(), None), DataOrder(SAMPLES, 0).samples(5, 4)
+    first = data.batch(samples)
+    _ = torch.rand(1), np.random.rand(), random.random()
+    assert same_bits(data.batch(samples), first)
+    assert not same_bits(data.batch([sample._replace(seed=1) for sample in samples]), first)
+
+
+def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() -> None:
+    x, y = torch.randn(SAMPLES, 5, 6, dtype=torch.float64), torch.randint(2, (SAMPLES, 5))
+    for sample in range(SAMPLES):
+        y[sample, 1 + sample % 5 :] = -100
+    data, model = TensorDataset(x, y), nn.Linear(6, 2).double()
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    with pytest.warns(UserWarning, match="depends on micro_batch_size"):
+        own(loss, data, model)
+    recipe = own(
+        loss,
+        DataLoader(data, 12, collate_fn=lambda rows: list(map(torch.stack, zip(*rows, strict=True)))),
+        model,
+        targets=lambda batch: (batch[1] != -100).sum(),
+    )
+    options = OPTIONS | {"checkpoint": "none", "batch_size": "auto"}
+    runs = [train(recipe, micro_batch_size=size, **options) for size in (2, 12)]
+    one, other = (run.model.weight for run in runs)
+    assert (one - other).norm() < 1e-10 * one.norm()
+    assert json.loads((runs[0].folder / "config.json").read_text())["batch_size"] == 12  # the DataLoader's
+
+
+MISTAKES: dict[str, Callable[[], object]] = {
+    "stpes is not a key": lambda: train("recipe=gpt2", stpes=3),
+    "give options, as": lambda: train(200),  # type: ignore[arg-type]
+    "steps=<object": lambda: compose(steps=object()),
+    "or a config alone": lambda: train(compose(), steps=3),
+    "data=synthetic has no effect": lambda: train(own(), data="synthetic"),
+    "recipe.width=3 has no effect": lambda: train(own(), recipe={"width": 3}),
+    "give them there": lambda: train("recipe=own"),
+    "is a fresh process": lambda: compare(own(), arms=["fp32", "bf16"]),  # type: ignore[arg-type]
+    "is the sum of theirs": lambda: own(lambda model, batch: mean(model, batch) * len(batch["y"])),
+    "is the mean of theirs": lambda: own(lambda model, batch: LossOutput(mean(model, batch), {})),
+    "a tensor of one number": lambda: own(lambda model, batch: model(batch["x"])),
+    "weight has 16 bits": lambda: own(model=net().half()),
+    "give a map-style dataset": lambda: own(data=iter([])),
+    "WeightedRandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0], 1))),
+    "hold 'a text'": lambda: own(data=["a text", "another"]),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_exceptions_with_the_sentence_of_the_command_line(message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        MISTAKES[message]()
+
+
+def test_python_values_arrive_as_they_are() -> None:
+    name = 'it\'s "a run", [b] ${c} \\ {d}: 1e3 = null'
+    numbers = {"lr": np.float32(0.25), "options": {"betas": (0.5, 0.75)}}
+    config = compose("recipe=bignet", precision="bf16", run_name=name, optimizer=numbers, freeze=["a.*"], threads=None)
+    flat = flatten(config)
+    wanted = {"precision.mode": "bf16", "run_name": name, "optimizer.lr": 0.25, "freeze": ["a.*"], "threads": None}
+    assert {key: flat[key] for key in wanted} == wanted
+    assert flat["optimizer.options"]["betas"] == [0.5, 0.75]

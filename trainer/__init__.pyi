@@ -1,0 +1,11 @@
+from evidence.api import compare as compare
+from inference.api import evaluate as evaluate
+from inference.api import generate as generate
+from trainer.api import Trained as Trained
+from trainer.api import compose as compose
+from trainer.api import train as train
+from trainer.errors import Interrupted as Interrupted
+from trainer.errors import RunError as RunError
+from trainer.errors import UserError as UserError
+from trainer.recipe import LossOutput as LossOutput
+from trainer.recipe import Recipe as Recipe

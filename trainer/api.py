@@ -1,0 +1,197 @@
+"""What a Python program trains with: ``from trainer import compose, train``. Options are those of the command line.
+
+While a function of it runs, the process is set up as a run needs it; afterwards the program's own settings are back.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from numbers import Integral, Real
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import compose as overrides
+from trainer.config.schema import Config
+from trainer.determinism import random_state, set_random_state
+from trainer.errors import Interrupted, UserError, is_out_of_memory
+from trainer.precision import attention, kernels
+from trainer.progress import shown_by
+from trainer.recipe import Own, Recipe
+from trainer.run.command import release_memory
+from trainer.run.memory.fit import out_of_memory
+from trainer.run.run import Run
+from trainer.run.start import train as start
+from trainer.run.terminal import Terminal
+from trainer.trainer import Trainer
+
+
+class Trained(dict[str, Any]):
+    """A run that has ended: what its summary.json holds, by key, such as ``run["final"]["valid/loss"]``."""
+
+    def __init__(self, summary: Mapping[str, Any], folder: Path, recipe: Recipe, model: Any) -> None:
+        super().__init__(summary)
+        self.folder = folder.absolute()
+        self.recipe = recipe
+        self.model = model
+        """The trained ``nn.Module``, in evaluation mode, on its device; with the weights of ``best/``, or the last ones
+        where no checkpoints are kept. None: the run was complete already."""
+
+    def __repr__(self) -> str:
+        final = "".join(f", {name} {value:.5g}" for name, value in self["final"].items() if value is not None)
+        return f"<run {self.folder.name}: {self['status']}, step {self['step']}/{self['steps']}{final}>"
+
+
+def compose(*given: Recipe | str, **options: Any) -> Config:
+    """Return the config of these options, for ``train``.
+
+    Args:
+        given: overrides as on the command line, such as ``"recipe=gpt2"``; at most one recipe as an object.
+        options: the same as Python values: ``steps=200``, ``optimizer={"lr": 1e-3}``. A string is taken as it is.
+
+    Raises:
+        UserError: one of them is a mistake.
+    """
+    return _composed(given, options)[0]
+
+
+def train(*given: Config | Recipe | str, **options: Any) -> Trained:
+    """Train, with progress, and return the run with its summary and its model.
+
+    In the main thread Ctrl-C, a notebook's stop button and SIGTERM save a checkpoint after the running step and raise
+    ``Interrupted``, a ``KeyboardInterrupt`` with the ``folder`` for ``train(resume=folder)``, or, of ``Recipe.of``, for
+    ``train(recipe, resume=folder)``. Handlers that the program has set itself stay.
+
+    Args:
+        given: as of ``compose``; or a config that it returned, alone.
+        options: as of ``compose``.
+
+    Raises:
+        UserError: the options, the data or the hardware cannot do this; nothing was written.
+        RunError: the run ended early: not finite, out of memory, or a full disk.
+        Interrupted: see above.
+    """
+    runs: list[Run] = []
+
+    def begun(run: Run) -> None:
+        runs.append(run)
+        own = "Recipe.of(…), " if isinstance(run.config.recipe, Own) else ""
+        run.command = f'train({own}resume="{run.folder.path}")'
+
+    with undisturbed():
+        config, typed = _composed(given, options)
+        try:
+            summary = start(config, typed, started=begun)
+            folder = runs[0].folder.path if runs else Path(config.output_dir).expanduser() / summary["run"]
+            return Trained(summary, folder, config.recipe, _model(runs[0].trainer) if runs else None)
+        except Interrupted as stopped:
+            stopped.folder = runs[0].folder.path.absolute() if runs else None
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = error.with_traceback(None)  # which holds the run
+            shortage.__context__ = shortage.__cause__ = None
+        finally:
+            runs.clear()
+            release_memory()
+        raise out_of_memory(shortage, typed)
+
+
+def _model(trainer: Trainer) -> nn.Module:
+    if (averages := trainer.average.state_of_model()) is not None:
+        trainer.model.load_state_dict(averages)
+    return trainer.model.eval()
+
+
+def _composed(given: Sequence[object], options: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """Return the config, and the overrides from which something smaller can be composed, if there are any."""
+    typed = [each for each in given if isinstance(each, str)] + as_overrides(options)
+    objects = [each for each in given if not isinstance(each, str)]
+    if not objects:
+        return overrides.compose(typed), typed
+    alone = [f"recipe={Own.name}"]
+    if len(objects) == 1 and isinstance(objects[0], Config) and not typed:
+        return objects[0], alone
+    if len(objects) > 1 or not isinstance(objects[0], Recipe):
+        raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
+    if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
+        raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
+    return replace(overrides.compose([*alone, *typed]), recipe=objects[0]), alone
+
+
+def as_overrides(options: Mapping[str, Any]) -> list[str]:
+    """Return options that are Python values as overrides; ``optimizer={"lr": 1e-3}`` is ``optimizer.lr=0.001``."""
+    found = []
+    for key, value in options.items():
+        if isinstance(value, Mapping) and "." not in key:
+            found += [f"{key}.{inner}={_text(key, each)}" for inner, each in value.items()]
+        else:
+            found.append(f"{key}={_text(key, value)}")
+    return found
+
+
+def _text(key: str, value: object) -> str:
+    """Return a value as Hydra's grammar reads it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Integral):
+        return str(int(value))
+    if isinstance(value, Real):
+        return repr(float(value))
+    if isinstance(value, str | PathLike):
+        text = fspath(value)
+        plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in ("null", "true", "false", "inf", "nan")
+        return text if plain else overrides.quoted(text)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{inner}:{_text(key, each)}' for inner, each in value.items())}}}"
+    if isinstance(value, Iterable):
+        return f"[{','.join(_text(key, each) for each in value)}]"
+    raise UserError(f"{key}={value!r} is no option; give a number, a string, a list or a dictionary of them")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put back what a run sets for the whole process: torch's settings, the generators, logging. Show progress."""
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    in_fp32 = (backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    attributes = [(each, "fp32_precision") for each in in_fp32]
+    # The older flags come back before the newer ones, which they change.
+    attributes += [
+        (cudnn, "allow_tf32"),
+        (cudnn, "benchmark"),
+        (torch.utils.deterministic, "fill_uninitialized_memory"),
+    ]
+    on_gpu = torch.cuda.is_initialized()
+    device = torch.device("cuda" if on_gpu else "mps" if backends.mps.is_available() else "cpu")
+    with ExitStack() as stack:
+        restore = stack.callback
+        for owner, name in attributes:
+            restore(setattr, owner, name, getattr(owner, name))
+        with suppress(RuntimeError):  # the program has used the newer ones alone
+            restore(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        restore(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+        restore(attention.allow_cudnn, cuda.cudnn_sdp_enabled())
+        restore(kernels.clear)
+        restore(set_random_state, random_state(device), device)
+        if on_gpu:
+            restore(torch.cuda.set_device, torch.cuda.current_device())
+        elif torch.cuda.is_available():  # a seed that was set before CUDA was first used
+            restore(torch.cuda.manual_seed_all, torch.initial_seed())
+        for logger in map(logging.getLogger, ("mantissa", "mlflow", "alembic", "urllib3.connectionpool")):
+            restore(logger.setLevel, logger.level)
+            restore(setattr, logger, "propagate", logger.propagate)
+            restore(setattr, logger, "handlers", logger.handlers[:])
+        with shown_by(Terminal(logged=False).work):
+            yield
