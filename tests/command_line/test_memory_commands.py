@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from torch import nn
@@ -21,7 +22,7 @@ from trainer.config.options import run
 from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Batch
-from trainer.errors import OutOfMemory
+from trainer.errors import MemoryRanOut, OutOfMemory
 from trainer.run import command
 from trainer.run.run import Run
 from trainer.trainer import StepRecord
@@ -81,14 +82,14 @@ def test_the_report_is_of_the_microbatch_that_was_chosen(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What fits now is not what the failed run took."""
-    reported: list[str] = []
+    reported: list[object] = []
 
     class Fails(Run):
         def step(self, microbatches: list[Batch]) -> StepRecord:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes")
 
     def report(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
-        reported.extend(overrides)
+        reported.extend([*overrides, cast(MemoryRanOut, error).micro_batch_size])
         return OutOfMemory(str(error))
 
     def to_eight(config: Config, resolved: Resolved, *given: object) -> Resolved:
@@ -99,7 +100,7 @@ def test_the_report_is_of_the_microbatch_that_was_chosen(
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", *job])
     monkeypatch.setattr("trainer.run.memory.fit.out_of_memory", report)
     assert command.main(Fails) == 4
-    assert reported == [*job, "micro_batch_size=8"]
+    assert reported == [*job, 8]
     assert "not enough memory" in capsys.readouterr().err
 
 

@@ -160,7 +160,8 @@ def _group(name: str, width: int, choice: str = "") -> str:
 
 def _choices(group: str) -> list[tuple[str, str]]:
     """Return the choices of a group, each with the first sentence of its YAML's comment, or of its class."""
-    found = {name: source.summary(cls) for name, cls in groups()["recipe"].items()} if group == "recipe" else {}
+    classes = groups()["recipe"].items() if group == "recipe" else ()
+    found = {name: source.summary(cls) for name, cls in classes if name != "own"}  # which only Python can give
     for path in [path for conf in (CONF, *outside.configs()) for path in (conf / group).glob("*.yaml")]:
         text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
         if head := re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text):

@@ -171,7 +171,10 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
-        if self.stopped_by is not None and not summary:
+        if self.stopped_by is not None and summary:  # a sweep must not begin another run
+            name = signal.Signals(self.stopped_by).name
+            raise Interrupted(f"received {name} at the end of the run, which is complete", self.stopped_by)
+        if self.stopped_by is not None:
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
                 self._close("KILLED")
             saves = self.config.checkpoint.enabled
@@ -367,7 +370,7 @@ class Run:
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         for text in filter(None, [profile, epilogue]):
             self.terminal.note(text)
-        stop = self.world.largest(self.signals.stop or 0)
+        self.stopped_by = self.world.largest(self.signals.stop or 0) or None
         self.signals.ahead = None  # nothing is lost where MLflow is not waited for
         if self.tracker and not self._close_tracker(summary["status"], summary):
             missing.append("summary.json could not be written")
@@ -377,8 +380,6 @@ class Run:
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
         if self.tracker and (addresses := self.tracker.addresses):
             self.terminal.note(f"in MLflow {', '.join(addresses)}")
-        if stop:  # a sweep must not begin another run
-            raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return summary, missing
 
     def _close(self, status: str) -> None:

@@ -215,7 +215,8 @@ def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
     succeed: Train, folder: Path, store: str
 ) -> None:
     texts(folder)
-    tracked = (*GPT2[:-1], "steps=3", "tracking=mlflow", f"tracking.uri={store}", "recipe.size=nano")
+    tracked = (*GPT2[:-1], "steps=3", "tracking=mlflow", f"tracking.uri={store}", "recipe.size=nano",
+               "tracking.checkpoints=last")  # fmt: skip
     succeed(*tracked, TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
     best = load_file("outputs/first/best/model.safetensors")
     run_id = json.loads(Path("outputs/first/mlflow.json").read_text())["run_id"]

@@ -70,7 +70,9 @@ def test_gpt2_with_dropout_trains_as_without_recomputing_bit_for_bit(precision: 
     ],
 )
 def test_a_net_with_batch_norm_trains_as_without_recomputing_bit_for_bit(arch: str, precision: str) -> None:
-    _, state = check(*images(arch), f"precision={precision}", "scaler.init=1")
+    _, state = check(
+        *images(arch), f"precision={precision}", "scaler.init=0.0625"
+    )  # gradients of batch norm on 1 × 1 pixels are large
     assert {int(count) for name, count in state["model"].items() if "num_batches" in name} == {4}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
 from trainer.progress import work
-from trainer.tracking.mlflow.addresses import unreachable
+from trainer.tracking.mlflow.addresses import database_file, unreachable
 from trainer.tracking.mlflow.answers import watching
 from trainer.tracking.mlflow.delivery import Delivery
 from trainer.tracking.mlflow.models import prepare
@@ -124,7 +124,8 @@ class Feed(threading.Thread):
             except Exception as error:  # whatever goes wrong with MLflow, training continues
                 self._problem = error
                 self._failures += 1
-                if not (ending or self._said) and (self._failures == 2 or not self._answered):
+                first = self._failures == 1 and not self._answered and database_file(self._uri) is None
+                if not (ending or self._said) and (self._failures == 2 or first):  # others may be setting up a file
                     self._say(f"does not accept this run yet ({first_line(error)})")
             if not ending:
                 self._ending.wait(min(self._flush_every_s * 2**self._failures, MAX_BACKOFF_S))
