@@ -25,6 +25,7 @@ from trainer.errors import UserError, first_line, nearest
 from trainer.files import is_kept
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
+from trainer.run.signals import is_open
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
@@ -325,7 +326,7 @@ def _import_transformers() -> None:
     What transformers finds installed, it imports, and it looks once. Of a module that is None, Python says that there
     is none.
     """
-    if "transformers" in sys.modules:
+    if "transformers" in sys.modules or not is_open():  # another program may need what is left out
         return
     left_out = {"scipy", "torchvision"} - sys.modules.keys()
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 """Options that print something to be read by itself, or by a program."""
 _opened: list[float] = []
+_is_open = False
 
 
 def taken_opening() -> float:
@@ -38,11 +39,18 @@ def taken_opening() -> float:
     return _opened.pop() if _opened else time.monotonic()
 
 
+def is_open() -> bool:
+    """Return whether this process is a program of this project, not somebody else's that calls it."""
+    return _is_open
+
+
 def open_the_program(arguments: Sequence[str]) -> None:
     """Handle SIGINT and SIGTERM from now on, and print what is being loaded.
 
     What is imported is no garbage; until ``train`` allows it, none is looked for, which would take half a second.
     """
+    global _is_open
+    _is_open = True
     _opened.append(time.monotonic())
     gc.disable()
     atexit.register(_skip_teardown)  # the first that is registered is the last that runs
