@@ -44,7 +44,7 @@ class Setting:
     def not_timed(self) -> str | None:
         """Why its speed is not that of its format, see ``kernels.not_timed``."""
         forms = self.config.precision.in_fp32_arithmetic(self.hardware, self.config.deterministic)
-        return kernels.not_timed(self.config.precision.mode, forms, self.hardware)
+        return kernels.not_timed(self.config.precision.mode, forms, self.hardware, self.config.recipe.convolves)
 
     def with_data(self, datasets: Datasets) -> Setting:
         """Return the setting with what the open data decides."""

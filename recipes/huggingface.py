@@ -41,6 +41,7 @@ class SizedRecipe(Recipe):
     A subclass names its sizes and the defaults among them.
     """
 
+    convolves = False
     shapes: ClassVar[Mapping[str, Any]] = {}
     """By name, in ascending order."""
     on_cpu: ClassVar[str] = ""

@@ -320,11 +320,13 @@ class Trainer(Generic[Config]):
         self.metrics.reset()
         self.synchronise_buffers()
         self.model.eval()
+        generators = random_state(self.device)  # a loss may draw in evaluation, too, which may be interrupted
         try:
             with self.average.in_place():
                 sums, targets = evaluation.sums(forward, self.recipe.count_targets, watch)
         finally:
             self.model.train()
+            set_random_state(generators, self.device)
         return reported(self.recipe, sums, targets) | self.metrics.values(self.world)
 
     def _set_lr(self) -> float:

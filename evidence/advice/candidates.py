@@ -177,11 +177,15 @@ def _precisions(space: Space, config: Config, hardware: Hardware, goal: str) -> 
 
 def _in_words(mode: str, config: Config, hardware: Hardware) -> str:
     """Return the name of a precision, with what its times are of where that is not its format."""
-    return f"{mode} (fp32 arithmetic)" if not_timed_here(mode, hardware, config.precision.kernels) else mode
+    return (
+        f"{mode} (fp32 arithmetic)"
+        if not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves)
+        else mode
+    )
 
 
 def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:
-    if why := not_timed_here(mode, hardware, config.precision.kernels):
+    if why := not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves):
         return why
     times, number = slowdown(mode, hardware), FORMATS[mode].number.name
     return f"{number} matmuls are {about(times)} times slower than fp32's here" if times > SLOWER else None

@@ -136,8 +136,13 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
         if typed.lstrip("+-").isdecimal() and len(typed) > 20:  # of some, Python refuses to make a number
             raise UserError(f"{key}={typed:.20}… must be at most {LARGEST}")
         override = _parsed(argument) if equals else None
-        if override and (CONF / key).is_dir() and not isinstance(override.value(), str | list | Sweep):
-            raise UserError(f"{key}={typed} is not a choice ({', '.join(choices(key))})")
+        if override and (CONF / key).is_dir() and not isinstance(override.value(), str | Sweep):
+            if not isinstance(override.value(), list):
+                raise UserError(f"{key}={typed} is not a choice ({', '.join(choices(key))})")
+            if key != "experiment":  # of which several may follow each other
+                raise UserError(
+                    f"{key}={typed}: a run has one {key}; to run one after the other, add -m and no brackets"
+                )
         named = argument.partition("=")[0]
         if is_tag := key.startswith("tags."):  # of which any can be set without a +
             named = f"++{key}"

@@ -34,7 +34,8 @@ def explain(error: BaseException) -> str:
     cause, text = chain[-1], "\n".join(map(str, chain))
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
         group, _, typed = cause.missing_cfg_file.rpartition("/")
-        choices = [name for name in cause.options if not name.endswith("_schema")]
+        hidden = ("recipe", "own")  # which only Python can give
+        choices = [name for name in cause.options if not name.endswith("_schema") and (group, name) != hidden]
         return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         if not is_dataclass(cause.object_type):

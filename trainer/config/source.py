@@ -142,9 +142,15 @@ class _Source:
             for each in dataclasses.fields(cls)
             if "omegaconf_ignore" not in each.metadata
         ]
-        base = next(base for base in cls.__mro__[1:] if _file(base.__module__))
+        base, found = next((base, file) for base in cls.__mro__[1:] if (file := _file(base.__module__)))
         named = {name: vars(cls)[name] for name in _CHOICE if name in vars(cls)} | {"__module__": self.module.__name__}
-        above = outline(base.__module__, base.__name__)
+        try:
+            above = outline(base.__module__, base.__name__)
+        except _Unreadable:
+            below = _source(base.__module__, found)
+            definition = below.definitions[base.__name__]
+            assert isinstance(definition, ast.ClassDef)
+            above = below.from_real(definition)
         made = dataclasses.make_dataclass(node.name, fields, bases=(above,), namespace=named)
         setattr(self.module, node.name, made)
         _nodes[made], _real[made] = node, cls
@@ -210,4 +216,4 @@ def _names_choice(entry: ast.stmt) -> bool:
     if _is_option(entry) or not isinstance(entry, ast.AnnAssign | ast.Assign):
         return False
     target = entry.targets[0] if isinstance(entry, ast.Assign) else entry.target
-    return getattr(target, "id", None) in _CHOICE and isinstance(entry.value, ast.Constant)
+    return getattr(target, "id", None) in _CHOICE and isinstance(entry.value, ast.Constant | ast.Name)

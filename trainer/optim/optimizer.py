@@ -152,6 +152,8 @@ class Optimizer:
         self, cls: type[torch.optim.Optimizer], parameters: list[nn.Parameter], device: torch.device
     ) -> bool:
         """Return whether the fused form is used, or refuse it where ``fused=true`` and it cannot be."""
+        if not parameters:
+            raise UserError("every parameter is frozen, so there is nothing to train; freeze fewer of them")
         if "fused" not in accepted_options(cls):
             return False
         kernel: Any = torch.optim.AdamW if self.name == "Muon" else cls

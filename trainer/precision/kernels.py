@@ -161,23 +161,23 @@ def sentence(mode: str, forms: Forms, hardware: Hardware) -> str | None:
 _WORDS = {"mm": "matmuls", "bmm": "batched matmuls", "convolution": "convolutions", "attention": "attention"}
 
 
-def not_timed(mode: str, forms: Forms, hardware: Hardware) -> str | None:
+def not_timed(mode: str, forms: Forms, hardware: Hardware, convolves: bool = True) -> str | None:
     """Return why the speed of a run is not that of its format; None: it is.
 
-    Its matmuls, or convolutions other than grouped ones, use fp32 arithmetic.
+    Its matmuls, or, where the model ``convolves``, convolutions other than grouped ones, use fp32 arithmetic.
     """
     deciding = {
         name: kept
-        for name in ("mm", "convolution")
+        for name in (("mm", "convolution") if convolves else ("mm",))
         if (kept := [form for form in forms.get(name, ()) if not form.startswith("grouped")])
     }
     return sentence(mode, deciding, hardware)
 
 
-def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto") -> str | None:
+def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto", convolves: bool = True) -> str | None:
     """Return the same of runs in ``mode`` on this machine, with this ``precision.kernels``."""
     dtype = FORMATS[mode].half
-    return None if dtype is None else not_timed(mode, choose(dtype, kernels, hardware), hardware)
+    return None if dtype is None else not_timed(mode, choose(dtype, kernels, hardware), hardware, convolves)
 
 
 # --- the kernels in use ---

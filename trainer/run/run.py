@@ -147,7 +147,7 @@ class Run:
         trainer = self.trainer
         self.signals.ahead = f"finishing the step, {self._saving}"
         self.monitor.start()
-        beginning = "compiling the model" if self.config.compile.mode != "none" else "taking the first step"
+        beginning = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
         try:
             if self.unevaluated:  # the run was stopped before it came to that
                 self.after_step()
@@ -430,7 +430,9 @@ class Run:
             # Speed above, memory and checkpoints: since this process started or resumed the run.
             "peak_memory_bytes": peak_memory_bytes(self.trainer.device),
             "memory_is": "allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
-            "fp32_arithmetic": kernels.not_timed(config.precision.mode, self.trainer.in_fp32_arithmetic, self.hardware),
+            "fp32_arithmetic": kernels.not_timed(
+                config.precision.mode, self.trainer.in_fp32_arithmetic, self.hardware, config.recipe.convolves
+            ),
             "parallel": config.parallel.kind,
             "processes": self.world.size,
             "checkpoints": self.writer.facts(),

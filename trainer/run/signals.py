@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 """Options that print something to be read by itself, or by a program."""
+USUAL_THRESHOLDS = gc.get_threshold()
+"""Python's, for its search for garbage."""
 _opened: list[float] = []
 _is_open = False
 
@@ -47,12 +50,12 @@ def is_open() -> bool:
 def open_the_program(arguments: Sequence[str]) -> None:
     """Handle SIGINT and SIGTERM from now on, and print what is being loaded.
 
-    What is imported is no garbage; until ``train`` allows it, none is looked for, which would take half a second.
+    What is imported is no garbage; until ``train`` allows it, little is looked for, which would take half a second.
     """
     global _is_open
     _is_open = True
     _opened.append(time.monotonic())
-    gc.disable()
+    gc.set_threshold(200_000)
     atexit.register(_skip_teardown)  # the first that is registered is the last that runs
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
@@ -69,12 +72,17 @@ def close_the_program(code: int) -> NoReturn:
     sys.exit(code)
 
 
+_WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
 def _skip_teardown() -> None:
     """Python would free half a million objects one by one, which takes a second; the system frees them at once."""
     if _ended:  # else what raised SystemExit knows the code, and Python exits with it
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
+        gc.unfreeze()
+        for each in gc.get_objects():  # also files that nobody has closed
+            if isinstance(each, _WRITERS):
+                with suppress(OSError, ValueError):
+                    each.flush()
         os._exit(_ended[0])
 
 
@@ -91,6 +99,10 @@ _NOT_THE_PROGRAM_S = (signal.SIG_DFL, signal.default_int_handler, _leave)
 def _speaks() -> bool:
     """Return whether this process prints for all that torchrun started on this machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+_forks_apart: list[bool] = []
+"""Whether processes that are forked no longer wake this one at their signals."""
 
 
 class Signals:
@@ -125,8 +137,10 @@ class Signals:
         if self._previous:
             reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
-            signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child would wake this process
+            self._woken = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            if not _forks_apart:
+                os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+                _forks_apart.append(True)
             threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
         return self
 
@@ -134,11 +148,11 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._previous:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._woken)
             os.close(self._writing)
 
     def _watch(self, reading: int) -> None:
-        """Answer the first signal at once, and end the process where the main thread does not.
+        """Answer the first signal at once, and end a process of ``open_the_program`` where the main thread does not.
 
         That handles signals between two lines of Python; a tokenizer, for example, is trained in a single call.
         """
@@ -149,7 +163,7 @@ class Signals:
             if not answered and (self.ahead is not None or self.stop is not None):
                 self.tell(f"{self.ahead or 'finishing the run'}; press Ctrl-C again to stop now")
                 answered = True
-            elif not self._is_repeated(received[0]) and not self._leaving.wait(1):
+            elif _is_open and not self._is_repeated(received[0]) and not self._leaving.wait(1):
                 if _speaks():
                     os.write(2, f"{OUTSIDE if self.ahead is None else AT_ONCE}\n".encode())
                 os._exit(128 + received[0])

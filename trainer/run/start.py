@@ -29,7 +29,7 @@ from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
 from trainer.run.scores import Scores
-from trainer.run.signals import Signals, taken_opening
+from trainer.run.signals import USUAL_THRESHOLDS, Signals, is_open, taken_opening
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
 from trainer.seals import beginning, final_status, seal_folder
@@ -90,11 +90,12 @@ def train(
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides)
         if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
-            if gc.isenabled():  # another program's, not that of open_the_program
+            if not is_open():
                 gc.collect()
                 stack.callback(gc.unfreeze)
             gc.freeze()
-        gc.enable()
+        if is_open():
+            gc.set_threshold(*USUAL_THRESHOLDS)
         terminal.note("building the model …")
         try:
             with work("building the model"):
@@ -149,6 +150,8 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
     path = store.find_verified(folder.checkpoints)
     saved, steps, finished = CheckpointReader(path), resolved.plan.steps, final_status(folder.path) == "FINISHED"
     if saved.step > steps or (saved.step == steps and finished):
+        if not finished:
+            raise UserError(f"steps={steps}, but {folder.path} was stopped after step {saved.step}; leave steps out")
         fewer = f"steps={steps} is below that; " if saved.step > steps else ""
         return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
     if (folder.path / TRACKING_FILE).exists():
