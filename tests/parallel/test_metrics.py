@@ -50,7 +50,6 @@ class Scored(SmallConvNet):
                 super().update(words(shares.argmax(1)), words(labels))
 
         recall = ClasswiseWrapper(MulticlassRecall(5, average=None))
-        # Of a few samples these two are often equal.
         several = MetricCollection({"one": MulticlassAccuracy(5), "four": MulticlassAccuracy(5, top_k=4)})
         containers = {"recall": recall, "several": several, "extremes": MinMaxMetric(MulticlassAccuracy(5))}
         return {"pearson": Moments(), "bleu": Bleu(1), "rouge": Rouge(rouge_keys="rouge1"), **containers}

@@ -36,6 +36,15 @@ def test_torchmetrics_says_which_value_is_the_best() -> None:
     assert [name for name in falling + rising if found.falls(f"valid/{name}")] == [*falling]
 
 
+def test_what_the_first_samples_have_in_common_joins_no_metrics() -> None:
+    found = Metrics(Scored(), None, None, torch.device("cpu"))
+    shares = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04], [0.3, 0.5, 0.1, 0.06, 0.04]])
+    found.names_in(LossOutput(torch.tensor(1.0), {}, shares, torch.tensor([0, 1])))
+    found.update(LossOutput(torch.tensor(1.0), {}, shares, torch.tensor([1, 0])))
+    values = found.values(World())
+    assert (values["several_one"], values["several_four"]) == (0, 1)
+
+
 def test_metrics_without_one_value_over_all_samples_are_refused() -> None:
     def given(metric: Any) -> Metrics:
         class Own(SmallConvNet):
