@@ -88,10 +88,8 @@ class Metrics:
     def falls(self, metric: str) -> bool:
         """Return whether the lowest value of a metric (such as ``valid/ece``) is the best."""
         name = metric.rpartition("/")[2]
-        for own, of in {**self._metrics, **self._named}.items():
-            if (name == own or name.startswith(f"{own}_")) and of.higher_is_better is not None:
-                return not of.higher_is_better
-        return self._recipe.falls(name)
+        rises = _rises(name, {**self._metrics, **self._named})
+        return self._recipe.falls(name) if rises is None else not rises
 
     def reset(self) -> None:
         """Begin an evaluation."""
@@ -136,8 +134,9 @@ class Metrics:
     def values(self, world: World) -> dict[str, float]:
         """Return the values over what all ranks were updated with, and forget that; every rank has to call it."""
         if self and world.size > 1:  # torchmetrics' own exchange waits for ever where lists differ in length
-            updated = {name: metric for name, metric in self._metrics.items() if metric.update_called}
-            states = {name: [part.metric_state for part in _parts(metric)] for name, metric in updated.items()}
+            every = {name: _parts(metric) for name, metric in self._metrics.items()}
+            updated = {name: parts for name, parts in every.items() if any(part.update_called for part in parts)}
+            states = {name: [part.metric_state for part in parts] for name, parts in updated.items()}
             found = world.on_first(partial(self._merged, world.gather_on_first(_on("cpu", states))))
         else:
             found = self._values()
@@ -166,12 +165,29 @@ class Metrics:
             found |= (
                 {f"{name}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
             )
-        return {name: float(value) for name, value in found.items()}
+        for name, value in found.items():
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"the metric {name} is no single number; for a value of each class wrap it, "
+                    "ClasswiseWrapper(metric) of torchmetrics, otherwise choose an average"
+                ) from error
+        return found
 
     def _ready(self, metric: Metric) -> Metric:
         """Return a metric on the device, with states in fp64 where there is any, and without an exchange of its own."""
         import torch
+        from torchmetrics import MetricCollection
+        from torchmetrics.wrappers import MetricTracker, Running
 
+        for part in metric.modules():
+            if isinstance(part, MetricTracker | Running):
+                raise UserError(
+                    f"{type(part).__name__} does not fit an evaluation over all samples: give its metric alone"
+                )
+            if isinstance(part, MetricCollection):  # else metrics whose first states are equal share them for ever
+                part._enable_compute_groups = False
         for part in _parts(metric):
             part.distributed_available_fn = None
             if self._device.type != "mps":
@@ -191,8 +207,23 @@ def _macro(metric: Any) -> Tensor:
 
 
 def _parts(metric: Metric) -> list[Metric]:
-    """Return a metric and those inside of it, where it is a wrapper."""
-    return [part for part in metric.modules() if hasattr(part, "metric_state")]
+    """Return a metric and those inside of it, where it is a wrapper or a MetricCollection."""
+    return [part for part in metric.modules() if hasattr(part, "update_called")]
+
+
+def _rises(name: str, metrics: dict[str, Any]) -> bool | None:
+    """Return whether the highest value is the best of what metrics, or classes of them, report by a name."""
+    for own, of in metrics.items():
+        if name != own and not name.startswith(f"{own}_"):
+            continue
+        if hasattr(of, "items"):  # a MetricCollection
+            return _rises(name.removeprefix(f"{own}_"), dict(of.items()))
+        from torchmetrics.wrappers.abstract import WrapperMetric
+
+        for part in _parts(of) if isinstance(of, WrapperMetric) else [of]:
+            if part.higher_is_better is not None:
+                return bool(part.higher_is_better)
+    return None
 
 
 def _on(device: Any, states: Any) -> Any:

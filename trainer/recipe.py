@@ -206,7 +206,8 @@ class Recipe:
             valid_dataset: likewise.
             test_dataset: likewise; evaluated once, at the end, with the best weights.
             targets: takes a batch; returns how many targets the loss is a mean, or a sum, over, such as the tokens that
-                are no padding; None: the samples.
+                are no padding; None: the samples. Of a batch with none the loss counts as 0; a mean of one's own
+                divides by at least 1 there, for its gradient.
             collate_fn: as of torch's DataLoader.
 
         Raises:
@@ -413,7 +414,9 @@ class Own(Recipe):
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UserError("the loss must be a tensor of one number, the mean over the batch, or a LossOutput")
         count = self.targets(given) if self.targets else self.count_units(batch)
-        return LossOutput(value.reshape(()).to(torch.promote_types(value.dtype, torch.float32)) * count, {})
+        value = value.reshape(()).to(torch.promote_types(value.dtype, torch.float32))
+        none = torch.zeros_like(value)
+        return LossOutput(torch.where(none < count, value * count, none), {})  # the mean over no targets is NaN
 
     def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
         return {"model": type(model).__name__}
@@ -421,6 +424,8 @@ class Own(Recipe):
     @torch.no_grad()
     def check(self) -> None:
         """Look whether the loss of two samples follows from theirs; modes of the model and generators stay.
+
+        The pairs are neighbours, and spread over data that may be sorted.
 
         Raises:
             UserError: it does not, since it is a sum where a mean is due, or the other way round; or 16-bit weights.
@@ -432,25 +437,36 @@ class Own(Recipe):
             raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
         modes = {module: module.training for module in model.modules()}
         device = next((each.device for each in model.parameters()), host)
-        samples = self.train.batch([SampleId(index, None) for index in range(min(2, len(self.train)))])
-        parts = (slice(1), slice(1, 2), slice(2)) if len(self.train) > 1 else ()
+        spread = np.linspace(0, len(self.train) - 1, 6).astype(int).tolist()
+        pairs = sorted(
+            {pair for pair in [(0, 1), *zip(spread, spread[3:], strict=False)] if pair[0] < pair[1] < len(self.train)}
+        )
+        wrong = []
+        close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
         try:
             model.eval()
-            batches = [{name: each[part].to(device) for name, each in samples.items()} for part in parts]
-            sums = [self.loss(model, batch).loss_sum.item() for batch in batches]
+            for pair in pairs:
+                samples = self.train.batch([SampleId(index, None) for index in pair])
+                one, other, both = (
+                    self.loss(model, {name: each[part].to(device) for name, each in samples.items()}).loss_sum.item()
+                    for part in (slice(1), slice(1, 2), slice(2))
+                )
+                if not close(both, one + other):
+                    wrong.append((both, one + other))
         finally:
             for module, mode in modes.items():
                 module.training = mode
             set_random_state(generators, host)
-        alone, both = sum(sums[:2]), sum(sums[2:])
-        close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
-        if not close(both, alone) and close(both, 2 * alone):
+        if not wrong:
+            return
+        if all(close(both, 2 * alone) for both, alone in wrong):
             raise UserError('the loss of two samples is the sum of theirs: return the mean (reduction="mean")')
-        if not close(both, alone) and close(2 * both, alone):
+        if all(close(2 * both, alone) for both, alone in wrong):
             raise UserError('the LossOutput of two samples is the mean of theirs: it holds sums (reduction="sum")')
-        if not close(both, alone):
-            warnings.warn(
-                f"the summed loss of two samples is {both:.5g}, of one after the other {alone:.5g}, so the gradient "
-                "depends on micro_batch_size; if it is a mean over tokens, count them with targets=",
-                stacklevel=3,
-            )
+        both, alone = wrong[0]
+        warnings.warn(
+            f"the summed loss of two samples is {both:.5g}, of one after the other {alone:.5g}, so the gradient "
+            "depends on micro_batch_size; of a mean over tokens, count them with targets=; of one with weights, return "
+            "a LossOutput of their sum",
+            stacklevel=3,
+        )

@@ -32,10 +32,10 @@ class Scored(SmallConvNet):
         return LossOutput(F.cross_entropy(logits, label, reduction="sum"), {}, logits.detach().softmax(1), label)
 
     def metrics(self, datasets: Datasets) -> dict[str, Any]:
-        from torchmetrics import PearsonCorrCoef
-        from torchmetrics.classification import MulticlassRecall
+        from torchmetrics import MetricCollection, PearsonCorrCoef
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
         from torchmetrics.text import BLEUScore, ROUGEScore
-        from torchmetrics.wrappers import ClasswiseWrapper
+        from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
         class Moments(PearsonCorrCoef):
             def update(self, shares: Tensor, labels: Tensor) -> None:
@@ -50,7 +50,9 @@ class Scored(SmallConvNet):
                 super().update(words(shares.argmax(1)), words(labels))
 
         recall = ClasswiseWrapper(MulticlassRecall(5, average=None))
-        return {"pearson": Moments(), "bleu": Bleu(1), "rouge": Rouge(rouge_keys="rouge1"), "recall": recall}
+        several = MetricCollection({"one": MulticlassAccuracy(5), "four": MulticlassAccuracy(5, top_k=4)})
+        containers = {"recall": recall, "several": several, "extremes": MinMaxMetric(MulticlassAccuracy(5))}
+        return {"pearson": Moments(), "bleu": Bleu(1), "rouge": Rouge(rouge_keys="rouge1"), **containers}
 
 
 def words(numbers: Tensor) -> list[str]:
@@ -83,7 +85,8 @@ def test_uneven_microbatches_and_ranks_change_no_metric(
     assert at_once["auroc"] == pytest.approx(roc_auc_score(labels, shares, multi_class="ovr"))
     assert at_once["f1_macro"] == pytest.approx(f1_score(labels, given, average="macro"))
     assert at_once["mcc"] == pytest.approx(matthews_corrcoef(labels, given))
-    assert len(at_once) == 1 + len(NAMED) + 2 + 3 + 5  # ROUGE has three values, recall one for each class
+    assert len(at_once) == 1 + len(NAMED) + 2 + 3 + 5 + 2 + 3  # ROUGE has three values, recall one for each class
+    assert at_once["several_one"] == at_once["extremes_raw"] < at_once["several_four"]
     for rank in ranks("all", processes):
         for found in rank["metrics"][mode]:
             assert found == pytest.approx(at_once, rel=1e-5)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from tests.helpers import copied, same_bits
 from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose, evaluate, train
@@ -127,7 +127,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     calls: list[int] = []
 
     def interrupting(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        calls.append(signal.raise_signal(signal.SIGINT) if len(calls) == 10 else None)  # type: ignore[func-returns-value, arg-type]
+        calls.append(signal.raise_signal(signal.SIGINT) if len(calls) == 19 else None)  # type: ignore[func-returns-value, arg-type]
         return mean(model, batch)
 
     with pytest.raises(KeyboardInterrupt, match=r'train\(Recipe.of\(…\), resume="outputs/own-fp32-s0"\)') as stopped:
@@ -152,8 +152,8 @@ def test_what_a_sample_draws_at_random_is_a_function_of_its_microbatch() -> None
 
 def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() -> None:
     x, y = torch.randn(SAMPLES, 5, 6, dtype=torch.float64), torch.randint(2, (SAMPLES, 5))
-    for sample in range(SAMPLES):
-        y[sample, 1 + sample % 5 :] = -100
+    for sample in range(2, SAMPLES):
+        y[sample, sample % 5 :] = -100  # some have no targets
     data, model = TensorDataset(x, y), nn.Linear(6, 2).double()
 
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -168,10 +168,21 @@ def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() ->
         targets=lambda batch: (batch[1] != -100).sum(),
     )
     options = OPTIONS | {"checkpoint": "none", "batch_size": "auto"}
-    runs = [train(recipe, micro_batch_size=size, **options) for size in (2, 12)]
+    runs = [train(recipe, micro_batch_size=size, **options) for size in (1, 12)]
     one, other = (run.model.weight for run in runs)
     assert (one - other).norm() < 1e-10 * one.norm()
+    alone, together = (run["final"]["valid/loss"] for run in runs)
+    assert alone == pytest.approx(together)
     assert json.loads((runs[0].folder / "config.json").read_text())["batch_size"] == 12  # the DataLoader's
+
+
+def test_a_mean_with_weights_is_noticed_in_sorted_data() -> None:
+    y = torch.arange(SAMPLES) // (SAMPLES // 2)
+    with pytest.warns(UserWarning, match="of one with weights, return a LossOutput"):
+        own(
+            lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 9.0])),
+            TensorDataset(torch.randn(SAMPLES, 6), y),
+        )
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
@@ -189,6 +200,8 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "weight has 16 bits": lambda: own(model=net().half()),
     "give a map-style dataset": lambda: own(data=iter([])),
     "WeightedRandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0], 1))),
+    "RandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=RandomSampler(Noisy(), replacement=True))),
+    "batch_sampler=list of a": lambda: own(data=DataLoader(Noisy(), batch_sampler=[[0, 1], [2]])),
     "hold 'a text'": lambda: own(data=["a text", "another"]),
 }
 

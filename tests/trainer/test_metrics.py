@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassRecall
+from torchmetrics.wrappers import Running
 
 from tests.helpers import CPU, NoData, SmallConvNet, fit, same_bits
 from tests.parallel.test_metrics import Scored, trainer_of
@@ -29,8 +32,33 @@ def test_a_recipe_without_predictions_has_none() -> None:
 
 def test_torchmetrics_says_which_value_is_the_best() -> None:
     found = Metrics(Scored(), None, ["ece"], torch.device("cpu"))
-    names = ("valid/ece", "valid/rouge_rouge1_recall", "valid/loss", "valid/accuracy")
-    assert [found.falls(name) for name in names] == [True, False, True, False]
+    falling, rising = ("ece", "loss"), ("rouge_rouge1_recall", "accuracy", "several_four", "extremes_raw")
+    assert [name for name in falling + rising if found.falls(f"valid/{name}")] == [*falling]
+
+
+def test_what_the_first_samples_have_in_common_joins_no_metrics() -> None:
+    found = Metrics(Scored(), None, None, torch.device("cpu"))
+    shares = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04], [0.3, 0.5, 0.1, 0.06, 0.04]])
+    found.names_in(LossOutput(torch.tensor(1.0), {}, shares, torch.tensor([0, 1])))
+    found.update(LossOutput(torch.tensor(1.0), {}, shares, torch.tensor([1, 0])))
+    values = found.values(World())
+    assert (values["several_one"], values["several_four"]) == (0, 1)
+
+
+def test_metrics_without_one_value_over_all_samples_are_refused() -> None:
+    def given(metric: Any) -> Metrics:
+        class Own(SmallConvNet):
+            def metrics(self, datasets: Any) -> dict[str, Any]:
+                return {"recall": metric}
+
+        return Metrics(Own(), None, None, torch.device("cpu"))
+
+    with pytest.raises(UserError, match=r"recall is no single number.* ClasswiseWrapper\(metric\)"):
+        given(MulticlassRecall(5, average=None)).names_in(
+            LossOutput(torch.tensor(1.0), {}, torch.rand(4, 5), torch.arange(4))
+        )
+    with pytest.raises(UserError, match="Running does not fit"):
+        given(Running(MulticlassRecall(5)))
 
 
 def test_only_classes_that_occur_are_averaged() -> None:
