@@ -10,7 +10,7 @@ from evidence.runs import DIVERGED, Outcome
 
 LOSS = "valid/loss"
 IN_USE = 0.1
-"""A mean share of the CPUs used by other processes from which on a time says little."""
+"""A mean share of the CPUs used by other processes, over an arm's runs, from which on their times say little."""
 
 
 def speed(outcome: Outcome) -> float | None:
@@ -79,8 +79,11 @@ PROBE_MEASURES = {
 
 def in_use(outcomes: Iterable[Outcome]) -> str:
     """Return why the times of runs on a CPU say little, and what to do: other processes used it; empty: they do."""
-    shares = [o.others_cpu for o in outcomes if o.others_cpu is not None and not _on_cuda(o)]
-    share = statistics.fmean(shares) if shares else 0
+    arms: dict[str, list[float]] = {}
+    for o in outcomes:
+        if o.others_cpu is not None and not _on_cuda(o):
+            arms.setdefault(o.arm, []).append(o.others_cpu)
+    share = max(map(statistics.fmean, arms.values()), default=0)
     if share < IN_USE:
         return ""
     return f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine, with another name=…"

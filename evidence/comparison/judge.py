@@ -160,8 +160,10 @@ def _withhold(arms: list[ArmResult]) -> None:
                     getattr(arm, quantity).why = getattr(arm, quantity).why or why
         differences = null.quality.differences
         if null.quality.verdict == WORSE or (len(differences) > 1 and mean_interval(differences).excludes(0)):
+            null_diverged = null.quality.verdict == WORSE and not null.quality.test
             for arm in judged:
-                if arm.quality.verdict != NOT_JUDGED:
+                noisy = arm.quality.test or null_diverged  # that only the arm diverged is no noise
+                if noisy and arm.quality.verdict != NOT_JUDGED:
                     arm.quality = replace(arm.quality, verdict=NOT_JUDGED, why=why)
 
 

@@ -182,17 +182,22 @@ def no_space(*arguments: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [("steps=9 eval_every=3", 3), ("steps=6 eval_every=3 checkpoint.every=3", 2), ("steps=30 eval_every=epoch", 3)],
+)
 def test_a_disk_that_is_too_small_is_found_before_the_first_step(
-    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, copies: int, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = f"{BIGNET} steps=9 eval_every=3".split()
+    """best/ is written when no checkpoint is: it fits where the third one was."""
+    command = f"{BIGNET} {options}".split()
     each, best = 3 * 4 * 2 * 72 + 2 * 4 * 2, 4 * 2 * 72  # weights, two averages and a counter for each of two layers
-    needed = 3 * each + best + checkpoint.SPARE_BYTES
+    needed = copies * each + (best if copies < 3 else 0) + checkpoint.SPARE_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1, total=1 << 40))
     done = train(*command)
     assert done.code == 2
     assert "output_dir=outputs: 1.0 MiB of disk are free" in done.err
-    assert "3 checkpoints of" in done.err
+    assert f"{copies} checkpoints of" in done.err
     assert not (folder / "outputs").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed, total=1 << 40))
     assert train(*command).code == 0

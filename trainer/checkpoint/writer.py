@@ -94,6 +94,7 @@ class CheckpointWriter:
         """Add the score to the checkpoint of ``step``, which was evaluated after it was saved; see ``save``."""
         try:
             if run is not None:
+                self._flush_log(run)
                 manifest = checkpoint.path_of(self.folder, step) / MANIFEST_FILE
                 write_sealed(manifest, read_sealed(manifest) | {"score": score} | run)
         except OSError as error:
@@ -147,15 +148,18 @@ class CheckpointWriter:
             torch.cuda.synchronize()
         return replace(snapshot, files=files)
 
+    def _flush_log(self, run: dict[str, Any]) -> None:
+        if run["log"]:  # else a power cut could take what the manifest has the hash of
+            with contextlib.suppress(OSError):
+                files.flush(self.folder.parent / files.METRICS_FILE)
+
     def _write(self, snapshot: Snapshot, score: float | None) -> None:
         began = time.perf_counter()
         if threading.current_thread() is self._thread:
             with contextlib.suppress(OSError, AttributeError):  # a lower priority than training; only on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            if snapshot.run["log"]:  # else a power cut could take what the manifest has the hash of
-                with contextlib.suppress(OSError):
-                    files.flush(self.folder.parent / files.METRICS_FILE)
+            self._flush_log(snapshot.run)
             checkpoint.write(self.folder, snapshot, score, self.world, self.flush)
             self.saved += 1
             self.prune()

@@ -41,6 +41,8 @@ def modules() -> dict[str, Path]:
     """
     found = dict(_installed()[0])
     for file in sorted(path for folder in _used for path in folder.glob("*.py")):
+        if not (file.stem.isidentifier() and file.is_file() and source.has_choices(file)):  # no recipe
+            continue
         spec = importlib.util.find_spec(file.stem)
         if spec is None or spec.origin != str(file):
             raise UserError(f"{file} has the name of another module, {file.stem}; rename it")

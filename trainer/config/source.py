@@ -42,19 +42,27 @@ def outline(module: str, name: str) -> Any:
 def choices(module: str, file: Path) -> Iterator[type]:
     """Yield the outlines of the classes in a module that have a ``kind`` or ``name`` of their own."""
     source = _source(module, file)
-    for node in source.tree.body:
-        if isinstance(node, ast.ClassDef) and any(_names_choice(entry) for entry in node.body):
-            try:
-                yield source.get(node.name)
-            except _Unreadable:
-                yield source.from_real(node)
+    for node in _chosen(source.tree):
+        try:
+            yield source.get(node.name)
+        except _Unreadable:
+            yield source.from_real(node)
+
+
+def has_choices(file: Path) -> bool:
+    """Return whether ``choices`` yields any of a file; of one that is not valid Python, whether it mentions Recipe."""
+    code = file.read_bytes()
+    try:
+        return bool(_chosen(ast.parse(code)))
+    except (SyntaxError, ValueError):  # a ValueError: with null bytes
+        return b"Recipe" in code
 
 
 def real(cls: Any) -> Any:
     """Return the class that an outline was read from; imports its module."""
     if cls in _real:
         return _real[cls]
-    return getattr(importlib.import_module(origin(cls)), cls.__name__)
+    return getattr(_load(origin(cls)), cls.__name__)
 
 
 def origin(cls: type) -> str:
@@ -103,7 +111,7 @@ class _Source:
     def __init__(self, module: str, file: Path) -> None:
         self.name = module
         try:
-            self.tree = ast.parse(file.read_text(encoding="utf-8"))
+            self.tree = ast.parse(file.read_bytes())
         except SyntaxError as error:
             raise UserError(f"{file}, line {error.lineno}: {error.msg}") from error
         alias = _PREFIX + module.replace(".", "/")  # without dots: it has no parent to be imported
@@ -135,7 +143,7 @@ class _Source:
 
     def from_real(self, node: ast.ClassDef) -> type:
         """Return the outline of a class that cannot be read from its source, below the outline of its base."""
-        cls = getattr(importlib.import_module(self.name), node.name)
+        cls = getattr(_load(self.name), node.name)
         types = get_type_hints(cls)
         fields = [
             (each.name, types[each.name], dataclasses.field(default=each.default, default_factory=each.default_factory))
@@ -183,6 +191,13 @@ class _Source:
         return _source(module, file).get(inside)
 
 
+def _load(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{_file(module)} cannot be imported ({error}); install what is missing, or mend it") from error
+
+
 def _file(module: str) -> Path | None:
     """Return the source of a module below one of the ``roots``."""
     for root in roots:
@@ -209,6 +224,11 @@ def _is_option(entry: ast.stmt) -> bool:
     if not isinstance(entry, ast.AnnAssign) or "ClassVar" in ast.unparse(entry.annotation):
         return False
     return entry.value is None or "NO_OPTION" not in ast.unparse(entry.value)
+
+
+def _chosen(tree: ast.Module) -> list[ast.ClassDef]:
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    return [node for node in classes if any(map(_names_choice, node.body))]
 
 
 def _names_choice(entry: ast.stmt) -> bool:

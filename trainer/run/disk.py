@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 from mantissa.display import size
@@ -25,8 +27,7 @@ def check_disk(config: Config, plan: Plan, parameters: int) -> None:
     """
     options, folder = config.checkpoint, Path(config.output_dir).expanduser().absolute()
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
-    saves = plan.evaluations + (0 if isinstance(options.every, str) else plan.steps // options.every)
-    copies = min(options.keep + 2, saves)
+    copies = _copies(config, plan)
     rough = _ROUGH * parameters * (copies + 1) + SPARE_BYTES
     if not options.enabled or disk.free > rough or not disk.total:  # some file systems do not tell
         return
@@ -36,10 +37,23 @@ def check_disk(config: Config, plan: Plan, parameters: int) -> None:
         return
     export = held["weights"] + held["buffers"]
     each = export + held["optimizer"]
-    if disk.free < (needed := copies * each + export + SPARE_BYTES):
+    needed, what = copies * each + SPARE_BYTES, f"{copies} checkpoints of {size(each)}"
+    if copies == options.keep + 2:  # best/ is written when no checkpoint is, and is smaller than one
+        what += " (the newest, the best, and the next while it is written)"
+    else:
+        needed, what = needed + export, f"{what}, best/ of {size(export)}"
+    if disk.free < needed:
         raise UserError(
             f"output_dir={config.output_dir}: {size(disk.free)} of disk are free, but {size(needed)} are needed: "
-            f"{copies} checkpoints of {size(each)} (the newest, the best, and the next while it is written), best/ of "
-            f"{size(export)}, and {size(SPARE_BYTES)} for logs; free disk space, choose another with output_dir=…, or "
-            "keep nothing with checkpoint=none"
+            f"{what}, and {size(SPARE_BYTES)} for logs; free disk space, choose another with output_dir=…, or keep "
+            "nothing with checkpoint=none"
         )
+
+
+def _copies(config: Config, plan: Plan) -> int:
+    """Return how many checkpoints there can be at once: the newest, the best, and one that is being written."""
+    every = plan.save_every if isinstance(config.checkpoint.every, str) else config.checkpoint.every
+    most, interval = config.checkpoint.keep + 2, max(Fraction(1), plan.eval_every)
+    evaluated = {min(plan.steps, math.ceil(n * interval)) for n in range(1, min(most, plan.evaluations) + 1)}
+    due = range(every, plan.steps + 1, every)[:most] if every else ()
+    return min(most, len(evaluated.union(due)))

@@ -75,6 +75,10 @@ def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
 ) -> None:
     write(folder / "my own", "plainrecipe", width="sizes.WIDTH // 2", imports="import sizes\n")
     (folder / "my own" / "sizes.py").write_text("WIDTH = 6\n")
+    for name in ("json", "my-notes", "a.b"):  # no recipes
+        (folder / "my own" / f"{name}.py").write_text("x = 1\n")
+    (folder / "my own" / "draft.py").write_text("x = (\n")
+    (folder / "my own" / "binary.py").write_bytes(b"\0\xff")
     assert "\n  plainrecipe " in succeed("--help", "recipe_path=my own").out
     succeed("recipe_path=my own", "recipe=plainrecipe", *FAST)
     run = only_run(folder)
@@ -135,6 +139,9 @@ def test_mistakes_are_one_sentence(folder: Path, train: Train) -> None:
     assert "json.py has the name of another module, json; rename it" in mistake(train, "recipe_path=taken")
     write(folder / "broken", "brokenrecipe", width="3 3")
     assert "brokenrecipe.py, line 28: " in mistake(train, "recipe_path=broken", "recipe=brokenrecipe")
+    write(folder / "missing", "needy", imports="import nowhere_to_be_found\n")
+    missing = "needy.py cannot be imported (No module named 'nowhere_to_be_found')"
+    assert missing in mistake(train, "recipe_path=missing", "recipe=needy")
     write(folder / "again", "gpt2again", imports="from recipes.gpt2 import GPT2\n")
     text = (folder / "again" / "gpt2again.py").read_text().replace('"gpt2again"', '"gpt2"')
     (folder / "again" / "gpt2again.py").write_text(text)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers import same_bits
+from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint import writer
 from trainer.checkpoint.reader import load
@@ -106,6 +107,19 @@ def test_a_full_disk_loses_only_that_checkpoint(
     # The best that was kept stays: the better one of step 2 is not on the disk.
     assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path)) == ([1, 3], 1)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_log_is_on_the_disk_before_a_manifest_has_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    ours = CheckpointWriter(Checkpoint(background=False), tmp_path / "checkpoints", World())
+    flushed: list[str] = []
+    monkeypatch.setattr(files, "flush", lambda path: flushed.append(path.name))
+    run = {"config": None, "log": {"bytes": 0, "sha256": ""}}
+    ours.save(training_state(1, *job(), None, {}, {}), {}, None, run)
+    assert flushed.index("metrics.jsonl") < flushed.index("manifest.json")
+    flushed.clear()
+    ours.rate(1, 0.5, run)
+    assert flushed[:2] == ["metrics.jsonl", ".manifest.json.partial"]
 
 
 def test_a_bug_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
