@@ -44,11 +44,14 @@ def reported(recipe: Recipe, sums: dict[str, float], targets: int) -> dict[str, 
     """Return what a recipe reports of sums over ``targets`` targets, the ``loss`` among them.
 
     Raises:
-        UserError: more answers are right than there are targets.
+        UserError: more answers are right than there are targets, or a share was added up in the place of a number.
     """
     others = {name: value for name, value in sums.items() if name != "loss"}
     found = recipe.report(sums["loss"] / max(1, targets), others, max(1, targets))
     for name in _SHARES:
+        if 1e-3 < others.get(name, 0) % 1 < 1 - 1e-3:
+            total = f"{name} adds up to {others[name]:.5g}"
+            raise UserError(f"{total}: let loss return the number of right answers, not their share")
         if found.get(name, 0) > 1:
             raise UserError(f"{name} is {found[name]:.3g}, above 1: let count_targets count all that loss adds up")
     return found
@@ -106,11 +109,10 @@ class Metrics:
 
         predictions = output.predictions
         if self and predictions is None:
-            known = ", ".join(self._sums(output))
-            raise UserError(
-                f"recipe={self._recipe.name} is no classifier and returns no predictions, so it has only {known}; "
-                f"leave metrics={[*self._named]} out"
-            )
+            known, name = ", ".join(self._sums(output)), self._recipe.name
+            own = "return them and the targets as the third and fourth parts of LossOutput"
+            remedy = f"leave metrics={[*self._named]} out" if self._named else own
+            raise UserError(f"recipe={name} returns no predictions, so it has only {known}; {remedy}")
         if isinstance(predictions, torch.Tensor) and predictions.dtype in (torch.bfloat16, torch.float16):
             predictions = predictions.float()
         for name, kind in self._named.items():

@@ -391,7 +391,7 @@ class Own(Recipe):
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return one pass over the training data, in batches as the DataLoader's, or of 32."""
         size = min(self.batch_size, len(self.train))
-        return Sizes(math.ceil(len(self.train) / size), size, size)
+        return Sizes(math.ceil(len(self.train) / size), size, size, "one epoch, in batches of the DataLoader, or of 32")
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         about = f"{self.train.name}: {len(self.train):,} samples, {len(self.valid):,} for validation"

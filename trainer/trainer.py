@@ -16,6 +16,7 @@ from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
 from trainer.determinism import random_state, seed_everything, set_determinism, set_random_state
+from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 from trainer.metrics import Metrics, averages, reported
 from trainer.optim.freeze import freeze
@@ -25,7 +26,7 @@ from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision import attention, calls
-from trainer.recipe import LossOutput
+from trainer.recipe import LossOutput, Own
 
 if TYPE_CHECKING:
     from trainer.checkpoint.reader import CheckpointReader
@@ -98,6 +99,8 @@ class Trainer(Generic[Config]):
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self.first_model()
+        if isinstance(self.recipe, Own):  # whose model need not follow the seed
+            world.copy_from_first([tensor.detach() for tensor in self.model.state_dict().values()])
         self.frozen = freeze(self.model, config.freeze or [])
         """Names of the parameters that are not trained."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
@@ -174,7 +177,10 @@ class Trainer(Generic[Config]):
         generators = random_state(self.device)
         try:
             with self.config.precision.autocast(self.device):
-                return self.recipe.loss(self.model, to_device(batch or self.first_samples(), self.device))
+                output = self.recipe.loss(self.model, to_device(batch or self.first_samples(), self.device))
+            if "loss" in output.metric_sums:
+                raise UserError("a metric cannot be called loss, which is the mean of loss_sum; give it another name")
+            return output
         finally:
             set_random_state(generators, self.device)
 

@@ -30,7 +30,7 @@ from trainer.precision import kernels
 from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.ledger import MemoryLedger
 from trainer.profiling.profiler import Profiler
-from trainer.recipe import Decision
+from trainer.recipe import Decision, Own
 from trainer.run import report
 from trainer.run.export import export_best
 from trainer.run.monitor import Monitor, NonFiniteGradients
@@ -329,6 +329,8 @@ class Run:
             record_failure(error, self.trainer, self.folder, self._progress())
         except (Exception, Interrupted) as problem:  # it must not hide why the run failed
             log.warning("failure.json was not written (%s)", first_line(problem))
+        if isinstance(self.config.recipe, Own):  # the doctor has no recipe to take the step with
+            return ""
         return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
 
     def _restore(self, saved: CheckpointReader) -> None:

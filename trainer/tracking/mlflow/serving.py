@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mantissa.display import dtype_name
+from trainer.config.source import roots
 from trainer.data.contract import Batch, Datasets, SampleId
-from trainer.files import PROJECT, write_json
+from trainer.files import write_json
 from trainer.recipe import Recipe
 from trainer.tracking.mlflow.models import SERVING
 
@@ -61,7 +62,8 @@ def write_serving(
         batch = {name: tensor.to(device) for name, tensor in datasets.valid.batch(samples).items()}
         facts |= _forward_facts(target, recipe, datasets, model.to(device), batch)
         for file in source_files(str(sys.modules[type(recipe).__module__].__file__)):
-            copy = target / "code" / file.relative_to(PROJECT)
+            root = next(root for root in roots if file.is_relative_to(root))
+            copy = target / "code" / file.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
     else:
@@ -74,8 +76,10 @@ def write_serving(
 
 
 def source_files(module: str) -> list[Path]:
-    """Return the files of this project that a module's file imports, directly or not, in functions too, and itself."""
-    finder = ModuleFinder([str(PROJECT)])
+    """Return the files of this project, and of recipes elsewhere, that a module's file imports, directly or not, in
+    functions too, and itself.
+    """
+    finder = ModuleFinder([*map(str, roots)])
     finder.run_script(module)
     return [Path(file) for found in finder.modules.values() if (file := getattr(found, "__file__", None))]
 
