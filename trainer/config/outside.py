@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.config import source
 from trainer.errors import UserError
+from trainer.files import roots
 
 ENTRY_POINTS = "mantissa.recipes"
 """The group of entry points in which an installed package names its modules or packages of recipes."""
@@ -30,7 +31,7 @@ def use(recipe_path: str | None) -> None:
     _used[:] = [folder] if folder else []
     if folder and str(folder) not in sys.path:
         sys.path.append(str(folder))  # also for the processes that load data
-        source.roots.append(folder)
+        roots.append(folder)
 
 
 def modules() -> dict[str, Path]:
@@ -66,7 +67,7 @@ def _installed() -> tuple[dict[str, Path], list[Path]]:
             raise UserError(f"the package that names {entry.value} as its recipes has no such module; install it again")
         file, parts = Path(spec.origin), entry.value.split(".")
         root = file.parents[len(parts) - (file.name != "__init__.py")]
-        source.roots.append(root)
+        roots.append(root)
         folders.append(file.parent)
         below = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
         found |= {source.module_of(path, root): path for path in below}

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from trainer.errors import UserError
-from trainer.files import PROJECT
+from trainer.files import roots
 
 _PREFIX = "outline of "
 _CHOICE = ("kind", "name")
@@ -93,8 +93,6 @@ def documented(cls: type) -> dict[str, str]:
     return found
 
 
-roots = [PROJECT]
-"""The folders whose modules are read; others are those of recipes from elsewhere."""
 _nodes: dict[type, ast.ClassDef] = {}
 _real: dict[type, type] = {}
 """The classes whose outlines could not be read from their source."""

@@ -119,8 +119,7 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
     except Exception as error:
         if not is_out_of_memory(error):
             if launched_processes() < 2:
-                traceback.print_exception(error)  # from here on: of Hydra nobody wants to read
-                return Ended(1, {}, ends_all=True)
+                raise
             return Ended(_report_of_rank(error), {}, ends_all=True)
         shortage = error.with_traceback(None)  # which holds the run
         shortage.__context__ = shortage.__cause__ = None

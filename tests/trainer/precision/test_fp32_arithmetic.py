@@ -333,7 +333,7 @@ def test_a_run_says_what_it_computes_and_records_it(tmp_path: Path, monkeypatch:
     run = train(compose(*small, *wide, "run_name=wide"))
     manifest = json.loads((tmp_path / "wide" / "precision.json").read_text())
     assert manifest["effective"]["fp32_arithmetic"] == EVERY
-    assert run["fp32_arithmetic"] == "bf16 matmuls, convolutions: fp32 arithmetic, this CPU has no bf16 instructions"
+    assert run["fp32_arithmetic"] == "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"
 
 
 def test_why_the_speed_of_a_run_is_not_that_of_its_format(measured: dict[str, Any]) -> None:

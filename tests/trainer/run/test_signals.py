@@ -62,7 +62,8 @@ def test_a_closed_terminal_requests_a_stop_unless_nohup_says_otherwise(before: s
 def test_signals_are_answered_while_a_library_does_not_return(in_training: bool) -> None:
     program = f"""
 import hashlib
-from trainer.run.signals import Signals
+from trainer.run.signals import Signals, open_the_program
+open_the_program(["--cfg"])
 with Signals() as signals:
     signals.ahead = {"finishing the step" if in_training else None!r}
     print("began", flush=True)

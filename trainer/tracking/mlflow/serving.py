@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mantissa.display import dtype_name
-from trainer.config.source import roots
 from trainer.data.contract import Batch, Datasets, SampleId
-from trainer.files import write_json
+from trainer.files import roots, write_json
 from trainer.recipe import Recipe
 from trainer.tracking.mlflow.models import SERVING
 
