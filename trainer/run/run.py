@@ -378,7 +378,7 @@ class Run:
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
         all_s = self._totals()["wall_time_s"]
-        waited = f", {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
+        waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
         if self.tracker and (addresses := self.tracker.addresses):
             self.terminal.note(f"in MLflow {', '.join(addresses)}")
