@@ -122,6 +122,8 @@ def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monke
     outside._installed.cache_clear()
     try:
         succeed("recipe=installed", *FAST)
+        config = read_object(only_run(folder) / "config.json")
+        assert (config["recipe"], config["recipe.width"]) == ("installed", 4)
     finally:
         monkeypatch.undo()
         outside._installed.cache_clear()
