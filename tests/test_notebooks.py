@@ -18,7 +18,8 @@ import os, signal, threading, time
 from trainer import train
 
 def press_stop():
-    while not os.path.exists("outputs/bignet-fp32-s0/metrics.jsonl"):
+    log = "outputs/bignet-fp32-s0/metrics.jsonl"
+    while not (os.path.exists(log) and os.path.getsize(log)):  # until a step was taken
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
 

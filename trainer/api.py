@@ -67,7 +67,8 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
 
     In the main thread Ctrl-C, a notebook's stop button and SIGTERM save a checkpoint after the running step and raise
     ``Interrupted``, a ``KeyboardInterrupt`` with the ``folder`` for ``train(resume=folder)``, or, of ``Recipe.of``, for
-    ``train(recipe, resume=folder)``. Handlers that the program has set itself stay.
+    ``train(recipe, resume=folder)``; before the first step ``folder`` may be None. Handlers that the program has set
+    itself stay.
 
     Args:
         given: as of ``compose``; or a config that it returned, alone.

@@ -62,7 +62,8 @@ class Interrupted(KeyboardInterrupt):
     """See ``RunError.shared``."""
 
     folder: Path | None = None
-    """Of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues."""
+    """Of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues. None: the
+    run had not begun."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
