@@ -194,10 +194,8 @@ class Feed(threading.Thread):
         if rest is not None:
             self._upload = Upload()
             self._upload.total = rest
-        self._extend(self._upload.begin(part) / UPLOAD_BYTES_PER_S if part else allowance_s)
-
-    def _extend(self, allowance_s: float) -> None:
-        """There is progress: wait for more of it from now on."""
+        if part:
+            allowance_s = self._upload.begin(part) / UPLOAD_BYTES_PER_S
         self._deadline = max(self._deadline, time.monotonic() + self._patience_s + allowance_s)
 
     def _missing(self, reason: str) -> str:
