@@ -9,6 +9,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassRecall
+from torchmetrics.wrappers import Running
 
 from tests.helpers import CPU, NoData, SmallConvNet, fit, same_bits
 from tests.parallel.test_metrics import Scored, trainer_of
@@ -56,6 +57,8 @@ def test_metrics_without_one_value_over_all_samples_are_refused() -> None:
         given(MulticlassRecall(5, average=None)).names_in(
             LossOutput(torch.tensor(1.0), {}, torch.rand(4, 5), torch.arange(4))
         )
+    with pytest.raises(UserError, match="Running does not fit"):
+        given(Running(MulticlassRecall(5)))
 
 
 def test_only_classes_that_occur_are_averaged() -> None:

@@ -16,6 +16,7 @@ from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
 from trainer.progress import work
 from trainer.tracking.mlflow.addresses import database_file, unreachable
+from trainer.tracking.mlflow.answers import watching
 from trainer.tracking.mlflow.delivery import Delivery
 from trainer.tracking.mlflow.models import prepare
 from trainer.tracking.mlflow.record import RunInfo
@@ -115,7 +116,8 @@ class Feed(threading.Thread):
         while not self._abandoned:
             ending = self._ending.is_set()
             try:
-                self._deliver()
+                with watching(lambda: self._extend(0)):
+                    self._deliver()
                 return
             except DeliveryAbandoned:
                 return
@@ -194,8 +196,10 @@ class Feed(threading.Thread):
         if rest is not None:
             self._upload = Upload()
             self._upload.total = rest
-        if part:
-            allowance_s = self._upload.begin(part) / UPLOAD_BYTES_PER_S
+        self._extend(self._upload.begin(part) / UPLOAD_BYTES_PER_S if part else allowance_s)
+
+    def _extend(self, allowance_s: float) -> None:
+        """There is progress: wait for more of it from now on."""
         self._deadline = max(self._deadline, time.monotonic() + self._patience_s + allowance_s)
 
     def _missing(self, reason: str) -> str:
