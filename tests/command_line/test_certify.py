@@ -6,10 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from evidence.certificate.certify import CertifyOptions, certify, main
-from tests import forks
+from evidence.certificate.certify import main
 from tests.command_line.conftest import Result
 
 
@@ -28,12 +25,3 @@ def test_a_healthy_job_is_bitwise(folder: Path, script: Callable[..., Result]) -
     assert found["comparison"]["repeated_steps"] > 0
     done = script(main, *job)
     assert (done.code, "exists; remove it" in done.err) == (2, True)
-
-
-def test_a_forgotten_generator_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)
-    options = CertifyOptions(kills=2, seed=2, output_dir=folder / "outputs")
-    result = certify(["recipe=gpt2", "recipe.context=8", "steps=20"], options, "tests.command_line.broken_child")
-    assert result.exit_code == 6
-    assert result.verdict.startswith("DIVERGED AT step ")
-    assert 3 < int(result.verdict.split()[-1]) <= 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +92,6 @@ def test_every_choice_runs_two_steps(choice: str, train: Train, folder: Path, mo
     summary = read(only_run(folder) / "summary.json")
     assert (summary["status"], summary["step"]) == ("FINISHED", 2)
     assert math.isfinite(summary["final"]["valid/loss"])
-
-
-def test_compile_off_and_default_agree(succeed: Train, folder: Path) -> None:
-    """The one test that compiles for real: about ten seconds, most of them in g++."""
-    if not shutil.which("g++"):
-        pytest.skip("torch.compile on a CPU needs a C++ compiler")
-    for mode in ("off", "default"):
-        succeed(*tiny(f"compile/{mode}"), "profiler=none", f"run_name={mode}")
-    losses = [read(folder / "outputs" / mode / "summary.json")["final"]["valid/loss"] for mode in ("off", "default")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_threads_are_those_asked_for_and_the_next_run_has_its_own(succeed: Train, folder: Path) -> None:

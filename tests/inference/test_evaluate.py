@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ from transformers import AutoTokenizer
 from inference.classes import class_scores, table
 from inference.data import open_data
 from inference.exported import RunOptions
-from inference.measure import bytes_of_tokens
 from inference.setting import configure
-from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from recipes.resnet import ResNet
 from tests.command_line.conftest import _command
 from tests.inference.conftest import SIZES, photo, script
-from trainer.data.contract import SampleId
 from trainer.files import read_json_lines
 
 evaluate = script("inference.evaluate:evaluate")
@@ -121,30 +117,6 @@ def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, 
     done = evaluate(f"run=outputs/{name}", *overrides, f"output={tmp_path}")
     assert done.code == 0, done.err
     assert results(tmp_path)["samples"] == len(datasets.valid)
-
-
-def test_bits_per_byte_is_the_loss_per_byte(here: Path, tmp_path: Path) -> None:
-    assert evaluate("run=outputs/gpt2", f"output={tmp_path}").code == 0
-    found = results(tmp_path)
-    datasets: Any = configure(RunOptions("outputs/gpt2").find(), []).config.open_datasets()
-    chosen = np.linspace(0, len(datasets.valid) - 1, 24).astype(int)
-    tokens = datasets.valid.batch([SampleId(int(index), None) for index in chosen])["tokens"][:, 1:]
-    text_bytes = sum(len(datasets.tokens.tokenizer.decode(row.tolist()).encode()) for row in tokens)
-    expected = found["metrics"]["loss"] * found["targets"] / (math.log(2) * text_bytes)
-    assert found["targets"] == tokens.numel()
-    assert found["metrics"]["bits_per_byte"] == pytest.approx(expected, rel=0.02)  # characters cut at the edges
-
-
-def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
-    text = "The quick fox — naïve, “quoted” 😀.\n\tagain\n" * 3
-    for number, tokenizer in enumerate((Bytes(), Characters.collect([text]), BytePairs.train([text * 20], 300))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        tokenizer.save(folder)
-        table = bytes_of_tokens(AutoTokenizer.from_pretrained(folder), 400)
-        assert len(table) == 400
-        assert table[tokenizer.encode(text)].sum() == len(text.encode())
-    assert table[BytePairs.load(tmp_path / "2").separator[0]] == 0
 
 
 def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path) -> None:

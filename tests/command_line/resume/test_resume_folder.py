@@ -64,23 +64,6 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
     assert {key for key in changed if not key.startswith("profiler.")} == free
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        [],
-        ["scaler=dynamic", "scaler.interval=3", "seed=3"],
-        RUN,
-        ["loader=pinned", "device=cpu", "checkpoint.keep=2"],
-        ["optimizer.name=SGD"],
-        ["recipe=bignet", "precision=fp16", "optimizer=sgd", "scaler=dynamic", "checkpoint=default", "seed=3"],
-    ],
-)
-def test_options_that_agree_or_may_change_are_accepted(typed: list[str], run: Path, train: Train) -> None:
-    done = train(*typed, "resume=elsewhere/1e3")
-    assert (done.code, done.err) == (0, "")
-    assert "elsewhere/1e3 is already complete (4 steps)" in done.out
-
-
 def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
     """By the choices of groups and what they bring; single keys are in tests/trainer/run/test_folder.py."""
     for typed, reported in {
@@ -149,6 +132,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda run: [(run / "metrics.jsonl").unlink(), os.symlink("/dev/zero", run / "metrics.jsonl")],
     ),
     "score": ("manifest.json", edited("checkpoints/step-00000004/manifest.json", '"score": ', '"score": -')),
+    "tensors": ("model.safetensors", lambda run: os.truncate(run / "checkpoints/step-00000004/model.safetensors", 99)),
     "launch": ("launch.json", edited("launch.json", '"folder": "', '"folder": "/elsewhere')),
     "key": ("tracking.json", edited("tracking.json", '"key": "', '"key": "0')),
     "best": ("best", lambda run: (run / "best").rename(run / "gone") and (run / "best").symlink_to(run / "gone")),

@@ -59,8 +59,6 @@ class Machine:
     """Standard deviation of a block, relative."""
     between: float = 0.0
     """Standard deviation between processes of one setting, relative."""
-    spikes: float = 0.0
-    """Share of the blocks that another program slows down ten times."""
     memory: Callable[[str], int] = lambda label: 1000
     room: int = 10**9
     """Bytes for processes, each of which takes 1000."""
@@ -147,8 +145,6 @@ class Fake:
         if (why == "later" and self.blocks == 3) or (why == "in the final round" and self.fresh):
             raise Failed("it broke later", self.label)
         seconds = steps * self._step() * max(0.1, here.random.gauss(1, here.noise))
-        if here.random.random() < here.spikes:
-            seconds *= 10
         here.now += seconds
         return seconds
 

@@ -50,30 +50,6 @@ def test_the_changes_that_help_are_combined_and_the_ratio_is_of_fresh_processes(
     assert here.alive == []
 
 
-def test_the_chance_between_processes_is_in_the_interval_and_advises_no_equal_setting() -> None:
-    """Processes of one setting differ by 1.7 %: intervals of their blocks alone would hold the truth in half of all.
-
-    Another program slows down single blocks.
-    """
-    among = space("fp32", "bf16", micro=["8", "16", "32"])
-    wrong = sum(
-        Machine(times({}), between=0.017, noise=0.01, seed=seed).advise(among=among, budget_s=300.0).winner != "fp32"
-        for seed in range(120)
-    )
-    assert wrong <= 8, "a two-sided interval of 95 % is wrong on this side in one of forty"
-    held = [
-        winner(
-            Machine(times({"bf16": 0.8}), between=0.017, noise=0.01, spikes=0.03, seed=seed).advise(
-                among=PAIR, budget_s=120.0
-            )
-        )
-        for seed in range(120)
-    ]
-    intervals = [entry.interval for entry in held if entry.interval]
-    assert len(intervals) == 120
-    assert sum(each.low < 1 / 0.8 < each.high for each in intervals) >= 0.9 * 120
-
-
 def test_the_simplest_of_equal_settings_is_advised() -> None:
     found = Machine(times({"bf16": 0.5, "micro=32": 0.995}), compile_s=1.0).advise()
     assert (found.winner, found.stopped) == ("bf16", SEVERAL)
