@@ -1,7 +1,5 @@
 """Runs that are killed with SIGKILL at random moments, and MLflow's server with them, resumed until done, and compared.
 
-python -m tests.kills [kills=200] [seed=0] [workers=2] [table=FILE]        the table is also appended to the file
-
 Each run is compared with an uninterrupted one: the last checkpoint by bit (weights, optimizer, averages, generators),
 the metric log line by line (without clocks), MLflow's points, each exactly once, and the files that are there: none
 more, none less. A moment is an event outside (a line is logged, the summary is written) and a random part of a second
@@ -11,34 +9,29 @@ after it, or a number of events inside (see tests/killed.py): a file is changed 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from evidence.certificate.certify import COMMON, DEFAULTS, SKIPPING
+from evidence.certificate.certify import COMMON, DEFAULTS
 from evidence.certificate.differences import metrics, ulps
 from tests import forks, shortcuts
 from tests.killed import KINDS
 from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
-from trainer.run.provenance import git_facts
 from trainer.seals import final_status
 from trainer.tracking.mlflow.record import is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
@@ -50,7 +43,8 @@ OPTIONS = [
     *("resume=auto", "run_name=run"),
 ]
 CLOCKS = ("step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")
-PLAN = ("start", "training", "saving", "closing", "delivery", "sync", *KINDS, "file")
+OF_OTHERS = ("a rank", "all ranks", "server", "server and run")
+"""Moments that say what is killed, while the job trains or saves."""
 LONGEST_S = 600
 SERVER = """
 import sys
@@ -70,36 +64,25 @@ class Job:
     """Of torchrun; 0: no torchrun."""
     served: bool = False
     """MLflow is a server, which is killed too."""
-    own: tuple[str, ...] = ()
-    """Moments that only this one has."""
 
 
 GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=8", "recipe.dropout=0.1"]
 BIGNET = ["recipe=bignet", *DEFAULTS["bignet"], "steps=24"]
 JOBS = {
-    "bignet": Job([*BIGNET, "checkpoint.keep=2", "tracking.checkpoints=all"], own=("set-up",)),
+    "bignet": Job([*BIGNET, "checkpoint.keep=2", "tracking.checkpoints=all"]),
     "gpt2: Muon, EMA, epochs, bf16, text": Job(
         [
             *(*GPT2, "data=text", "data.path=../notes.txt", "data.tokenizer=chars", "data.valid_fraction=0.2"),
             *("optimizer=muon", "ema=default", "precision=bf16", "epochs=2", "eval_every=auto", "batch_size=16"),
         ],
-        own=("set-up",),
-    ),
-    "resnet: SGD, fp16 with a scaler": Job(
-        [
-            *("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "data=digits", "steps=24"),
-            *("optimizer=sgd", "optimizer.lr=0.01", "precision=fp16", *SKIPPING, "batch_size=4", "micro_batch_size=2"),
-        ],
     ),
     "gpt2: EMA, two ranks": Job(
         [*GPT2, "data=synthetic", "data.vocab_size=64", "ema=default", "parallel=ddp", "steps=24"],
         ranks=2,
-        own=("a rank", "all ranks", "torchrun"),
     ),
     "bignet: EMA, a server": Job(
         [*BIGNET, "ema=default", "tracking.checkpoints=all", "tracking.register=net"],
         served=True,
-        own=("server", "server", "server and run", "server down"),
     ),
 }
 
@@ -115,8 +98,6 @@ class Place:
     draw: random.Random = field(default_factory=random.Random)
     counts: dict[str, int] = field(default_factory=dict)
     """By kind, how many events an uninterrupted run has."""
-    set_up: bool = False
-    """Whether MLflow sets its database up, instead of a copy."""
 
     def __post_init__(self) -> None:
         for name in ("outputs", "tmp"):
@@ -139,8 +120,7 @@ class Place:
 
     def _environment(self) -> dict[str, str]:
         own = {"MANTISSA_CACHE": str(self.folder / "cache"), "TMPDIR": str(self.folder / "tmp")}
-        own |= {} if self.set_up else {shortcuts.STORE: str(self.store)}
-        return {key: value for key, value in forked_environment().items() if key != shortcuts.STORE} | own
+        return forked_environment() | own | {shortcuts.STORE: str(self.store)}
 
     def serve(self) -> None:
         """Start the server, or start it again."""
@@ -207,25 +187,22 @@ class Place:
             rank = self.draw.randrange(self.job.ranks or 1) if moment == "evaluation" else 0
             process = self.start(f"{moment}:{number}:{rank}")
             return process.wait() != 0
-        if moment == "server down":
-            self.end_server()
-            moment = self.draw.choice(("training", "delivery", "start"))
         lines = self._lines() + self.draw.randint(1, 6)
         saves = self.draw.randint(1, 4) + len(list(self.outputs.glob("*/checkpoints/step-*")))
-        own = moment in self.job.own and moment != "set-up"
-        event = self.draw.choice(("training", "saving", *["delivery"] * (moment == "server"))) if own else moment
         happened: dict[str, Callable[[], bool]] = {
-            "set-up": lambda: any(self.folder.glob(".mlflow.db.*.partial")) or (self.folder / "mlflow.db").exists(),
             "training": lambda: self._lines() >= lines,
             "saving": lambda: len(list(self.outputs.glob("*/checkpoints/*"))) >= saves,
             "closing": lambda: any(self.outputs.glob("*/best")),
             "delivery": lambda: any(self.outputs.glob("*/summary.json")),
         }
-        process = self.start(script="scripts/sync.py" if moment == "sync" else "scripts/train.py")
-        ranks = self._ranks(process) if self.job.ranks and moment != "sync" else []
+        event = moment
+        if moment in OF_OTHERS:
+            event = self.draw.choice(("training", "saving", *["delivery"] * (moment == "server")))
+        process = self.start()
+        ranks = self._ranks(process) if self.job.ranks else []
         if not self.wait_for(happened.get(event, lambda: True), process, moment):
             return False
-        time.sleep(self.draw.random() * {"start": 1.5, "set-up": 1.5, "sync": 1.5, "delivery": 0.8}.get(event, 0.3))
+        time.sleep(self.draw.random() * {"start": 1.5, "delivery": 0.8}.get(event, 0.3))
         if process.poll() is not None:
             return False
         if moment.startswith("server"):
@@ -240,8 +217,6 @@ class Place:
             process.wait()
         else:
             process.kill()
-        if moment == "torchrun":  # the ranks go on without it, for a while
-            time.sleep(self.draw.random())
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
@@ -377,95 +352,3 @@ def _files(run: Path) -> set[str]:
 
 def _exact(stored: list[tuple[str, int, float]]) -> set[tuple[str, int, float]]:
     return {point for point in stored if not point[0].startswith(CLOCKS) and not point[0].endswith("_per_s")}
-
-
-@dataclass
-class Campaign:
-    """Rounds of all jobs in turn, several at a time."""
-
-    folder: Path
-    seed: int
-    counted: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in JOBS})
-    """By job, the kills at each moment."""
-    differ: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in JOBS})
-    """By job, the rounds in which something differs, by kind."""
-    rounds: Counter[str] = field(default_factory=Counter)
-
-    def run(self, kills: int, workers: int) -> bool:
-        """Kill until there were so many, and return whether nothing differs."""
-        self.folder.mkdir()
-        os.environ[shortcuts.STORE] = str(self.folder / "empty.db")
-        self.store = shortcuts.migrated()
-        numbers, lock = iter(range(10**9)), threading.Lock()
-        with ThreadPoolExecutor(workers) as pool:
-            self.whole = dict(zip(JOBS, pool.map(self._undisturbed, JOBS), strict=True))
-
-            def work() -> None:
-                while sum(each.total() for each in self.counted.values()) < kills:
-                    with lock:
-                        number = next(numbers)
-                    self._round(number)
-
-            for done in [pool.submit(work) for _ in range(workers)]:
-                done.result()
-        return not any(self.differ.values())
-
-    def _undisturbed(self, name: str) -> tuple[Path, dict[str, int]]:
-        with placed(name, self.folder / f"{list(JOBS).index(name)}-whole", self.store) as place:
-            process = place.start("file:0:0")
-            assert process.wait() == 0, place.log.read_text()
-            return place.until_done(), json.loads((place.folder / "counts.json").read_text())
-
-    def _round(self, number: int) -> None:
-        name = list(JOBS)[number % len(JOBS)]
-        draw, job, (whole, counts) = random.Random(f"{self.seed} {number}"), JOBS[name], self.whole[name]
-        moments = [draw.choice((*PLAN, *job.own * 2)) for _ in range(draw.randint(2, 6))]
-        set_up = "set-up" in moments
-        if set_up:  # which comes only once
-            moments = ["set-up", *(moment for moment in moments if moment != "set-up")]
-        here = self.folder / f"{number:03}"
-        with placed(name, here, self.store, draw=draw, counts=counts, set_up=set_up) as place:
-            try:
-                killed = [moment for moment in moments if place.kill_at(moment)]
-                found = compared(whole, place.until_done())
-            except AssertionError as error:
-                found = {"ended otherwise": [str(error)[-2000:]]}
-        self.rounds[name] += 1
-        self.counted[name].update(killed)
-        self.differ[name].update(kind for kind, differences in found.items() if differences)
-        if not any(found.values()):  # what is kept is to be looked at
-            shutil.rmtree(here)
-        text = "; ".join(difference for differences in found.values() for difference in differences[:3])
-        print(f"{number:03} {name}: killed at {', '.join(killed) or 'no time'}: {text or 'equal'}", flush=True)
-
-    def table(self) -> str:
-        """Return the result as Markdown."""
-        kinds = ("bits", "lines", "points", "left over", "ended otherwise")
-        head = ("what was trained", "rounds", "kills", *kinds, "killed at")
-        rows = [head, ["---"] * len(head)]
-        for name, counted in self.counted.items():
-            at = ", ".join(f"{moment} {times}" for moment, times in sorted(counted.items()))
-            rows.append((name, self.rounds[name], counted.total(), *(self.differ[name][kind] for kind in kinds), at))
-        return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
-
-
-def main() -> int:
-    """Run the long form in ``kills/``; the exit code is 1 where anything differed."""
-    began = time.monotonic()
-    given = {"kills": "200", "seed": "0", "workers": "2", "table": ""}
-    given |= dict(argument.split("=", 1) for argument in sys.argv[1:])
-    campaign = Campaign(Path("kills").resolve(), int(given["seed"]))
-    equal = campaign.run(int(given["kills"]), int(given["workers"]))
-    command = f"python -m tests.kills kills={given['kills']} seed={given['seed']} workers={given['workers']}"
-    took = f"{(time.monotonic() - began) / 60:.0f} minutes"
-    commit = git_facts().get("commit", "unknown")[:7]
-    text = f"`{command}`, commit {commit}, {date.today()}, {took}\n\n{campaign.table()}\n"
-    print(f"\n{text}")
-    if given["table"]:
-        with Path(given["table"]).open("a", encoding="utf-8") as file:
-            file.write(f"\n{text}")
-    return int(not equal)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

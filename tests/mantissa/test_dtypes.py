@@ -15,10 +15,6 @@ GPT2 = (
     *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.attention=sdpa", "data=synthetic"),
     *("data.vocab_size=64", "batch_size=4", "steps=3"),
 )
-RESNET = (
-    *("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=4"),
-    *("batch_size=4", "steps=2"),
-)
 TYPES = ("Conv1D", "LayerNorm", "Embedding")
 
 

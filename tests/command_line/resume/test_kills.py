@@ -1,6 +1,6 @@
 """Killed with SIGKILL again and again, and MLflow's server too, and resumed: nothing is lost, doubled or left over.
 
-The long form, with all kinds of kills: python -m tests.kills kills=500
+At other places every time: whoever repeats it looks further.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
     job: str, moments: tuple[str, ...], folder: Path, empty_store: Path
 ) -> None:
-    """At other places every time. The database's set-up is killed in test_mlflow_database.py; here it exists."""
+    """The database's set-up is killed in test_mlflow_database.py; here it exists."""
     with placed(job, folder / "whole", empty_store) as place:
         assert place.start("file:0:0").wait() == 0, place.log.read_text()
         whole, counts = place.until_done(), json.loads((place.folder / "counts.json").read_text())
