@@ -188,7 +188,7 @@ class Place:
             process = self.start(f"{moment}:{number}:{rank}")
             return process.wait() != 0
         lines = self._lines() + self.draw.randint(1, 6)
-        saves = self.draw.randint(1, 4) + len(list(self.outputs.glob("*/checkpoints/step-*")))
+        saves = self.draw.randint(1, 2) + len(list(self.outputs.glob("*/checkpoints/step-*")))
         happened: dict[str, Callable[[], bool]] = {
             "training": lambda: self._lines() >= lines,
             "saving": lambda: len(list(self.outputs.glob("*/checkpoints/*"))) >= saves,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.command_line.conftest import Train, only_run
 from tests.helpers import SHIPPED
@@ -92,13 +91,6 @@ def test_every_choice_runs_two_steps(choice: str, train: Train, folder: Path, mo
     summary = read(only_run(folder) / "summary.json")
     assert (summary["status"], summary["step"]) == ("FINISHED", 2)
     assert math.isfinite(summary["final"]["valid/loss"])
-
-
-def test_threads_are_those_asked_for_and_the_next_run_has_its_own(succeed: Train, folder: Path) -> None:
-    before = torch.get_num_threads()
-    succeed(*BIGNET, *SHORT, "threads=3", "profiler=none")
-    assert read(only_run(folder) / "summary.json")["hardware"]["threads"] == 3
-    assert torch.get_num_threads() == before != 3
 
 
 @pytest.mark.usefixtures("plots")

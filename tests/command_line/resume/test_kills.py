@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
         ("bignet", ("start", "training", "closing", "delivery")),
         ("gpt2: Muon, EMA, epochs, bf16, text", ("evaluation", "removing", "export")),
         ("gpt2: EMA, two ranks", ("a rank", "all ranks")),
-        ("bignet: EMA, a server", ("server and run", "server", "file")),
+        ("bignet: EMA, a server", ("file", "server and run", "server")),
     ],
 )
 def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(

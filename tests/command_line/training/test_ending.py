@@ -21,13 +21,10 @@ from tests.command_line.conftest import Train, only_run
 from tests.helpers import CPU, compose, same_bits, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Checkpoint
-from trainer.data.contract import Batch
 from trainer.data.loader import DataOrder
-from trainer.files import read_json_lines
 from trainer.recipe import Decision
-from trainer.run.run import Run
 from trainer.tracking.mlflow.results import summary_metrics
-from trainer.trainer import StepRecord, Trainer
+from trainer.trainer import Trainer
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
@@ -64,28 +61,6 @@ def test_every_epoch_is_evaluated(epochs: float, batch: int) -> None:
     saved = [step for step in range(1, plan.steps + 1) if every.due(step, plan.evaluates(step), plan.save_every)]
     assert set(saved) >= ends  # and long ones are saved in between
     assert max(np.diff([0, *saved], append=plan.steps)) <= max(25, plan.steps / 10)
-
-
-def test_patience_counts_epochs_also_over_a_stop(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """26 samples in steps of 4 are 6.5 steps: epochs end after 7, 13, 20, … of them, in one run or in two."""
-    job = [*TINY[:-1], "data.samples=26", "optimizer.lr=1e-30", "schedule=constant", "early_stopping.patience=2"]
-    assert "after each epoch, " in train(*job, "epochs=9", "run_name=whole").out
-    warned = train(*job[:-1], "early_stopping.patience=8", "epochs=9", "run_name=patient").out
-    assert "patience=8 cannot end this run, which has 9 evaluations" in warned
-    step = Run.step
-
-    def stopped(run: Run, microbatches: list[Batch]) -> StepRecord:
-        if run.trainer.step == 9:
-            signal.raise_signal(signal.SIGINT)
-        return step(run, microbatches)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "step", stopped)
-        assert train(*job, "epochs=9", "run_name=stopped").code == 130
-    assert train("resume=outputs/stopped").code == 0
-    for name in ("whole", "stopped"):
-        lines = read_json_lines(folder / f"outputs/{name}/metrics.jsonl")
-        assert [line["step"] for line in lines if "valid/loss" in line] == [7, 13, 20]
 
 
 def test_what_has_no_effect_is_said_at_the_start(succeed: Train) -> None:
