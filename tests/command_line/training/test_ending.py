@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -203,24 +202,6 @@ def test_the_test_text_is_evaluated_once_with_the_best_weights(
     missing = train(*text, "data.test=nothing.txt")
     assert missing.code == 2
     assert "data.test=nothing.txt: there is no such file or folder" in missing.err
-
-
-@pytest.mark.usefixtures("user_data")
-def test_a_test_folder_beside_train_is_evaluated(train: Train, succeed: Train, folder: Path) -> None:
-    for split in ("train", "val", "test"):
-        shutil.copytree(folder / "images", folder / "photos" / split)
-    images = [*IMAGES[:2], "data=imagefolder", "recipe.image_size=32", "batch_size=4", "eval_samples=4", "steps=2",
-              "tracking=local", "loader.workers=0"]  # fmt: skip
-    assert "12 training, 12 validation and 12 test images" in succeed(*images, "data.path=photos").out
-    assert summary(folder)["test"].keys() == {"loss", "top1"}
-    (folder / "photos" / "test" / "class0").rename(folder / "photos" / "test" / "other")
-    unused = succeed(*images, "data.path=photos", "run_name=unused")
-    assert "photos/test is not used: other is no class of photos/train" in unused.err + unused.out
-    wrong = train(*images, "data.path=photos", "data.test=photos/test", "run_name=wrong")
-    assert wrong.code == 2
-    assert "photos/test has the class other, which photos/train does not have" in wrong.err
-    elsewhere = succeed(*images, "data.path=photos/train", "data.test=images", "run_name=elsewhere")
-    assert "top1 (test)" in elsewhere.out
 
 
 def test_a_run_shows_what_its_model_can_do_unless_told_not_to(succeed: Train, monkeypatch: pytest.MonkeyPatch) -> None:
