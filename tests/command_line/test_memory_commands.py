@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import pytest
+from torch import nn
 
 from evidence.memory.command import max_batch, memory
 from evidence.memory.trial import Trial, trial
@@ -99,6 +102,21 @@ def test_the_report_is_of_the_microbatch_that_was_chosen(
     assert command.main(Fails) == 4
     assert reported == [*job, 8]
     assert "not enough memory" in capsys.readouterr().err
+
+
+def test_a_model_that_holds_itself_is_released_after_its_run() -> None:
+    """As every module does whose forward method was replaced; the next run of a sweep would count it."""
+    layer = nn.Linear(2, 2)
+    vars(layer)["forward"] = layer.forward
+    gone = weakref.ref(layer)
+    del layer
+    gc.disable()
+    try:
+        assert gone() is not None
+        command.release_memory()
+    finally:
+        gc.enable()
+    assert gone() is None
 
 
 LIMITED = """

@@ -19,7 +19,9 @@ from transformers import AutoTokenizer
 from inference.classes import class_scores, table
 from inference.data import open_data
 from inference.exported import RunOptions
+from inference.measure import bytes_of_tokens
 from inference.setting import configure
+from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from recipes.resnet import ResNet
 from tests.command_line.conftest import _command
 from tests.inference.conftest import SIZES, photo, script
@@ -119,6 +121,18 @@ def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, 
     assert results(tmp_path)["samples"] == len(datasets.valid)
 
 
+def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
+    text = "The quick fox — naïve, “quoted” 😀.\n\tagain\n" * 3
+    for number, tokenizer in enumerate((Bytes(), Characters.collect([text]), BytePairs.train([text * 20], 300))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tokenizer.save(folder)
+        table = bytes_of_tokens(AutoTokenizer.from_pretrained(folder), 400)
+        assert len(table) == 400
+        assert table[tokenizer.encode(text)].sum() == len(text.encode())
+    assert table[BytePairs.load(tmp_path / "2").separator[0]] == 0
+
+
 def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path) -> None:
     shutil.copytree("outputs/images/best", tmp_path / "images")
     shutil.copytree("outputs/gpt2/best", tmp_path / "text")
@@ -200,7 +214,8 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
         of = json.loads(Path("outputs/gpt2/config.json").read_text())
         Path(name, "config.json").write_text(json.dumps(of | config))
     shutil.copytree("outputs/images", "damaged", dirs_exist_ok=True)
-    Path("damaged/best/model.safetensors").write_bytes(b"\0" * 100)
+    weights = Path("damaged/best/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\7")  # as long as before
     done = evaluate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
