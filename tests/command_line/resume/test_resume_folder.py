@@ -64,6 +64,13 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
     assert {key for key in changed if not key.startswith("profiler.")} == free
 
 
+def test_options_that_agree_or_may_change_are_accepted(run: Path, train: Train) -> None:
+    agree = ("recipe=bignet", "optimizer.name=SGD", "scaler=dynamic", "scaler.interval=3", "seed=3")
+    done = train(*agree, "loader=pinned", "device=cpu", "checkpoint.keep=2", "resume=elsewhere/1e3")
+    assert (done.code, done.err) == (0, "")
+    assert "elsewhere/1e3 is already complete (4 steps)" in done.out
+
+
 def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
     """By the choices of groups and what they bring; single keys are in tests/trainer/run/test_folder.py."""
     for typed, reported in {

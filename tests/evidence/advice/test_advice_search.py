@@ -95,6 +95,21 @@ def test_compiling_must_be_faster_in_a_whole_run_of_fresh_processes() -> None:
     assert compiled.run_interval.high < 1.0
 
 
+def test_the_interval_of_a_whole_run_has_the_spread_of_the_times_to_compile() -> None:
+    search = Machine(noise=0.001).search(steps=6000)
+    search.run()
+    best = winner(search.advice)
+    assert best.candidate.compiles
+    assert best.interval is not None
+    assert best.run_interval is not None
+    best.warm_up_s[0] += 5  # of 10 s, in a run of 39 s
+    assert search._final_interval(best, whole=False) == best.interval
+    wider = search._final_interval(best, whole=True)
+    assert wider is not None
+    assert wider.low < 0.95 * best.run_interval.low
+    assert wider.high >= 0.99 * best.run_interval.high
+
+
 def test_what_fails_or_hangs_is_named_and_the_others_go_on() -> None:
     broken = {"fp16": "RuntimeError: no such kernel", "bf16, attention=eager": "hangs", "bf16, micro=32": "later"}
     here = Machine(broken=broken)

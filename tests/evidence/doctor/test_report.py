@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evidence.doctor import command
+from evidence.doctor.plots import MOST
 from evidence.doctor.report import folder_of, write
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
 from mantissa.doctor.divergence import Divergence
+from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.islands import Islands
+from mantissa.doctor.pairs import LocalError, Pairs
 from mantissa.doctor.report import lines, opening
 from mantissa.finding import Finding
 from tests.mantissa.doctor.faults import FAULTS
@@ -91,6 +95,38 @@ def test_losses_over_time_are_drawn(found: Diagnosis) -> None:
     text, plots = page_of(found)
     assert plots == 1
     assert "Distance of the loss from that of fp32" in text
+
+
+def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
+    u = 2.0**-9
+    found.pairs = Pairs(
+        [
+            LocalError(f"layers.{n}", 0, direction, "result", e, u, 1, 8 * u, e if direction == "forward" else NAN)
+            for n in range(MOST + 5)
+            for direction, e in (("forward", 0.001 * (n + 1)), ("backward", 0.001))
+        ]
+    )
+    text, plots = page_of(found)
+    assert plots == 2
+    assert f"Error by module, forward, the {MOST} of {MOST + 5} modules nearest to their bounds" in text
+    assert all(word in text for word in ("error beyond its bound", "accumulated (not judged)", "layers.44"))
+    assert " layers.0 " not in text.partition("Error by module, backward")[0]
+    first, *_ = rows = rows_of(found, "pairs")
+    assert len(rows) == 2 * (MOST + 5)
+    assert float(first["ratio"]) == pytest.approx(0.001 / (8 * u))
+
+
+def test_exponents_are_drawn_with_the_limits_of_fp16(found: Diagnosis) -> None:
+    layers = [Exponents("wo", tensor, half=True) for tensor in ("output", "weight", "bias")]
+    for layer in layers[:2]:
+        layer.add(torch.tensor([0.0, 2.0**-10, 1.5 * 2.0**-10, 2.0**-30]))
+    found.range = Range(layers, highest=24, lowest=2)
+    text, plots = page_of(found)
+    assert plots == 2
+    assert all(word in text for word in ("infinite above, scale 65536", "0 below, scale 2^24", "wo.weight"))
+    assert "wo.bias" not in text  # all of it is 0
+    row = rows_of(found, "range")[0]
+    assert (row["module"], row["tensor"], row["zeros"], row["2^-10"], row["2^-30"]) == ("wo", "output", "1", "2", "1")
 
 
 def test_a_report_that_cannot_be_written_does_not_change_the_verdict(
