@@ -17,6 +17,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 # A shell starts background processes with Ctrl-C ignored, and processes that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
 compose_quickly()
 
 
@@ -42,11 +43,8 @@ def empty_store(shortcuts_taken: None) -> Path:
 
 @pytest.fixture
 def commands_in_this_process() -> Iterator[None]:
-    """Commands have one thread, and what they change in this process is undone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """What commands change in this process is undone."""
     yield
-    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
     logger = logging.getLogger("mantissa")  # the terminal took it over
     logger.handlers.clear()

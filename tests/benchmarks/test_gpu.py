@@ -116,15 +116,6 @@ def test_the_next_call_continues_at_the_same_commit(call: Callable[..., dict[str
     assert machine.started == NAMES
 
 
-def test_what_is_worth_keeping_is_copied_after_each_stage(
-    call: Callable[..., dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    call("4min")
-    kept = {str(path.relative_to(tmp_path / "out" / "h200")) for path in (tmp_path / "out").rglob("*.*")}
-    assert {"gpu.jsonl", "gate.log", "gpt2_compiled/run/profile/operators.txt"} <= kept
-
-
 def test_another_machine_continues_from_what_was_brought_home(
     call: Callable[..., dict[str, str]], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,15 +211,6 @@ def test_every_advice_is_shown_whatever_won_and_the_newest_on_the_first_page(
     assert "2 days before the newest" in pages.advice(), simulated
 
 
-def test_the_advice_of_earlier_searches_says_so_also_where_the_default_won() -> None:
-    table = pages.outcomes_of_advice()
-    unfavourable = next(line for line in table.splitlines() if "6f236207b" in line)
-    assert "fp32, the default: no setting is clearly faster | 2026-11-23" in unfavourable
-    assert pages.BEFORE in unfavourable
-    for machine in ("amd-epyc-2-cores", "amd-epyc-avx512-bf16-2-cores"):
-        assert f"on `{machine}`" in pages.advice()
-
-
 def test_every_page_says_of_a_result_the_same_of_its_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the newest result of every kind and machine."""
     monkeypatch.setattr(records, "RESULTS", tmp_path)

@@ -158,26 +158,6 @@ def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ("checkpoints/step-00000004/optimizer.safetensors", "is damaged: optimizer.safetensors does not match"),
-        ("metrics.jsonl", "metrics.jsonl cannot be continued"),
-    ],
-)
-def test_what_cannot_be_resumed_is_named_and_left_as_it_is(
-    file: str, words: str, train: Train, succeed: Train, folder: Path
-) -> None:
-    succeed(*f"{BIGNET} steps=4 checkpoint.every=2 checkpoint.keep=2".split())
-    run = folder / "outputs" / "bignet-fp32-s0"
-    (run / file).write_bytes(b"oops\n")
-    before = everything(folder)
-    done = train(f"resume={run}", "steps=8")
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert words in done.err
-    assert everything(folder) == before
-
-
 def no_space(*arguments: object) -> None:
     raise OSError(28, "No space left on device")
 

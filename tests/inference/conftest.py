@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from tests.command_line.conftest import Result, _command
@@ -46,18 +45,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for number in range(30):
         for name, brightness in (("bright", 180), ("dark", 0), ("grey", 90)):
             photo(folder / "photos" / name / f"{number}.png", brightness, rng)
-    before, threads = Path.cwd(), torch.get_num_threads()
+    before = Path.cwd()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTISSA_CACHE", str(folder / "cache"))
         patch.chdir(folder)
-        torch.set_num_threads(1)
         for name, job in JOBS.items():
             data = "data=text data.path=text.txt"
             if name == "images":
                 data = "data=imagefolder data.path=photos loader.workers=0"
             done = _command(*job, *data.split(), *SIZES, f"run_name={name}", "steps=4")
             assert done.code == 0, done.err
-    torch.set_num_threads(threads)
     os.chdir(before)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -212,22 +212,9 @@ def test_rows_that_are_set_are_held_out_as_what_they_are(tmp_path: Path) -> None
     assert chosen != list(range(90, 100))
 
 
-def test_lines_are_read_once_for_their_kind_and_cut_without_their_whole_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[int] = []
-
-    def watched(rows: Sequence[str], reading: str) -> str:
-        looked.append(len(rows))
-        return ""
-
-    monkeypatch.setattr("recipes.data.hub.joint_of", watched)
-    (tmp_path / "rows").mkdir()
-    for part in ("train", "validation", "test"):
-        write_rows(tmp_path / "rows" / f"{part}.jsonl", [f"{number} words.\n" for number in range(20)])
-    Hub(name=str(tmp_path / "rows"), tokenizer="bytes", test="test").tokens(None)
-    assert looked == [20]
-    corpus = Split.whole(Hub(name=str(tmp_path / "rows"))._corpus("train_split", "train"))
+def test_lines_are_cut_without_their_whole_text(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [f"{number} words.\n" for number in range(20)])
+    corpus = Split.whole(Hub(name=str(path), rows="lines")._corpus("train_split", "train"))
     text = "".join(f"{number} words.\n" for number in range(20))
     for start, end in ((0.0, 1.0), (0.0, 0.9), (0.9, 1.0), (0.33, 0.71)):
         cut = ["".join(part) for part in replace(corpus, start=start, end=end)]

@@ -107,6 +107,19 @@ def test_train_and_val_folders_are_used_as_they_are(tmp_path: Path) -> None:
     assert data.valid.batch(plain(1))["label"].tolist() == [1]
 
 
+def test_a_test_folder_beside_train_is_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for part in ("train", "val", "test"):
+        animals(tmp_path / "photos" / part, each=3)
+    data = ImageFolder(path=str(tmp_path / "photos")).images(16)
+    assert "6 training, 6 validation and 6 test images" in data.description
+    (tmp_path / "photos" / "test" / "cat").rename(tmp_path / "photos" / "test" / "cow")
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        assert ImageFolder(path=str(tmp_path / "photos")).images(16).test is None
+    assert "photos/test is not used: cow is no class of" in caplog.text
+    with pytest.raises(UserError, match=r"photos/test has the class cow, which .*photos/train does not have"):
+        ImageFolder(path=str(tmp_path / "photos"), test=str(tmp_path / "photos" / "test")).images(16)
+
+
 def test_a_class_called_train_is_not_a_split(tmp_path: Path) -> None:
     save(tmp_path, [f"{kind}/{number}.png" for kind in ("bus", "train") for number in range(3)])
     assert ImageFolder(path=str(tmp_path)).images(16).classes == ["bus", "train"]

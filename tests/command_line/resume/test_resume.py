@@ -165,18 +165,18 @@ def test_a_finished_run_is_reported_as_complete(train: Train, succeed: Train, fo
 
 def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(train: Train, succeed: Train, folder: Path) -> None:
     run = folder / "outputs" / NAME
-    succeed(*RUN)
+    succeed(*RUN, "steps=20")
     never_killed = shutil.copytree(run, folder / "whole")
     shutil.rmtree(run / "best")
     (run / "summary.json").unlink()
-    done = succeed(*RUN, "resume=auto")
-    assert "resumed after step 60" in done.out
+    done = succeed(*RUN, "steps=20", "resume=auto")
+    assert "resumed after step 20" in done.out
     assert kept(run) == kept(never_killed)
     summary = json.loads((run / "summary.json").read_text())
     before = json.loads((never_killed / "summary.json").read_text())
     assert summary["status"] == "FINISHED"
     assert [summary[key] for key in ("final", "best", "step")] == [before[key] for key in ("final", "best", "step")]
-    assert "already complete (60 steps)" in train(*RUN, "resume=auto").out
+    assert "already complete (20 steps)" in train(*RUN, "steps=20", "resume=auto").out
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from tests.command_line.conftest import Train, only_run
 from tests.helpers import CPU, compose, same_bits, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Checkpoint
-from trainer.data.contract import Batch
 from trainer.data.loader import DataOrder
-from trainer.files import read_json_lines
 from trainer.recipe import Decision
-from trainer.run.run import Run
 from trainer.tracking.mlflow.results import summary_metrics
-from trainer.trainer import StepRecord, Trainer
+from trainer.trainer import Trainer
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
@@ -64,28 +60,6 @@ def test_every_epoch_is_evaluated(epochs: float, batch: int) -> None:
     saved = [step for step in range(1, plan.steps + 1) if every.due(step, plan.evaluates(step), plan.save_every)]
     assert set(saved) >= ends  # and long ones are saved in between
     assert max(np.diff([0, *saved], append=plan.steps)) <= max(25, plan.steps / 10)
-
-
-def test_patience_counts_epochs_also_over_a_stop(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """26 samples in steps of 4 are 6.5 steps: epochs end after 7, 13, 20, … of them, in one run or in two."""
-    job = [*TINY[:-1], "data.samples=26", "optimizer.lr=1e-30", "schedule=constant", "early_stopping.patience=2"]
-    assert "after each epoch, " in train(*job, "epochs=9", "run_name=whole").out
-    warned = train(*job[:-1], "early_stopping.patience=8", "epochs=9", "run_name=patient").out
-    assert "patience=8 cannot end this run, which has 9 evaluations" in warned
-    step = Run.step
-
-    def stopped(run: Run, microbatches: list[Batch]) -> StepRecord:
-        if run.trainer.step == 9:
-            signal.raise_signal(signal.SIGINT)
-        return step(run, microbatches)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "step", stopped)
-        assert train(*job, "epochs=9", "run_name=stopped").code == 130
-    assert train("resume=outputs/stopped").code == 0
-    for name in ("whole", "stopped"):
-        lines = read_json_lines(folder / f"outputs/{name}/metrics.jsonl")
-        assert [line["step"] for line in lines if "valid/loss" in line] == [7, 13, 20]
 
 
 def test_what_has_no_effect_is_said_at_the_start(succeed: Train) -> None:
@@ -165,6 +139,15 @@ def test_the_export_has_the_averages_of_the_best_step_in_fp32(succeed: Train, fo
         assert torch.equal(tensor, saved[f"{name}.average"])
 
 
+def test_the_export_has_the_frozen_weights(succeed: Train, folder: Path) -> None:
+    job = (*TINY, "freeze=['0.0']", "precision=bf16_master", "steps=2")
+    assert "144 parameters, 72 of them frozen" in succeed(*job).out
+    best = load_file(only_run(folder) / "best" / "model.safetensors")
+    torch.manual_seed(0)
+    for name, first in compose(*job).recipe.build_model(None).state_dict().items():
+        assert torch.equal(best[name].float(), first.bfloat16().float()) is name.startswith("0.0."), name
+
+
 def test_an_export_that_is_killed_leaves_no_weights_to_be_sent(
     train: Train, succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,24 +202,6 @@ def test_the_test_text_is_evaluated_once_with_the_best_weights(
     missing = train(*text, "data.test=nothing.txt")
     assert missing.code == 2
     assert "data.test=nothing.txt: there is no such file or folder" in missing.err
-
-
-@pytest.mark.usefixtures("user_data")
-def test_a_test_folder_beside_train_is_evaluated(train: Train, succeed: Train, folder: Path) -> None:
-    for split in ("train", "val", "test"):
-        shutil.copytree(folder / "images", folder / "photos" / split)
-    images = [*IMAGES[:2], "data=imagefolder", "recipe.image_size=32", "batch_size=4", "eval_samples=4", "steps=2",
-              "tracking=local", "loader.workers=0"]  # fmt: skip
-    assert "12 training, 12 validation and 12 test images" in succeed(*images, "data.path=photos").out
-    assert summary(folder)["test"].keys() == {"loss", "top1"}
-    (folder / "photos" / "test" / "class0").rename(folder / "photos" / "test" / "other")
-    unused = succeed(*images, "data.path=photos", "run_name=unused")
-    assert "photos/test is not used: other is no class of photos/train" in unused.err + unused.out
-    wrong = train(*images, "data.path=photos", "data.test=photos/test", "run_name=wrong")
-    assert wrong.code == 2
-    assert "photos/test has the class other, which photos/train does not have" in wrong.err
-    elsewhere = succeed(*images, "data.path=photos/train", "data.test=images", "run_name=elsewhere")
-    assert "top1 (test)" in elsewhere.out
 
 
 def test_a_run_shows_what_its_model_can_do_unless_told_not_to(succeed: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_the_command_answers_writes_and_repeats_its_answer(
 ) -> None:
     monkeypatch.setattr("evidence.advice.command.check", lambda *_: {"faults": [], "missed": [], "healthy": True})
     monkeypatch.setattr(command, "BLOCKS", 10**6)  # as short as they can be
-    monkeypatch.setattr("evidence.advice.search.PAIRS", 3)
+    monkeypatch.setattr("evidence.advice.search.PAIRS", 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "tracking=local", "budget_minutes=3"]
     assert command.main(given) == 0

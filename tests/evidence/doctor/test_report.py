@@ -32,7 +32,6 @@ COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
 
 @pytest.fixture(scope="module")
 def overflow() -> Diagnosis:
-    torch.set_num_threads(1)
     return diagnose(FAULTS[0].replay(), ("ladder", "manifest"), budget_s=600)
 
 

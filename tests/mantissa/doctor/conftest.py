@@ -1,24 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 import torchvision
 from torchvision.models import regnet
 
 from recipes import bert, t5
 from recipes.gpt2 import SHAPES, Shape
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny_regnet(num_classes: int, **_: Any) -> regnet.RegNet:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from evidence.doctor.replay import take
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, Replay, diagnose
-from tests.helpers import trainer_of
+from tests.helpers import Arrays, NoData, trainer_of
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
-from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.data.contract import Batch, Datasets
 from trainer.hardware import Hardware
 from trainer.optim.optimizer import Optimizer
 from trainer.precision.modes import Precision
@@ -125,11 +125,6 @@ class Fault:
 
 
 @dataclass
-class NoData(DataSource):
-    """Planted faults bring their own data."""
-
-
-@dataclass
 class PlantedRecipe(Recipe):
     """The recipe of a planted fault. It has no name, so no command line offers it."""
 
@@ -141,7 +136,7 @@ class PlantedRecipe(Recipe):
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         torch.manual_seed(seed + 1)
-        arrays = Arrays(self.fault.data())
+        arrays = Arrays(**self.fault.data())
         return Datasets(arrays, arrays, "of a planted fault")
 
     def build_model(self, datasets: Any) -> nn.Module:
@@ -156,20 +151,6 @@ class PlantedRecipe(Recipe):
 
     def loss(self, model: Any, batch: Batch) -> LossOutput:
         return LossOutput(self.fault.loss(model(batch["x"]), batch), {})
-
-
-class Arrays:
-    """Named tensors whose rows are the samples."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors["x"])
-
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        rows = torch.tensor([sample.index for sample in samples])
-        return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
 
 def noise(*shape: int, size: float = 1.0) -> dict[str, Tensor]:

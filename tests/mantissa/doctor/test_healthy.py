@@ -21,7 +21,7 @@ from tests.helpers import trainer_of
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of
 from trainer.trainer import Trainer
 
-MODES = ("fp32", "bf16", "fp16", "bf16_master", "fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
+MODES = ("fp32", "bf16", "fp16", "bf16_master", "fp16_master", "bf16_pure", "fp16_pure")
 TRAINED_ON = ("gpt2-bf16", "resnet-fp16_master")
 """Combinations that are compared over some steps, too."""
 SMALLER = {

@@ -10,8 +10,6 @@ from trainer.config.registration import flatten
 from trainer.config.step import StepConfig
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.optim.update import ClipNorm
-from trainer.precision.scaler import AutoScaler
 from trainer.recipe import Recipe
 
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
@@ -33,19 +31,6 @@ def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
 
     with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, such as def count_targets\(self, b"):
         StepConfig(Half(), NoData())
-
-
-def test_overrides_arrive_with_their_types() -> None:
-    composed = compose(
-        *("recipe=gpt2", "precision=bf16", "clip.max_norm=2", "steps=7"),
-        *("optimizer.options.betas=[0.8,0.9]", "precision.fp32_modules=[lm_head]"),
-    )
-    assert composed.clip == ClipNorm(2.0)
-    assert isinstance(composed.clip.max_norm, float)  # type: ignore[attr-defined]
-    assert composed.steps == 7
-    assert composed.optimizer.options["betas"] == [0.8, 0.9]
-    assert composed.precision.fp32_modules == ["lm_head"]
-    assert isinstance(composed.scaler, AutoScaler)
 
 
 def test_resolving_changes_nothing_and_no_two_configs_share_state() -> None:

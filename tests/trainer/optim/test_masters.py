@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,12 @@ from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
 from tests.helpers import KeptGradients, NoData, SmallConvNet, copied, fit, same_bits, start, trainer_of
-from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.reader import load
-from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import flush
 from trainer.optim.fused import fused_is_sound
 from trainer.optim.masters import StochasticWeights, masters_of, stochastic_round
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
-from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.precision.modes import Precision
@@ -288,28 +282,6 @@ def test_the_norm_of_pure_fp16_gradients_may_be_beyond_fp16() -> None:
     result = update.step()
     assert (result.grad_norm.item(), result.skipped.item()) == (256000.0, False)
     assert torch.equal(weight, torch.full((4, 4), -0.064, dtype=FP16))  # 64000 × lr: the limit cut nothing
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("optimizer", "islands"),
-    [(Optimizer("AdamW", lr=0.01), []), (Optimizer("SGD", lr=0.01, options={"momentum": 0.9}), ["1"])],
-)
-def test_resumed_is_bitwise_the_same(mode: str, optimizer: Optimizer, islands: list[str], tmp_path: Path) -> None:
-    first, second = (conv_trainer(mode, islands, optimizer=optimizer, clip=ClipNorm()) for _ in range(2))
-    fit(first, 3)
-    scale = first.loss_scale.state_dict()
-    checkpoint.write(tmp_path, Snapshot.of(first.state_dict(), {}, World()), None, World(), flush)
-    fit(first)
-
-    saved = load(tmp_path)
-    saved.restore(second.model, second.optimizer, second.masters)
-    second.loss_scale.load_state_dict(scale)
-    second.step = saved.step
-    fit(second)
-    assert second.step == 5
-    assert same_bits(second.state_dict(), first.state_dict())
-    assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
 
 
 @pytest.mark.parametrize(

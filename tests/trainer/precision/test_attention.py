@@ -13,6 +13,7 @@ from tests.helpers import copied, same_bits, trainer_of
 from trainer.determinism import random_state
 from trainer.precision import attention
 from trainer.profiling.attention import KernelsTaken
+from trainer.profiling.flops import ModelFlops
 from trainer.trainer import Trainer
 
 GPT2 = ("recipe=gpt2", "recipe.context=32", "data=synthetic", "data.vocab_size=64", "batch_size=4", "steps=4")
@@ -52,6 +53,7 @@ def test_the_kernel_that_is_taken_is_recorded_with_what_it_depends_on() -> None:
     [
         (*GPT2, "recipe.dropout=0.1", "compile=default"),
         (*GPT2, "recipe.dropout=0.1", "precision=bf16_master"),
+        (*GPT2, "recipe.dropout=0.1", "activation_checkpointing=blocks"),
         (*RESNET, "batch_size=4", "steps=2"),
     ],
 )
@@ -59,7 +61,7 @@ def test_the_forward_pass_changes_nothing(options: tuple[str, ...]) -> None:
     trainer = trainer_of(*options)
     trainer.model.eval()
     before = copied(trainer.model.state_dict()), random_state(trainer.device)
-    trainer.observe(KernelsTaken(), DtypeRecorder(trainer.model))
+    trainer.observe(KernelsTaken(), DtypeRecorder(trainer.model), ModelFlops())
     assert same_bits((trainer.model.state_dict(), random_state(trainer.device)), before)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert not trainer.model.training

@@ -87,17 +87,6 @@ def test_restored_state_continues() -> None:
         assert scale.state_dict() == {"scale": 64.0, "good_steps": 0}
 
 
-@pytest.mark.parametrize("factor", [65536.0, 3.0])
-def test_unscale_has_grad_scalers_bits(factor: float) -> None:
-    weight = nn.Parameter(torch.randn(150))
-    weight.grad = torch.randn(150)
-    own = weight.grad * StaticLossScale(CPU, factor).inverse()
-    scaler = torch.amp.GradScaler("cpu", init_scale=factor)
-    scaler.scale(torch.zeros(()))
-    scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
-    assert torch.equal(weight.grad, own)
-
-
 def test_auto_scales_fp16_only() -> None:
     for mode in ("fp32", "tf32", "bf16"):
         assert type(AutoScaler().build(FORMATS[mode], CPU)) is LossScale
