@@ -16,7 +16,7 @@ from inference.data import open_data, part_of
 from inference.exported import Exported
 from inference.setting import Setting
 from recipes.data.text.source import TextDatasets, TokenData
-from recipes.language import LanguageRecipe
+from recipes.language import LanguageRecipe, TokenWindows
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
@@ -36,6 +36,10 @@ class Evaluation:
     sums: dict[str, np.ndarray]
     """float64: of each batch, the summed loss and the recipe's summed metrics."""
     samples: int
+    all_samples: int
+    """Of the split."""
+    left_out: int
+    """Tokens of a text after its last whole sample."""
     batch_size: int
     """Samples of a batch; the last may have fewer."""
     units_per_s: float
@@ -63,6 +67,7 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     part = part_of(datasets, split, setting.config.data)
     setting = setting.with_data(datasets)
     config, device, recipe = setting.config, setting.hardware.device, setting.config.recipe
+    texts = [each for each in getattr(part, "datasets", [part]) if isinstance(each, TokenWindows)]
     samples = min(len(part), setting.eval_samples or len(part))
     if samples < at_least:
         raise UserError(
@@ -112,6 +117,8 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
         np.array(targets),
         per_batch,
         samples,
+        len(part),
+        sum((len(each.tokens) - 1) % each.context for each in texts),
         size,
         sum(units[first:]) / max(times[-1] - times[first], 1e-9),
         setting.not_timed,

@@ -184,14 +184,20 @@ def no_space(*arguments: object) -> None:
 
 @pytest.mark.parametrize(
     ("options", "copies"),
-    [("steps=9 eval_every=3", 3), ("steps=6 eval_every=3 checkpoint.every=3", 2), ("steps=30 eval_every=epoch", 3)],
+    [
+        ("steps=9 eval_every=3", 3),
+        ("steps=6 eval_every=3 checkpoint.every=3", 2),
+        ("steps=6 eval_every=3 checkpoint.every=3 precision=bf16_pure ema=default", 2),
+        ("steps=30 eval_every=epoch", 3),
+    ],
 )
 def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     options: str, copies: int, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """best/ is written when no checkpoint is: it fits where the third one was."""
     command = f"{BIGNET} {options}".split()
-    each, best = 3 * 4 * 2 * 72 + 2 * 4 * 2, 4 * 2 * 72  # weights, two averages and a counter for each of two layers
+    best, pure = 4 * 2 * 72, "bf16_pure" in options  # where the average of the weights has fp32, all else 16 bits
+    each = (best + 3 * best // 2 if pure else 3 * best) + 2 * 4 * 2  # weights, two moments; a counter for each tensor
     needed = copies * each + (best if copies < 3 else 0) + checkpoint.SPARE_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1, total=1 << 40))
     done = train(*command)

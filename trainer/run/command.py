@@ -101,8 +101,8 @@ def _sweep(sweep: Sweep, attempt: Callable[[Begin, list[str]], Ended]) -> list[i
 def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]) -> Ended:
     """Train a run, report what ends it early, and free its memory.
 
-    Hydra would print a traceback of an error, with frames of its own. No other run may begin after a signal or a bug,
-    nor where only some ranks failed: the ranks would train different runs.
+    Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
+    the ranks would train different runs.
     """
     config = None
     try:
@@ -121,7 +121,8 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
         if not is_out_of_memory(error):
-            return Ended(_report_bug(error, config and inspect.getfile(type(config.recipe))), {}, ends_all=True)
+            code = _report_bug(error, config and inspect.getfile(type(config.recipe)))
+            return Ended(code, {}, launched_processes() > 1)
         shortage = error.with_traceback(None)  # which holds the run
         shortage.__context__ = shortage.__cause__ = None
     finally:

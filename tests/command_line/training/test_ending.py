@@ -176,7 +176,7 @@ def test_an_export_that_is_killed_leaves_no_weights_to_be_sent(
         (folder / "model.safetensors").write_bytes(b"half")
         raise Killed
 
-    class Killed(Exception):
+    class Killed(BaseException):
         pass
 
     succeed(*TINY, "steps=2")
@@ -250,8 +250,7 @@ def test_an_epilogue_that_fails_leaves_the_best_weights(
     train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BigNet, "epilogue", lambda *_: 1 / 0, raising=False)
-    with pytest.raises(ZeroDivisionError):
-        train(*TINY, "steps=2", "eval_every=1")
+    assert train(*TINY, "steps=2", "eval_every=1").code == 1
     (run,) = (folder / "outputs").iterdir()
     assert (run / "best" / "model.safetensors").exists()
 

@@ -129,6 +129,29 @@ def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monke
         outside._installed.cache_clear()
 
 
+def test_an_enum_is_an_option_by_its_names(folder: Path, succeed: Train, train: Train) -> None:
+    kinds = "from enum import Enum\n\nclass Act(Enum):\n    relu = 1\n    gelu = 2\n"
+    write(folder / "mine", "withenum", imports=kinds, width="3\n    act: Act = Act.relu")
+    assert "recipe.act: relu | gelu = relu" in succeed("--help", "recipe_path=mine", "recipe=withenum").out
+    succeed("recipe_path=mine", "recipe=withenum", "recipe.act=gelu", *FAST)
+    run = only_run(folder)
+    assert read_object(run / "config.json")["recipe.act"] == "gelu"
+    assert read_object(run / "best" / "config.json")["options"]["act"] == "gelu"
+    succeed(f"resume={run}", "steps=6")
+    assert "recipe.act was gelu, now relu" in mistake(train, f"resume={run}", "recipe.act=relu")
+
+
+def test_an_error_in_a_recipe_is_shown_from_its_file_on(folder: Path, train: Train) -> None:
+    write(folder / "mine", "failing")
+    file = folder / "mine" / "failing.py"
+    file.write_text(file.read_text().replace('(model(batch["x"])', '(model(batch["z"])'))
+    line = file.read_text()[: file.read_text().index('batch["z"]')].count("\n") + 1
+    done = train("recipe_path=mine", "recipe=failing", *FAST)
+    assert done.code == 1
+    assert done.err.startswith(f'Traceback (most recent call last):\n  File "{file}", line {line}, in loss\n')
+    assert done.err.endswith(f"\nerror: loss ({file}:{line}): KeyError: 'z'\n")
+
+
 def mistake(train: Train, *overrides: str) -> str:
     done: Result = train(*overrides, *FAST)
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
@@ -144,6 +167,9 @@ def test_mistakes_are_one_sentence(folder: Path, train: Train) -> None:
     write(folder / "missing", "needy", imports="import nowhere_to_be_found\n")
     missing = "needy.py cannot be imported (No module named 'nowhere_to_be_found')"
     assert missing in mistake(train, "recipe_path=missing", "recipe=needy")
+    write(folder / "literal", "chosen", imports="from typing import Literal\n", width='3\n    act: Literal["a"] = "a"')
+    assert "recipe=chosen: act: Unexpected type annotation" in mistake(train, "recipe_path=literal", "recipe=chosen")
+    (folder / "literal" / "chosen.py").unlink()
     write(folder / "again", "gpt2again", imports="from recipes.gpt2 import GPT2\n")
     text = (folder / "again" / "gpt2again.py").read_text().replace('"gpt2again"', '"gpt2"')
     (folder / "again" / "gpt2again.py").write_text(text)
