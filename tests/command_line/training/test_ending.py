@@ -60,6 +60,7 @@ def test_every_epoch_is_evaluated(epochs: float, batch: int) -> None:
     assert {step for step in range(1, plan.steps + 1) if plan.evaluates(step)} == ends | {plan.steps}
     assert plan.evaluations == len(ends | {plan.steps})
     assert Decision("eval_every", "epoch", "as epochs is set") in resolved.decisions
+    assert (plan.eval_samples, compose("recipe=resnet", *sizes[:2]).resolve(CPU).plan.eval_samples) == (355, 10 * batch)
     every = Checkpoint()
     saved = [step for step in range(1, plan.steps + 1) if every.due(step, plan.evaluates(step), plan.save_every)]
     assert set(saved) >= ends  # and long ones are saved in between
