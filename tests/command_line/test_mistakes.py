@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shlex
 import shutil
 import subprocess
@@ -156,6 +158,12 @@ def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:
     assert out == "loading torch and the recipes …\n"
     assert err == f"error: precision=bf61 is not a choice; did you mean 'bf16'? {choices('precision')}\n"
     assert not list(folder.iterdir())
+
+
+def test_on_a_terminal_a_mistake_stands_alone(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    subprocess.run([sys.executable, PROJECT / "scripts/train.py", "precision=bf61"], stdout=theirs, stderr=theirs)
+    assert os.read(ours, 99).startswith("loading torch and the recipes …\r\n\x1b[A\x1b[Kerror: ".encode())
 
 
 @pytest.mark.parametrize(

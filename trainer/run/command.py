@@ -28,7 +28,7 @@ from trainer.config.explain import explain
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import completion
-from trainer.run.signals import OUTSIDE
+from trainer.run.signals import OUTSIDE, take_back
 from trainer.run.sweep import Begin, Ended, Sweep
 from trainer.run.terminal import leave_unread
 
@@ -149,6 +149,7 @@ _PATIENCE = 60.0
 def _report(error: RunError | Interrupted) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
     leave_unread()
+    take_back()
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:

@@ -34,6 +34,8 @@ _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--i
 USUAL_THRESHOLDS = gc.get_threshold()
 """Python's, for its search for garbage."""
 _opened: list[float] = []
+_shown: list[bool] = []
+"""Whether the line that says what is being loaded is on a terminal."""
 _is_open = False
 
 
@@ -61,6 +63,13 @@ def open_the_program(arguments: Sequence[str]) -> None:
         signal.signal(number, _leave)
     if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
         print("loading torch and the recipes …", flush=True)
+        _shown.append(sys.stdout.isatty())
+
+
+def take_back() -> None:
+    """Remove from a terminal the line that says what is being loaded, unless a run has begun and said more."""
+    if _shown and _shown.pop() and _opened:
+        print("\x1b[A\x1b[K", end="", flush=True)
 
 
 _ended: list[int] = []
