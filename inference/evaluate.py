@@ -66,10 +66,7 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     label, setting = next(reversed(settings.items()))
     result, unit = results[label], setting.config.recipe.unit
     print(f"{exported.folder}, {result.data}")
-    whole = result.samples == result.all_samples
-    rest = f"; the last {result.left_out} tokens, less than a sample, are left out" * (whole and result.left_out > 0)
-    count = f"{result.samples:,} of {result.all_samples:,} samples of split={options.split}"
-    print(f"{count} in batches of {result.batch_size}{rest}\n")
+    print(f"{result.samples:,} samples of split={options.split} in batches of {result.batch_size}{result.rest}\n")
     try:
         make_folder(folder)
     except OSError as error:

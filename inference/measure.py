@@ -36,10 +36,8 @@ class Evaluation:
     sums: dict[str, np.ndarray]
     """float64: of each batch, the summed loss and the recipe's summed metrics."""
     samples: int
-    all_samples: int
-    """Of the split."""
-    left_out: int
-    """Tokens of a text after its last whole sample."""
+    rest: str
+    """What of the split is left out, in words."""
     batch_size: int
     """Samples of a batch; the last may have fewer."""
     units_per_s: float
@@ -67,8 +65,12 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     part = part_of(datasets, split, setting.config.data)
     setting = setting.with_data(datasets)
     config, device, recipe = setting.config, setting.hardware.device, setting.config.recipe
-    texts = [each for each in getattr(part, "datasets", [part]) if isinstance(each, TokenWindows)]
     samples = min(len(part), setting.eval_samples or len(part))
+    texts = [each for each in getattr(part, "datasets", [part]) if isinstance(each, TokenWindows)]
+    tokens = sum((len(each.tokens) - 1) % each.context for each in texts)
+    rest = f"; the last {tokens} tokens, less than a sample, are left out" if tokens else ""
+    if samples < len(part):
+        rest = f"; {len(part) - samples:,} more are left out (eval_samples={samples})"
     if samples < at_least:
         raise UserError(
             f"{at_least} batches are needed for an interval, and there are {samples} samples; "
@@ -117,8 +119,7 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
         np.array(targets),
         per_batch,
         samples,
-        len(part),
-        sum((len(each.tokens) - 1) % each.context for each in texts),
+        rest,
         size,
         sum(units[first:]) / max(times[-1] - times[first], 1e-9),
         setting.not_timed,

@@ -22,10 +22,9 @@ def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     state = random.getstate()
-    try:
-        return getattr(import_module(_NAMES[name]), name)
-    finally:
-        random.setstate(state)  # rich draws from it when it is imported
+    found = getattr(import_module(_NAMES[name]), name)
+    random.setstate(state)  # rich draws from it when it is imported
+    return found
 
 
 def __dir__() -> list[str]:

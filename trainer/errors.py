@@ -10,15 +10,7 @@ from pathlib import Path
 from mantissa.errors import is_out_of_memory as is_out_of_memory
 
 
-class _Sentence:
-    """Of errors whose message says all, without a traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows, which asks for it."""
-        return [f"{type(self).__name__}: {self}"]
-
-
-class RunError(_Sentence, Exception):
+class RunError(Exception):
     """A run that ends early for a known reason; the message is shown without a traceback."""
 
     exit_code = 1
@@ -26,6 +18,10 @@ class RunError(_Sentence, Exception):
     """Whether every process of the job raises it at the same point, so that one reports it and all stay in step."""
     status = "FAILED"
     """MLflow's, of a run that it ends in training."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows, which asks for it."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class UserError(RunError):
@@ -55,7 +51,7 @@ class MemoryRanOut(MemoryError):
         self.micro_batch_size = micro_batch_size
 
 
-class Interrupted(_Sentence, KeyboardInterrupt):
+class Interrupted(KeyboardInterrupt):
     """A signal requested the run to stop.
 
     Not an ``Exception``: it can be raised in the middle of any library call, and many libraries catch every
@@ -64,6 +60,7 @@ class Interrupted(_Sentence, KeyboardInterrupt):
 
     shared = True
     """See ``RunError.shared``."""
+    _render_traceback_ = RunError._render_traceback_
 
     folder: Path | None = None
     """Of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues. None: the

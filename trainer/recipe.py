@@ -8,8 +8,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -290,8 +290,7 @@ class Recipe:
     def metrics(self, datasets: Any) -> dict[str, Metric]:
         """Return new torchmetrics objects by name, which evaluation updates with what ``loss`` returns.
 
-        Import torchmetrics here: that takes seconds. What a metric draws at random (``BootStrapper``) differs with the
-        number of ranks; all others do not.
+        Import torchmetrics here: that takes seconds. Only random ones (``BootStrapper``) differ by the number of ranks.
         """
         return {}
 

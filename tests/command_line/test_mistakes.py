@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shlex
 import shutil
 import subprocess
@@ -161,7 +160,7 @@ def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:
 
 
 def test_on_a_terminal_a_mistake_stands_alone(folder: Path) -> None:
-    ours, theirs = pty.openpty()
+    ours, theirs = os.openpty()
     subprocess.run([sys.executable, PROJECT / "scripts/train.py", "precision=bf61"], stdout=theirs, stderr=theirs)
     assert os.read(ours, 99).startswith("loading torch and the recipes …\r\n\x1b[A\x1b[Kerror: ".encode())
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from enum import Enum, EnumType
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
@@ -128,10 +127,9 @@ def _is_below(key: Key, word: str) -> bool:
 
 def _type(annotation: Any) -> str:
     """Return a type as a user thinks of it; text that a number or truth value may be instead is a keyword."""
-    if isinstance(annotation, EnumType):
-        return " | ".join(annotation.__members__)
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return re.sub(r"^(int|bool) \| str", r"\1 | auto", name).replace("None", "null")
+    if isinstance(annotation, type):
+        return " | ".join(getattr(annotation, "__members__", [annotation.__name__]))
+    return re.sub(r"^(int|bool) \| str", r"\1 | auto", annotation).replace("None", "null")
 
 
 def _shown(value: Any) -> str:
@@ -140,8 +138,7 @@ def _shown(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_shown(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, Enum):
-        return value.name
+    value = getattr(value, "name", value)  # an Enum's
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 

@@ -63,11 +63,9 @@ def register() -> None:
             try:
                 store.store(group=group, name=f"{name}_schema", node=cls)
             except OmegaConfBaseException as error:
-                why = str(error).partition("\n")[0]
-                raise UserError(
-                    f"{group}={name}: {error.full_key}: {why}; use bool, int, float, str, a list or dictionary of them, "
-                    "or an Enum of the choices"
-                ) from error
+                why = f"{error.full_key}: {str(error).partition(chr(10))[0]}"
+                remedy = "use bool, int, float, str, a list or dictionary of them, or an Enum of the choices"
+                raise UserError(f"{group}={name}: {why}; {remedy}") from error
             _registered[group, name] = cls
             if group == "recipe" and name not in choices("recipe"):
                 defaults = [f"{name}_schema@recipe", {"override /data": "own"}, "_self_"]

@@ -121,7 +121,7 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
         if not is_out_of_memory(error):
-            code = _report_bug(error, config and inspect.getfile(type(config.recipe)))
+            code = _report_bug(error, inspect.getfile(type(config.recipe)) if config else None)
             return Ended(code, {}, launched_processes() > 1)
         shortage = error.with_traceback(None)  # which holds the run
         shortage.__context__ = shortage.__cause__ = None
@@ -186,9 +186,9 @@ def _report_bug(error: Exception, recipe_file: str | None) -> int:
             return 1
     whole = traceback.TracebackException.from_exception(error)
     tell_torchrun("".join(whole.format()))
-    own = [number for number, frame in enumerate(whole.stack) if frame.filename == recipe_file]
-    where = [f"{whole.stack[number].name} ({recipe_file}:{whole.stack[number].lineno}): " for number in own[-1:]]
-    del whole.stack[: own[0] if own else 1]
+    own = [frame for frame in whole.stack if frame.filename == recipe_file]
+    where = f"{own[-1].name} ({recipe_file}:{own[-1].lineno}): " if own else ""
+    del whole.stack[: whole.stack.index(own[0]) if own else 0]
     print("".join(whole.format()), end="", file=sys.stderr)
-    print(redacted(f"{rank}error: {''.join(where)}{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+    print(redacted(f"{rank}error: {where}{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
     return 1

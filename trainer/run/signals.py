@@ -34,8 +34,7 @@ _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--i
 USUAL_THRESHOLDS = gc.get_threshold()
 """Python's, for its search for garbage."""
 _opened: list[float] = []
-_shown: list[bool] = []
-"""Whether the line that says what is being loaded is on a terminal."""
+_shown: list[bool] = []  # whether the line that says what is being loaded is on a terminal
 _is_open = False
 
 

@@ -56,6 +56,7 @@ class {name}(Recipe):
     def loss(self, model, batch):
         return LossOutput((model(batch["x"]).float() - batch["x"]).square().sum(), {{}})
 """
+IMPORTS = "import sizes\nfrom sizes import Act\n"
 FAST = ("device=cpu", "checkpoint.keep=1", "tracking=local")
 
 
@@ -73,17 +74,19 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
     folder: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder / "my own", "plainrecipe", width="sizes.WIDTH // 2", imports="import sizes\n")
-    (folder / "my own" / "sizes.py").write_text("WIDTH = 6\n")
+    write(folder / "my own", "plainrecipe", width="sizes.WIDTH // 2\n    act: Act = Act.relu", imports=IMPORTS)
+    (folder / "my own" / "sizes.py").write_text("import enum\nWIDTH = 6\nAct = enum.Enum('Act', 'relu gelu')\n")
     for name in ("json", "my-notes", "a.b"):  # no recipes
         (folder / "my own" / f"{name}.py").write_text("x = 1\n")
     (folder / "my own" / "draft.py").write_text("x = (\n")
     (folder / "my own" / "binary.py").write_bytes(b"\0\xff")
     assert "\n  plainrecipe " in succeed("--help", "recipe_path=my own").out
-    succeed("recipe_path=my own", "recipe=plainrecipe", *FAST)
+    assert "recipe.act: relu | gelu = relu" in succeed("--help", "recipe_path=my own", "recipe=plainrecipe").out
+    succeed("recipe_path=my own", "recipe=plainrecipe", "recipe.act=gelu", *FAST)
     run = only_run(folder)
     config = read_object(run / "config.json")
     assert (config["data"], config["recipe.width"], config["recipe_path"]) == ("own", 3, str(folder / "my own"))
+    assert config["recipe.act"] == read_object(run / "best" / "config.json")["options"]["act"] == "gelu"
     (elsewhere := folder.parent / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     outside._used.clear()
@@ -129,27 +132,13 @@ def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monke
         outside._installed.cache_clear()
 
 
-def test_an_enum_is_an_option_by_its_names(folder: Path, succeed: Train, train: Train) -> None:
-    kinds = "from enum import Enum\n\nclass Act(Enum):\n    relu = 1\n    gelu = 2\n"
-    write(folder / "mine", "withenum", imports=kinds, width="3\n    act: Act = Act.relu")
-    assert "recipe.act: relu | gelu = relu" in succeed("--help", "recipe_path=mine", "recipe=withenum").out
-    succeed("recipe_path=mine", "recipe=withenum", "recipe.act=gelu", *FAST)
-    run = only_run(folder)
-    assert read_object(run / "config.json")["recipe.act"] == "gelu"
-    assert read_object(run / "best" / "config.json")["options"]["act"] == "gelu"
-    succeed(f"resume={run}", "steps=6")
-    assert "recipe.act was gelu, now relu" in mistake(train, f"resume={run}", "recipe.act=relu")
-
-
-def test_an_error_in_a_recipe_is_shown_from_its_file_on(folder: Path, train: Train) -> None:
+def test_an_error_in_a_recipe_is_shown_from_its_file_on_and_a_sweep_continues(folder: Path, train: Train) -> None:
     write(folder / "mine", "failing")
+    done = train("-m", "recipe_path=mine", "recipe=failing", "recipe.width=-1,3", *FAST)
     file = folder / "mine" / "failing.py"
-    file.write_text(file.read_text().replace('(model(batch["x"])', '(model(batch["z"])'))
-    line = file.read_text()[: file.read_text().index('batch["z"]')].count("\n") + 1
-    done = train("recipe_path=mine", "recipe=failing", *FAST)
-    assert done.code == 1
-    assert done.err.startswith(f'Traceback (most recent call last):\n  File "{file}", line {line}, in loss\n')
-    assert done.err.endswith(f"\nerror: loss ({file}:{line}): KeyError: 'z'\n")
+    assert (done.code, only_run(folder).name) == (1, "failing-fp32-s0-width_3")
+    assert done.err.startswith(f'Traceback (most recent call last):\n  File "{file}", line 37, in build_model\n')
+    assert f"error: build_model ({file}:37): RuntimeError: " in done.err.splitlines()[-1]
 
 
 def mistake(train: Train, *overrides: str) -> str:

@@ -25,8 +25,7 @@ from trainer.tracking.mlflow.upload import Upload
 log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
-SILENT_S = 20.0
-"""After which the user is told that a server has answered nothing."""
+SILENT_S = 20.0  # after which the user is told
 UPLOAD_BYTES_PER_S = 1e4
 """The slowest upload of a file that still counts as progress; MLflow itself ends one that stands still."""
 PAUSE_S = 2.0
