@@ -28,7 +28,6 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
 
     Raises:
         UserError: an arm or an option cannot work, or another comparison has this name.
-        Interrupted: by Ctrl-C or a notebook's stop button; see above.
     """
     if wrong := [each for each in overrides if not isinstance(each, str)]:
         raise UserError(f"{type(wrong[0]).__name__}: every run is a fresh process, which has only what files describe")

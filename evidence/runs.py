@@ -202,9 +202,8 @@ class Runner:
             if outcome.exit_code in SETTLED:
                 settled.add(arm.label)
             left_s = fmean(each.wall_time_s for each in outcomes) * sum(not known[pair] for pair in plan[number:])
-            eta = f"  eta {duration(left_s)}" if left_s else ""
-            line = self._line(outcome, known[arm, seed] is not None)
-            print(f"{number:>3}/{len(plan)}  {outcome.arm} s{outcome.seed}  {line}{eta}")
+            told = self._line(outcome, known[arm, seed] is not None) + f"  eta {duration(left_s)}" * (left_s > 0)
+            print(f"{number:>3}/{len(plan)}  {outcome.arm} s{outcome.seed}  {told}")
         return outcomes
 
     def _line(self, outcome: Outcome, known: bool) -> str:

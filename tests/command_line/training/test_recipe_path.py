@@ -56,7 +56,6 @@ class {name}(Recipe):
     def loss(self, model, batch):
         return LossOutput((model(batch["x"]).float() - batch["x"]).square().sum(), {{}})
 """
-IMPORTS = "import sizes\nfrom sizes import Act\n"
 FAST = ("device=cpu", "checkpoint.keep=1", "tracking=local")
 
 
@@ -74,7 +73,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
     folder: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder / "my own", "plainrecipe", width="sizes.WIDTH // 2\n    act: Act = Act.relu", imports=IMPORTS)
+    write(folder / "my own", "plainrecipe", "WIDTH // 2\n    act: Act = Act.relu", "from sizes import Act, WIDTH\n")
     (folder / "my own" / "sizes.py").write_text("import enum\nWIDTH = 6\nAct = enum.Enum('Act', 'relu gelu')\n")
     for name in ("json", "my-notes", "a.b"):  # no recipes
         (folder / "my own" / f"{name}.py").write_text("x = 1\n")
@@ -158,7 +157,6 @@ def test_mistakes_are_one_sentence(folder: Path, train: Train) -> None:
     assert missing in mistake(train, "recipe_path=missing", "recipe=needy")
     write(folder / "literal", "chosen", imports="from typing import Literal\n", width='3\n    act: Literal["a"] = "a"')
     assert "recipe=chosen: act: Unexpected type annotation" in mistake(train, "recipe_path=literal", "recipe=chosen")
-    (folder / "literal" / "chosen.py").unlink()
     write(folder / "again", "gpt2again", imports="from recipes.gpt2 import GPT2\n")
     text = (folder / "again" / "gpt2again.py").read_text().replace('"gpt2again"', '"gpt2"')
     (folder / "again" / "gpt2again.py").write_text(text)
