@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evidence.comparison.command import compared
 from trainer.api import as_overrides, undisturbed
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 
 
 def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[str]], **options: Any) -> dict[str, Any]:
@@ -34,5 +35,8 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
         typed = [f"arm.{name}={each if isinstance(each, str) else ' '.join(each)}" for name, each in arms.items()]
     else:
         typed = [f"arms={','.join(arms)}"]
-    with undisturbed():
-        return compared([*overrides, *typed, *as_overrides(options)]).to_dict()
+    try:
+        with undisturbed():
+            return compared([*overrides, *typed, *as_overrides(options)]).to_dict()
+    except KeyboardInterrupt:
+        raise Interrupted("the runs that have ended are kept, and the same call continues", signal.SIGINT) from None

@@ -13,11 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
 
 from evidence.turns import in_turns
+from mantissa.display import duration
 from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError, redacted
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, remove_folder
@@ -189,17 +191,19 @@ class Runner:
             OutOfTime: there is no time left; the runs that are done are kept.
         """
         plan = list(in_turns(arms, seeds))
+        known = {pair: self.done(*pair) for pair in plan}
         outcomes: list[Outcome] = []
         settled: set[str] = set()
         for number, (arm, seed) in enumerate(plan, 1):
             if arm.label in settled:  # it would fail in the same way
                 continue
-            known = self.done(arm, seed)
-            outcome = known or self.run(arm, seed)
+            outcome = known[arm, seed] or self.run(arm, seed)
             outcomes.append(outcome)
             if outcome.exit_code in SETTLED:
                 settled.add(arm.label)
-            print(f"{number:>3}/{len(plan)}  {outcome.arm} s{outcome.seed}  {self._line(outcome, known is not None)}")
+            left_s = fmean(each.wall_time_s for each in outcomes) * sum(not known[pair] for pair in plan[number:])
+            told = self._line(outcome, known[arm, seed] is not None) + f"  eta {duration(left_s)}" * (left_s > 0)
+            print(f"{number:>3}/{len(plan)}  {outcome.arm} s{outcome.seed}  {told}")
         return outcomes
 
     def _line(self, outcome: Outcome, known: bool) -> str:

@@ -66,7 +66,7 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     label, setting = next(reversed(settings.items()))
     result, unit = results[label], setting.config.recipe.unit
     print(f"{exported.folder}, {result.data}")
-    print(f"{result.samples:,} samples of split={options.split} in batches of {result.batch_size}\n")
+    print(f"{result.samples:,} samples of split={options.split} in batches of {result.batch_size}{result.rest}\n")
     try:
         make_folder(folder)
     except OSError as error:

@@ -16,7 +16,7 @@ from inference.data import open_data, part_of
 from inference.exported import Exported
 from inference.setting import Setting
 from recipes.data.text.source import TextDatasets, TokenData
-from recipes.language import LanguageRecipe
+from recipes.language import LanguageRecipe, TokenWindows
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
@@ -36,6 +36,8 @@ class Evaluation:
     sums: dict[str, np.ndarray]
     """float64: of each batch, the summed loss and the recipe's summed metrics."""
     samples: int
+    rest: str
+    """What of the split is left out, in words."""
     batch_size: int
     """Samples of a batch; the last may have fewer."""
     units_per_s: float
@@ -64,6 +66,11 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
     setting = setting.with_data(datasets)
     config, device, recipe = setting.config, setting.hardware.device, setting.config.recipe
     samples = min(len(part), setting.eval_samples or len(part))
+    texts = [each for each in getattr(part, "datasets", [part]) if isinstance(each, TokenWindows)]
+    tokens = sum((len(each.tokens) - 1) % each.context for each in texts)
+    rest = f"; the last {tokens} tokens, less than a sample, are left out" if tokens else ""
+    if samples < len(part):
+        rest = f"; {len(part) - samples:,} more are left out (eval_samples={samples})"
     if samples < at_least:
         raise UserError(
             f"{at_least} batches are needed for an interval, and there are {samples} samples; "
@@ -112,6 +119,7 @@ def measure(exported: Exported, setting: Setting, split: str, at_least: int = 1)
         np.array(targets),
         per_batch,
         samples,
+        rest,
         size,
         sum(units[first:]) / max(times[-1] - times[first], 1e-9),
         setting.not_timed,

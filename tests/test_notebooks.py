@@ -14,8 +14,10 @@ from nbformat.v4 import new_code_cell, new_notebook
 from tests.helpers import PROJECT
 
 STOPPED = """
-import os, signal, threading, time
+import os, random, signal, threading, time
+before = random.getstate()
 from trainer import train
+assert random.getstate() == before, "an import drew from it"
 
 def press_stop():
     log = "outputs/bignet-fp32-s0/metrics.jsonl"

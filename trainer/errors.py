@@ -60,6 +60,7 @@ class Interrupted(KeyboardInterrupt):
 
     shared = True
     """See ``RunError.shared``."""
+    _render_traceback_ = RunError._render_traceback_
 
     folder: Path | None = None
     """Of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues. None: the

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -289,7 +290,7 @@ class Recipe:
     def metrics(self, datasets: Any) -> dict[str, Metric]:
         """Return new torchmetrics objects by name, which evaluation updates with what ``loss`` returns.
 
-        Import torchmetrics here: that takes seconds.
+        Import torchmetrics here: that takes seconds. Only random ones (``BootStrapper``) differ by the number of ranks.
         """
         return {}
 
@@ -345,6 +346,7 @@ class Recipe:
     def description(self, datasets: Any) -> dict[str, Any]:
         """Return what an exported model is, as plain JSON types: by default the recipe and its options."""
         options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.metadata != NO_OPTION}
+        options = {key: value.name if isinstance(value, Enum) else value for key, value in options.items()}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
     def packages(self) -> list[str]:

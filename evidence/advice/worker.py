@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,9 @@ class Worker:
 
 def prepare() -> None:
     """Wait until the server of processes has imported everything, so that it is no part of the first start."""
+    sys.warnoptions.append("ignore:resource_tracker")  # of the semaphores of a killed worker, which are freed then
+    resource_tracker.ensure_running()
+    sys.warnoptions.pop()
     context = multiprocessing.get_context("forkserver")
     libraries = [name for name in sys.modules if name.startswith(("transformers.models.", "torchvision.models"))]
     context.set_forkserver_preload([__name__, "recipes", *libraries])

@@ -39,7 +39,7 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     assert second.code == 1, second.out + second.err
     lines = second.out.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
-    assert lines[1].endswith("already done")
+    assert "already done  eta " in lines[1]
     assert "hot s0  failed with exit code 3: step 2: the gradients are not finite" in lines[2]
     root = folder / "outputs" / "compare" / "it"
     assert f"report {root}/report.html" in second.out

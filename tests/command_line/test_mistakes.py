@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -158,20 +159,32 @@ def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def test_on_a_terminal_a_mistake_stands_alone(folder: Path) -> None:
+    ours, theirs = os.openpty()
+    subprocess.run([sys.executable, PROJECT / "scripts/train.py", "precision=bf61"], stdout=theirs, stderr=theirs)
+    assert os.read(ours, 99).startswith("loading torch and the recipes …\r\n\x1b[A\x1b[Kerror: ".encode())
+
+
 def no_space(*arguments: object) -> None:
     raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
     ("options", "copies"),
-    [("steps=9 eval_every=3", 3), ("steps=6 eval_every=3 checkpoint.every=3", 2), ("steps=30 eval_every=epoch", 3)],
+    [
+        ("steps=9 eval_every=3", 3),
+        ("steps=6 eval_every=3 checkpoint.every=3", 2),
+        ("steps=6 eval_every=3 checkpoint.every=3 precision=bf16_pure ema=default", 2),
+        ("steps=30 eval_every=epoch", 3),
+    ],
 )
 def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     options: str, copies: int, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """best/ is written when no checkpoint is: it fits where the third one was."""
     command = f"{BIGNET} {options}".split()
-    each, best = 3 * 4 * 2 * 72 + 2 * 4 * 2, 4 * 2 * 72  # weights, two averages and a counter for each of two layers
+    best, pure = 4 * 2 * 72, "bf16_pure" in options  # where the average of the weights has fp32, all else 16 bits
+    each = (best + 3 * best // 2 if pure else 3 * best) + 2 * 4 * 2  # weights, two moments; a counter for each tensor
     needed = copies * each + (best if copies < 3 else 0) + checkpoint.SPARE_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1, total=1 << 40))
     done = train(*command)

@@ -119,6 +119,8 @@ def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, 
     done = evaluate(f"run=outputs/{name}", *overrides, f"output={tmp_path}")
     assert done.code == 0, done.err
     assert results(tmp_path)["samples"] == len(datasets.valid)
+    rest = len(datasets.tokens.valid) - 1 - results(tmp_path)["targets"]
+    assert (f"; the last {rest} tokens, less than a sample, are" in done.out) == (name in ("gpt2", "chars"))
 
 
 def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:

@@ -142,6 +142,13 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     assert train(own(), resume=run.folder).model is None  # it is complete
 
 
+def test_an_interrupted_comparison_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.runs.in_a_process", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted, match="the runs that have ended are kept, and the same call") as stopped:
+        compare("recipe=bignet", arms=["fp32", "bf16"], steps=100, tracking="local")
+    assert stopped.value._render_traceback_() == [f"Interrupted: {stopped.value}"]  # what a notebook shows
+
+
 def test_what_a_sample_draws_at_random_is_a_function_of_its_microbatch() -> None:
     data, samples = Collated(Noisy(), None), DataOrder(SAMPLES, 0).samples(5, 4)
     first = data.batch(samples)

@@ -116,7 +116,7 @@ def keys(node: DictConfig, prefix: str = "") -> list[Key]:
             inner += [key._replace(value=choice), *keys(child, f"{key.name}.")]
         else:
             value = OmegaConf.to_container(child) if OmegaConf.is_config(child) else node[entry.name]
-            found.append(key._replace(type=_type(str(entry.type)), value=_shown(value)))
+            found.append(key._replace(type=_type(entry.type), value=_shown(value)))
     return found + inner
 
 
@@ -125,8 +125,10 @@ def _is_below(key: Key, word: str) -> bool:
     return f"{key.name}.".startswith(f"{word}.") or (key.type != "" and word.startswith(f"{key.name}."))
 
 
-def _type(annotation: str) -> str:
+def _type(annotation: Any) -> str:
     """Return a type as a user thinks of it; text that a number or truth value may be instead is a keyword."""
+    if isinstance(annotation, type):
+        return " | ".join(getattr(annotation, "__members__", [annotation.__name__]))
     return re.sub(r"^(int|bool) \| str", r"\1 | auto", annotation).replace("None", "null")
 
 
@@ -136,6 +138,7 @@ def _shown(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_shown(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
+    value = getattr(value, "name", value)  # an Enum's
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 

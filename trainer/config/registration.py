@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import outside, source
 from trainer.errors import LARGEST, UserError, check_number, nearest
@@ -58,7 +60,12 @@ def register() -> None:
     schemas |= {(group, name): cls for group, classes in groups().items() for name, cls in classes.items()}
     for (group, name), cls in schemas.items():
         if _registered.get((group, name)) is not cls:
-            store.store(group=group, name=f"{name}_schema", node=cls)
+            try:
+                store.store(group=group, name=f"{name}_schema", node=cls)
+            except OmegaConfBaseException as error:
+                why = f"{error.full_key}: {str(error).partition(chr(10))[0]}"
+                remedy = "use bool, int, float, str, a list or dictionary of them, or an Enum of the choices"
+                raise UserError(f"{group}={name}: {why}; {remedy}") from error
             _registered[group, name] = cls
             if group == "recipe" and name not in choices("recipe"):
                 defaults = [f"{name}_schema@recipe", {"override /data": "own"}, "_self_"]
@@ -159,5 +166,5 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
                 flat[f"{prefix}{entry.name}"] = kind
             flat |= flatten(value, f"{prefix}{entry.name}.")
         else:
-            flat[f"{prefix}{entry.name}"] = value
+            flat[f"{prefix}{entry.name}"] = value.name if isinstance(value, Enum) else value
     return flat

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
+from enum import EnumType
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -137,6 +138,9 @@ class _Source:
                 self._run(node)
             else:
                 raise _Unreadable(name)
+            if isinstance(space[name], EnumType) and not isinstance(node, ast.Import | ast.ImportFrom):
+                del space[name]
+                raise _Unreadable(name)  # a member is equal only to the module's own
         return space[name]
 
     def from_real(self, node: ast.ClassDef) -> type:

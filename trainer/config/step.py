@@ -82,7 +82,7 @@ class StepConfig:
     """Optimizer steps between two evaluations, or ``epoch``; auto: ``epoch`` where ``epochs`` is set, else a tenth of
     the run, at least 25."""
     eval_samples: int | str = "auto"
-    """Validation samples of an evaluation, at most; auto: ten training batches."""
+    """Validation samples of an evaluation, at most; auto: all of them after an epoch, else ten training batches."""
     metrics: list[str] | None = None
     """Further metrics of a classifier's evaluations: ``[f1_macro,auroc,ece]``; docs/tasks.md has all names."""
     freeze: list[str] | None = None
@@ -183,7 +183,8 @@ class StepConfig:
         else:
             eval_every = Fraction(number("eval_every", tenth, "at most ten evaluations per run"))
         batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
-        eval_samples = number("eval_samples", 10 * batch_size, "at most ten training batches")
+        few, every = (10 * batch_size, "at most ten training batches"), numbers["eval_every"]
+        eval_samples = number("eval_samples", *((len(opened.valid), "all") if opened and every == EPOCH else few))
         plan = Plan(steps, batching, eval_every, eval_samples, tenth if epoch else None)
         config = replace(self, recipe=recipe, epochs=None, **numbers)
         return Resolved(config, plan, decisions, opened)

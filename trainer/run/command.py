@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from trainer.config.explain import explain
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import completion
-from trainer.run.signals import OUTSIDE
+from trainer.run.signals import OUTSIDE, take_back
 from trainer.run.sweep import Begin, Ended, Sweep
 from trainer.run.terminal import leave_unread
 
@@ -103,12 +104,14 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
     Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
     the ranks would train different runs.
     """
+    config = None
     try:
         composed, kept = begin()
         from trainer.config.build import build
         from trainer.run.start import Run, train
 
-        return Ended(0, train(build(composed, overrides, kept), overrides, run_class or Run))
+        config = build(composed, overrides, kept)
+        return Ended(0, train(config, overrides, run_class or Run))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared
         return Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)
@@ -118,9 +121,8 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
         if not is_out_of_memory(error):
-            if launched_processes() < 2:
-                raise
-            return Ended(_report_of_rank(error), {}, ends_all=True)
+            code = _report_bug(error, inspect.getfile(type(config.recipe)) if config else None)
+            return Ended(code, {}, launched_processes() > 1)
         shortage = error.with_traceback(None)  # which holds the run
         shortage.__context__ = shortage.__cause__ = None
     finally:
@@ -147,6 +149,7 @@ _PATIENCE = 60.0
 def _report(error: RunError | Interrupted) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
     leave_unread()
+    take_back()
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:
@@ -169,15 +172,23 @@ def _report(error: RunError | Interrupted) -> int:
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 
 
-def _report_of_rank(error: Exception) -> int:
-    """Name the rank that failed. A rank that lost its connection to it prints no traceback: it would hide the cause."""
-    from torch.distributed import DistError
+def _report_bug(error: Exception, recipe_file: str | None) -> int:
+    """Print the traceback, from the recipe's own file on where it goes through that, and what failed where.
 
-    rank = os.environ["RANK"]
-    if isinstance(error, DistError) or any(sign in str(error) for sign in _GONE):
-        print(f"rank {rank}: lost connection to another rank; see its error", file=sys.stderr, flush=True)
-        return 1
-    traceback.print_exception(error)
-    print(f"rank {rank}: error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    tell_torchrun("".join(traceback.format_exception(error)))
+    A rank that lost its connection to another prints none: it would hide the cause.
+    """
+    rank = f"rank {os.environ['RANK']}: " if launched_processes() > 1 else ""
+    if rank:
+        from torch.distributed import DistError
+
+        if isinstance(error, DistError) or any(sign in str(error) for sign in _GONE):
+            print(f"{rank}lost connection to another rank; see its error", file=sys.stderr, flush=True)
+            return 1
+    whole = traceback.TracebackException.from_exception(error)
+    tell_torchrun("".join(whole.format()))
+    own = [frame for frame in whole.stack if frame.filename == recipe_file]
+    where = f"{own[-1].name} ({recipe_file}:{own[-1].lineno}): " if own else ""
+    del whole.stack[: whole.stack.index(own[0]) if own else 0]
+    print("".join(whole.format()), end="", file=sys.stderr)
+    print(redacted(f"{rank}error: {where}{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
     return 1

@@ -20,10 +20,11 @@ _ROUGH = 24
 """Bytes of a parameter in a checkpoint, at most: fp32 weights, masters, averages, and three states of the optimizer."""
 
 
-def check_disk(config: Config, plan: Plan, parameters: int) -> None:
+def check_disk(config: Config, plan: Plan, parameters: int, averaged: bool) -> None:
     """Raise UserError where the free disk space is less than a new run needs for its checkpoints and its export.
 
-    The config is as composed. Forecasting sizes takes seconds: only where a rough bound is above what is free.
+    The config is as composed. Where weights are ``averaged``, their averages are exported, in fp32. Forecasting sizes
+    takes seconds: only where a rough bound is above what is free.
     """
     options, folder = config.checkpoint, Path(config.output_dir).expanduser().absolute()
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
@@ -35,8 +36,8 @@ def check_disk(config: Config, plan: Plan, parameters: int) -> None:
         held = forecast(replace(config, parallel=Parallel())).highest
     except RunError:  # it cannot be forecast; the writer reports what does not fit
         return
-    export = held["weights"] + held["buffers"]
-    each = export + held["optimizer"]
+    export = held["buffers"] + (4 * parameters if averaged else held["weights"])
+    each = held["buffers"] + held["weights"] + held["optimizer"]
     # best/ is written when no checkpoint is, in the place of which it fits.
     needed = copies * each + (export if copies < options.keep + 2 else 0) + SPARE_BYTES
     if disk.free < needed:

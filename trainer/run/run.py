@@ -213,14 +213,15 @@ class Run:
         return self.trainer.train_step(microbatches)
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        """Return the next step's microbatches; save before a sample that cannot be read ends the run."""
+        """Return the next step's microbatches; one process saves before a sample that cannot be read ends the run."""
         try:
             return next(batches)
         except UserError as error:
-            if self.world.size > 1 or not self.trainer.step or not self.config.checkpoint.enabled:
+            if not self.trainer.step or not self.config.checkpoint.enabled:
                 raise
             self.writer.finish()
-            if checkpoint.steps(self.folder.checkpoints)[-1:] != [self.trainer.step]:
+            # Of several ranks, the others are in the next step and cannot save with this one.
+            if self.world.size == 1 and checkpoint.steps(self.folder.checkpoints)[-1:] != [self.trainer.step]:
                 self._save(None)
                 self.writer.finish()
             raise UserError(f"{error}. {report.last_good(self.folder)}; resume with:\n  {self.command}") from error

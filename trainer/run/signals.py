@@ -13,10 +13,9 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 from trainer.errors import Interrupted
@@ -35,6 +34,7 @@ _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--i
 USUAL_THRESHOLDS = gc.get_threshold()
 """Python's, for its search for garbage."""
 _opened: list[float] = []
+_shown: list[bool] = []  # whether the line that says what is being loaded is on a terminal
 _is_open = False
 
 
@@ -58,11 +58,17 @@ def open_the_program(arguments: Sequence[str]) -> None:
     _opened.append(time.monotonic())
     gc.set_threshold(200_000)
     atexit.register(_skip_teardown)  # the first that is registered is the last that runs
-    sys.excepthook = _show
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
         print("loading torch and the recipes …", flush=True)
+        _shown.append(sys.stdout.isatty())
+
+
+def take_back() -> None:
+    """Remove from a terminal the line that says what is being loaded, unless a run has begun and said more."""
+    if _shown and _shown.pop() and _opened:
+        print("\x1b[A\x1b[K", end="", flush=True)
 
 
 _ended: list[int] = []
@@ -72,15 +78,6 @@ def close_the_program(code: int) -> NoReturn:
     """Exit with this code, after what is registered with atexit, but without taking apart all that was imported."""
     _ended.append(code)
     sys.exit(code)
-
-
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error without the frames of Hydra above the run, and end the program with code 1."""
-    own = trace
-    while own is not None and own.tb_frame.f_code.co_name != "_attempt":
-        own = own.tb_next
-    traceback.print_exception(kind, error, own or trace)
-    _ended.append(1)
 
 
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)

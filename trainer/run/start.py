@@ -21,6 +21,7 @@ from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
 from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, check_entries, in_use, read_object
 from trainer.hardware import detect, threads
+from trainer.optim.ema import WeightAverage
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
 from trainer.run.disk import check_disk
@@ -106,7 +107,8 @@ def train(
             with _written(resolved.config.output_dir):
                 if folder is None:
                     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-                    world.on_first(partial(check_disk, config, resolved.plan, parameters))
+                    averaged = isinstance(trainer.average, WeightAverage)
+                    world.on_first(partial(check_disk, config, resolved.plan, parameters, averaged))
                     folder = world.on_first(partial(_begun, resolved, datasets, stack))
                 with work("preparing the run"):
                     run = run_class(

@@ -173,7 +173,7 @@ class Sweep:
         Raises:
             HydraException: the command line cannot be composed.
             UserError: it resumes a run that cannot be resumed.
-            Exception: a bug of a run, or whatever the launcher of jobs elsewhere raises.
+            Exception: whatever the launcher of jobs elsewhere raises.
         """
         ended = Ended(0, {})
         name, kept, sys.argv[1:] = base(self.arguments)

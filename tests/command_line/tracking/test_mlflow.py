@@ -169,6 +169,7 @@ def test_a_server_that_does_not_answer_neither_slows_nor_fails_a_run(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "36000")  # whoever waited for an answer would not come back
+    monkeypatch.setattr(mlflow_feed, "SILENT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(300)
         silent = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -177,7 +178,9 @@ def test_a_server_that_does_not_answer_neither_slows_nor_fails_a_run(
         with server.accept()[0]:  # from here on the feed waits for an answer
             for step in range(1, 500):
                 tracker.log(step, {"loss": 1.0})
+            wait_until(lambda: caplog.messages)
             tracker.close("FINISHED", {"loss": 1.0})
+    assert caplog.messages[0].startswith(f"MLflow at {silent} has not answered within 0.1 s. Training continues; ")
     (warning,) = [message for message in caplog.messages if "upload incomplete" in message]
     assert f"{silent} lacks this run: no answer within 1.5 s" in warning
     assert f"python scripts/sync.py {folder / 'run'}" in warning

@@ -73,17 +73,19 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
     folder: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder / "my own", "plainrecipe", width="sizes.WIDTH // 2", imports="import sizes\n")
-    (folder / "my own" / "sizes.py").write_text("WIDTH = 6\n")
+    write(folder / "my own", "plainrecipe", "WIDTH // 2\n    act: Act = Act.relu", "from sizes import Act, WIDTH\n")
+    (folder / "my own" / "sizes.py").write_text("import enum\nWIDTH = 6\nAct = enum.Enum('Act', 'relu gelu')\n")
     for name in ("json", "my-notes", "a.b"):  # no recipes
         (folder / "my own" / f"{name}.py").write_text("x = 1\n")
     (folder / "my own" / "draft.py").write_text("x = (\n")
     (folder / "my own" / "binary.py").write_bytes(b"\0\xff")
     assert "\n  plainrecipe " in succeed("--help", "recipe_path=my own").out
-    succeed("recipe_path=my own", "recipe=plainrecipe", *FAST)
+    assert "recipe.act: relu | gelu = relu" in succeed("--help", "recipe_path=my own", "recipe=plainrecipe").out
+    succeed("recipe_path=my own", "recipe=plainrecipe", "recipe.act=gelu", *FAST)
     run = only_run(folder)
     config = read_object(run / "config.json")
     assert (config["data"], config["recipe.width"], config["recipe_path"]) == ("own", 3, str(folder / "my own"))
+    assert config["recipe.act"] == read_object(run / "best" / "config.json")["options"]["act"] == "gelu"
     (elsewhere := folder.parent / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     outside._used.clear()
@@ -129,6 +131,15 @@ def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monke
         outside._installed.cache_clear()
 
 
+def test_an_error_in_a_recipe_is_shown_from_its_file_on_and_a_sweep_continues(folder: Path, train: Train) -> None:
+    write(folder / "mine", "failing")
+    done = train("-m", "recipe_path=mine", "recipe=failing", "recipe.width=-1,3", *FAST)
+    file = folder / "mine" / "failing.py"
+    assert (done.code, only_run(folder).name) == (1, "failing-fp32-s0-width_3")
+    assert done.err.startswith(f'Traceback (most recent call last):\n  File "{file}", line 37, in build_model\n')
+    assert f"error: build_model ({file}:37): RuntimeError: " in done.err.splitlines()[-1]
+
+
 def mistake(train: Train, *overrides: str) -> str:
     done: Result = train(*overrides, *FAST)
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
@@ -144,6 +155,8 @@ def test_mistakes_are_one_sentence(folder: Path, train: Train) -> None:
     write(folder / "missing", "needy", imports="import nowhere_to_be_found\n")
     missing = "needy.py cannot be imported (No module named 'nowhere_to_be_found')"
     assert missing in mistake(train, "recipe_path=missing", "recipe=needy")
+    write(folder / "literal", "chosen", imports="from typing import Literal\n", width='3\n    act: Literal["a"] = "a"')
+    assert "recipe=chosen: act: Unexpected type annotation" in mistake(train, "recipe_path=literal", "recipe=chosen")
     write(folder / "again", "gpt2again", imports="from recipes.gpt2 import GPT2\n")
     text = (folder / "again" / "gpt2again.py").read_text().replace('"gpt2again"', '"gpt2"')
     (folder / "again" / "gpt2again.py").write_text(text)

@@ -25,6 +25,7 @@ from trainer.tracking.mlflow.upload import Upload
 log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
+SILENT_S = 20.0  # after which the user is told
 UPLOAD_BYTES_PER_S = 1e4
 """The slowest upload of a file that still counts as progress; MLflow itself ends one that stands still."""
 PAUSE_S = 2.0
@@ -113,6 +114,10 @@ class Feed(threading.Thread):
         paused_s = pause_s = 0.0
         if not self._ending.is_set() and (why := unreachable(self._uri)):
             self._say(f"cannot be reached ({why})")
+        if database_file(self._uri) is None:  # MLflow itself waits for minutes
+            silent = threading.Timer(SILENT_S, self._say_silent)
+            silent.daemon = True
+            silent.start()
         while not self._abandoned:
             ending = self._ending.is_set()
             try:
@@ -155,6 +160,10 @@ class Feed(threading.Thread):
         if self._said:
             log.info("MLflow at %s is available again.", redacted(self._uri))
         self._failures, self._problem, self._answered, self._said = 0, None, True, False
+
+    def _say_silent(self) -> None:
+        if not (self._answered or self._said or self._ending.is_set()):
+            self._say(f"has not answered within {SILENT_S:g} s")
 
     def _say(self, problem: str) -> None:
         """Warn about an MLflow that does not take the run, while it trains."""

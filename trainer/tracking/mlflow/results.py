@@ -18,7 +18,6 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.errors import redacted
 from trainer.files import SUMMARY_FILE, read_json_lines
 from trainer.seals import sealed_or_empty
 
@@ -120,7 +119,6 @@ def description(folder: Path, run_id: str, model_id: str | None, *, resumable: b
     parts = [f"{said}."]
     if (folder / "plots" / "loss.png").exists():
         parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run_id})")
-    parts.append(f"```\n{redacted(summary['resume'].partition(' resume=')[0])}\n```")
     if model_id:
         parts.append(f'The best weights: `mlflow.pyfunc.load_model("models:/{model_id}")`.')
     if resumable and list(folder.glob("checkpoints/step-*")):
