@@ -68,7 +68,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     # types and ranges
     "steps=abc": ("steps=abc must be a whole number, or auto",),
     "seed=x": ("seed=x must be a whole number",),
-    "seed=4294967296": ("seed=4294967296 must be at most 4294967295",),
+    "seed=4294967296": ("seed=4294967296 must lie between 0 and 4294967295",),
     "seed=null": ("seed=null must be given a value",),
     "seed=-1": ("seed=-1 must lie between",),
     "optimizer.lr=abc": ("optimizer.lr=abc must be a number",),
