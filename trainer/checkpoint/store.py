@@ -30,11 +30,11 @@ from trainer.checkpoint.schema import (
     MANIFEST_FILE,
     STATE_FILE,
     STEP_NAME,
-    best_step as best_step,
+    best_step,
     damage,
-    path_of as path_of,
+    path_of,
     rank_file,
-    steps as steps,
+    steps,
 )
 from trainer.errors import UserError, check_number
 from trainer.files import make_folder, remove_folder
