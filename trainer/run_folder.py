@@ -181,6 +181,15 @@ class RunFolder:
         return Path(str(sealed_or_empty(self.path / _LAUNCH_FILE).get("folder", "")))
 
 
+def run_of(path: Path) -> RunFolder | None:
+    """Return the run that a folder is, or whose ``best/`` it is."""
+    above = path.parent if path.name == BEST else path.resolve().parent
+    for folder in (path, above) if path.resolve().name == BEST else (path,):
+        if "precision.mode" in read_object(folder / "config.json"):
+            return RunFolder(folder)
+    return None
+
+
 def same_place(key: str, before: Any, now: Any) -> bool:
     """Return whether an option is a path to the same file or folder as before, however it is written."""
     if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):

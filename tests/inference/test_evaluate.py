@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from inference.classes import class_scores, table
 from inference.data import open_data
-from inference.exported import RunOptions
 from inference.measure import bytes_of_tokens
+from inference.options import RunOptions
 from inference.setting import configure
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from recipes.resnet import ResNet
@@ -199,7 +199,7 @@ MISTAKES = {
     "run=unsaved": "it was trained with checkpoint=none, which keeps none",
     "run=foreign": "names a model of type mamba, which no recipe has",
     "run=outputs/gpt2 recipe=llama": "recipe has no effect: run=outputs/gpt2 is a gpt2; leave it out",
-    "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr has no effect on a model that is trained",
+    "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr=1 has no effect on a model that is trained",
     "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",

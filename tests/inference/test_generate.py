@@ -168,7 +168,7 @@ MISTAKES = {
     "run=outputs/gpt2 prompt=a temperature=-1": "temperature=-1.0 must be 0 (always the most probable token) or above",
     "run=outputs/gpt2 prompt=a temperature=0 n=2": "would give the same text 2 times; set n=1",
     "run=outputs/gpt2 prompt=a top_p=0": "top_p=0.0 must be above 0 and at most 1",
-    "run=outputs/gpt2 prompt=a data=text": "data has no effect on a model that is trained",
+    "run=outputs/gpt2 prompt=a data=text": "data=text has no effect on a model that is trained",
     "run=outputs/gpt2 prompt=a precision=bf61": "bf61",
 }
 

@@ -43,7 +43,7 @@ def test_a_space_is_read_from_the_command_line() -> None:
         (["space.optimizer.lr=log(1)"], r"must have two numbers"),
         (["space.output_dir=choice(a,b)"], r"output_dir is not an option of the training"),
         ([LR, "optimizer.lr=1"], r"optimizer.lr is searched and set \(optimizer.lr=1\); remove one of them"),
-        ([LR, "resume=auto"], r"the search sets resume for every run"),
+        ([LR, "resume=auto"], r"resume=auto has no effect: the search sets it"),
         ([LR, "precision=fp32,bf16"], r"search them with space.precision=choice\(fp32,bf16\)"),
         ([LR, "trials=0"], r"trials=0 must be a whole number of at least 1"),
         ([LR, "pruner=medium"], r"pruner=medium is not a pruner .*did you mean 'median'"),
