@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class RangeOptions(Overriding):
 
 
 @dataclass
-class ReproduceOptions(Overriding):
+class ReproduceOptions:
     """Of scripts/reproduce.py."""
 
     claim: list[str] = field(default_factory=list)
@@ -192,9 +192,6 @@ class ReproduceOptions(Overriding):
         seconds_of(self.budget or "1s")
         for name in self.claim:
             check_claim(name)
-
-    def commands(self, overrides: list[str]) -> Iterable[list[str]]:
-        return ()
 
 
 def seeds_of(text: str) -> list[int]:

@@ -58,7 +58,7 @@ def run(
         continues: whether the same command, run again, continues where it was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
+    if any(each.partition("=")[0] in ("-h", "--help") for each in given):
         print(usage)
         return 0
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a file or a pipe
@@ -78,7 +78,7 @@ def run(
         signal.signal(signal.SIGTERM, before)
 
 
-def check(arguments: Sequence[str], options: type[Overriding]) -> None:
+def check(arguments: Sequence[str], options: type[DataclassInstance]) -> None:
     """Find the mistakes in a command line that need nothing of what a script imports, which takes seconds.
 
     Raises:
@@ -87,8 +87,9 @@ def check(arguments: Sequence[str], options: type[Overriding]) -> None:
     from trainer.config.compose import check_overrides
 
     own, overrides = parse(arguments, options, "overrides")
-    for command in own.commands(overrides):
-        check_overrides(command, own.recorded())
+    if isinstance(own, Overriding):
+        for command in own.commands(overrides):
+            check_overrides(command, own.recorded())
 
 
 def parse(
