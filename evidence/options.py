@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from evidence.runs import NULL_SHIFT, merged
-from trainer.config.options import Overriding, check_keys
+from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.recorded import options_of
 from trainer.config.registration import by_key, choices
 from trainer.config.source import outline
@@ -29,16 +29,13 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 class AdviseOptions(Overriding):
     """Of scripts/advise.py."""
 
-    fixed = dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
+    fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
 
     budget_minutes: float = 5.0
-    goal: str = "speed"
+    goal: Literal["speed", "memory"] = "speed"
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        goals = outline("evidence.advice.schema", "GOALS")
-        if self.goal not in goals:
-            raise UserError(f"goal={self.goal} is not a goal ({', '.join(goals)}){nearest(self.goal, goals)}")
         if not (math.isfinite(self.budget_minutes) and self.budget_minutes > 0):
             raise UserError(f"budget_minutes={self.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
 
@@ -68,7 +65,7 @@ class CertifyOptions(Overriding):
 class CompareOptions(Overriding):
     """Of scripts/compare.py."""
 
-    fixed = dict.fromkeys(("seed", "run_name", "resume"), "it is set for every run; use seeds=5, and name=…")
+    fixed = ONE_PROCESS | dict.fromkeys(("seed", "run_name", "resume"), "set for every run; use seeds=5, and name=…")
 
     arms: list[str] = field(default_factory=list)
     baseline: str = ""
@@ -119,17 +116,14 @@ class DoctorOptions(Overriding):
     resume: str = ""
     step: int = 0
     check: list[str] = field(default_factory=lambda: ["all"])
-    reference: str = "auto"
+    reference: Literal["auto", "fp32", "fp64"] = "auto"
     budget_s: int = 60
 
     def __post_init__(self) -> None:
-        checks, references = outline("mantissa.doctor.diagnosis", "CHECKS"), ("auto", "fp32", "fp64")
+        checks = outline("mantissa.doctor.diagnosis", "CHECKS")
         if unknown := [name for name in self.check if name not in (*checks, "all")]:
             near = nearest(unknown[0], checks)
             raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(checks)})")
-        if self.reference not in references:
-            hint = nearest(self.reference, references)
-            raise UserError(f"reference={self.reference} is not a reference{hint} ({', '.join(references)})")
         if self.check == ["islands"]:
             raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
 
@@ -158,7 +152,7 @@ class MemoryOptions(Overriding):
 class RangeOptions(Overriding):
     """Of scripts/lr_range.py."""
 
-    fixed = dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets every rate and steps itself")
+    fixed = ONE_PROCESS | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
 
     min: float = 1e-7
     max: float = 10.0

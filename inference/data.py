@@ -43,7 +43,7 @@ def open_data(setting: Setting, exported: Exported, split: str = "valid") -> Dat
 
 
 def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
-    """Return the samples of ``split``: see ``options.SPLITS``; ``data`` is where the datasets are from.
+    """Return the samples of ``split``: see ``EvaluateOptions``; ``data`` is where the datasets are from.
 
     Raises:
         UserError: there is no such split.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.config.options import Overriding
 from trainer.errors import UserError
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 _KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "metrics", "deterministic", "recipe_path")
 _GROUPS = ("recipe", "data", "augment", "precision", "loader")
-SPLITS = ("valid", "test", "train", "all")
 
 
 @dataclass
 class RunOptions(Overriding):
     """Which weights: options of every script that uses a trained model."""
 
-    takes = ("precision", "loader", "device", "deterministic")
+    takes: ClassVar[Collection[str]] = ("precision", "loader", "device", "deterministic")
     with_data: ClassVar[bool] = False
     """Whether it uses the data of a recipe."""
 
@@ -78,13 +77,8 @@ class EvaluateOptions(RunOptions):
     takes = (*_KEYS, *_GROUPS, "-m")
     with_data = True
 
-    split: str = "valid"
+    split: Literal["valid", "test", "train", "all"] = "valid"
     output: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split not in SPLITS:
-            raise UserError(f"split={self.split} is unknown; use split={'|'.join(SPLITS)}")
 
 
 @dataclass

@@ -34,10 +34,8 @@ from trainer.config.options import parse
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.data.fingerprint import fingerprint
-from trainer.errors import UserError
 from trainer.files import PROJECT, check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import Hardware, available_bytes, detect
-from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
 ANSWER, OUTCOMES, PAGE, PICTURE = "advice.json", "outcomes.jsonl", "advice.txt", "advice.png"
@@ -108,8 +106,6 @@ def main(arguments: list[str]) -> int:
 def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
     (own,) = options.commands(overrides)
     config = compose(own)
-    if launched_processes() or config.parallel.kind != "single":
-        raise UserError("candidates run in one process each; leave out torchrun and parallel=…")
     check_output_dir(config.output_dir)
     return config
 

@@ -19,10 +19,9 @@ from mantissa.page import COLORS
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.optim.schedule import Schedule
-from trainer.parallel.world import launched_processes
 from trainer.run_folder import RunFolder
 from trainer.tracking.plots import INK, QUIET, bare_figure
 from trainer.trainer import StepRecord, Trainer
@@ -73,8 +72,6 @@ def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
     configs = {}
     for label, own in combinations([*overrides, f"steps={options.steps}"]).items():
         config = configs[label] = compose(own)
-        if launched_processes() or config.parallel.kind != "single":
-            raise UserError("the test runs in one process; leave out torchrun and parallel=…")
         config.resolve(detect(config.device))
     return configs
 

@@ -26,7 +26,6 @@ from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, i
 from trainer.files import SAME, check_output_dir, make_folder
 from trainer.hardware import detect
 from trainer.metrics import Metrics
-from trainer.parallel.world import launched_processes
 from trainer.recipe import Recipe
 from trainer.run.command import release_memory
 from trainer.run.start import train
@@ -42,8 +41,6 @@ def main(arguments: list[str]) -> int:
     options, others = parse(arguments, SearchOptions, "overrides")
     space, overrides = parse_space(others)
     first = check_space(space, overrides)
-    if launched_processes() or first.parallel.kind != "single":
-        raise UserError("trials run in one process each; leave out torchrun and parallel=…, and start several commands")
     check_output_dir(first.output_dir)
     name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
     resolved = first.resolve(detect(first.device))

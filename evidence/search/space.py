@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from trainer.config.compose import combinations, compose, key_of
-from trainer.config.options import Overriding
+from trainer.config.options import ONE_PROCESS, Overriding
 from trainer.config.text import unquoted
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -37,20 +37,16 @@ _ITEM = re.compile(r"(?:[^,()\[\]{}]|\[[^\]]*\]|\{[^}]*\}|\([^)]*\))+")
 class SearchOptions(Overriding):
     """Of scripts/search.py."""
 
-    fixed = dict.fromkeys(
+    fixed = ONE_PROCESS | dict.fromkeys(
         ("resume", "run_name", "checkpoint.best", "tracking.parent"), "the search sets it for every run"
     )
 
     trials: int = 20
-    pruner: str = "median"
+    pruner: Literal["median", "hyperband", "none"] = "median"
     metric: str = "valid/loss"
     study: str = ""
 
     def __post_init__(self) -> None:
-        pruners = ("median", "hyperband", "none")
-        if self.pruner not in pruners:
-            near = nearest(self.pruner, pruners)
-            raise UserError(f"pruner={self.pruner} is not a pruner ({', '.join(pruners)}){near}")
         if "/" in self.study or self.study in (".", ".."):
             raise UserError(f"study={self.study} must be the name of a folder, without a slash")
 

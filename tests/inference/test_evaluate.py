@@ -191,9 +191,6 @@ def test_a_run_in_mlflow_brings_its_weights_and_its_config(
 
 
 MISTAKES = {
-    "": "missing required option: run; set a run folder",
-    "rnu=outputs/gpt2": "rnu is not an option; did you mean 'run'?",
-    "run=nowhere": "no such folder; give a run folder",
     "run=photos": "the folder has no config.json, so it is no run and no exported model",
     "run=empty": "has no weights in empty/best: it has not ended; finish it with:\n  python scripts/train.py resume=",
     "run=unsaved": "it was trained with checkpoint=none, which keeps none",
@@ -205,7 +202,6 @@ MISTAKES = {
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
     "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the 45 characters",
     "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
-    "run=outputs/gpt2 split=tset": "split=tset is unknown; use split=valid|test|train|all",
     "run=outputs/gpt2 split=test": "split=test: data=text has none; set data.test=…, or use split=valid or split=all",
     "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",
     "run=outputs/gpt2 -m precision=fp32": "-m compares precisions on the same samples",

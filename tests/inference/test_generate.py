@@ -161,7 +161,6 @@ def test_what_ends_a_text_is_not_printed(here: Path, tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "run=outputs/gpt2": "missing required option: prompt; set the beginning of a text",
     "run=outputs/bert prompt=a": "is a bert, which cannot generate text; give a run of gpt2, llama or t5",
     "run=outputs/images prompt=a": "is a resnet, which cannot generate text; give a run of gpt2, llama or t5",
     "run=outputs/chars prompt=λ": "of the training text; remove it from this text, or train with data.tokenizer=bytes",

@@ -40,9 +40,8 @@ def explain(error: BaseException) -> str:
         return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         if not is_dataclass(cause.object_type):
-            others = _others_with(cause.full_key)
             return (
-                f"{cause.full_key} is not in the config{others}; {'or ' * bool(others)}add it with +{cause.full_key}=…"
+                f"{cause.full_key} is not in the config; add it with +{cause.full_key}=…{_others_with(cause.full_key)}"
             )
         offered = re.search(r"append to your config use \+\S+?=(.*)", text)
         return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "")
@@ -112,11 +111,11 @@ def _unknown(key: str, owner: Any, value: str) -> str:
 
 
 def _others_with(key: str) -> str:
-    """Return which choices of a group have an option that is in their YAML only, such as ``optimizer.options.betas``."""
+    """Return which choices of a group have an option that only YAML names, such as ``optimizer.options.betas``."""
     group, _, inner = key.partition(".")
     files = sorted((config.CONF / group).glob("*.yaml")) if inner.count(".") else ()
     found = [file.stem for file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
-    return f"; {', '.join(f'{group}={name}' for name in found)} have it" if found else ""
+    return f"; it belongs to {', '.join(f'{group}={name}' for name in found)}" if found else ""
 
 
 _OTHER_NAMES = {

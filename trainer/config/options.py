@@ -8,15 +8,18 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from trainer.config.text import listed, unquoted
 from trainer.errors import LARGEST, RunError, UserError, nearest, redacted
+from trainer.parallel.world import launched_processes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
+ONE_PROCESS = {"parallel": "each run has one process"}
+"""For ``Overriding.fixed``; torchrun is refused, too."""
 
 
 @dataclasses.dataclass
@@ -65,7 +68,11 @@ def run(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options:
-            check(given, pkgutil.resolve_name(options))
+            from trainer.config.compose import check_overrides
+
+            own, overrides = parse(given, pkgutil.resolve_name(options), "overrides")
+            for command in own.commands(overrides) if isinstance(own, Overriding) else ():
+                check_overrides(command, own.recorded())
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except RunError as error:
@@ -78,20 +85,6 @@ def run(
         signal.signal(signal.SIGTERM, before)
 
 
-def check(arguments: Sequence[str], options: type[DataclassInstance]) -> None:
-    """Find the mistakes in a command line that need nothing of what a script imports, which takes seconds.
-
-    Raises:
-        UserError: see ``parse``; or an override is one that train.py would refuse.
-    """
-    from trainer.config.compose import check_overrides
-
-    own, overrides = parse(arguments, options, "overrides")
-    if isinstance(own, Overriding):
-        for command in own.commands(overrides):
-            check_overrides(command, own.recorded())
-
-
 def parse(
     arguments: Sequence[str],
     options: type[Options],
@@ -102,8 +95,8 @@ def parse(
 
     Args:
         arguments: of the command line.
-        options: its fields are the keys, each of type str, Path, bool, int, float or list[str], with a default. An int
-            is at least 1, or at least 0 where that is the default.
+        options: its fields are the keys, each of type str, Literal, Path, bool, int, float or list[str], and with a
+            default. An int is at least 1, or at least 0 where that is the default.
         others: what else is allowed: nothing, overrides for train.py (``key=value`` with other keys), or paths.
         given: options that are not typed.
 
@@ -137,6 +130,8 @@ def parse(
             raise UserError(f"{argument}: {name} is not an option{nearest(name, defaults)} ({', '.join(defaults)})")
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
+    if "parallel" in getattr(options, "fixed", ()) and launched_processes():
+        raise UserError("each run has one process; leave out torchrun")
     if others == "overrides":
         check_keys([each for each in rest if each not in takes], options)
     return options(**values), rest
@@ -171,6 +166,10 @@ def without_effect(key: str, options: type) -> str:
 
 
 def _value(key: str, text: str, wanted: Any, default: Any) -> Any:
+    if get_origin(wanted) is Literal:
+        if text not in (known := get_args(wanted)):
+            raise UserError(f"{key}={text} is not one of {', '.join(known)}{nearest(text, known)}")
+        return text
     if wanted is bool:
         if text.lower() not in ("true", "false"):
             raise UserError(f"{key}={text} must be true or false")

@@ -222,14 +222,16 @@ def module_of(file: Path, root: Path) -> str:
 def _reduced(node: ast.ClassDef) -> ast.ClassDef:
     """Return the class with its options, what names it as a choice, and its checks."""
     body = [entry for entry in node.body if _names_choice(entry) or _is_option(entry)]
-    body += [_tried(entry) for entry in node.body if getattr(entry, "name", "") == "__post_init__"]
+    functions = (entry for entry in node.body if isinstance(entry, ast.FunctionDef))
+    body += [_tried(function) for function in functions if function.name == "__post_init__"]
     return ast.ClassDef(node.name, node.bases, node.keywords, body or [ast.Pass()], node.decorator_list)
 
 
 def _tried(function: ast.FunctionDef) -> ast.FunctionDef:
     """Return a function without the statements that turn out to need more than an outline has."""
-    handler = ast.parse("try: pass\nexcept (AttributeError, NameError): pass").body[0].handlers
-    body = [ast.Try([each], handler, [], []) for each in function.body]
+    kinds = ast.parse("(AttributeError, NameError)", mode="eval").body
+    handler = ast.ExceptHandler(kinds, None, [ast.Pass()])
+    body: list[ast.stmt] = [ast.Try([each], [handler], [], []) for each in function.body]
     return ast.FunctionDef(function.name, function.args, body, [], function.returns)
 
 
