@@ -18,7 +18,7 @@ from evidence.options import ReproduceOptions, seconds_of
 from evidence.runs import TRAIN, OutOfTime, merged
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 
 _WIDE = 200
@@ -94,9 +94,8 @@ def _check_given(wanted: list[str], given: list[str]) -> None:
     """Refuse overrides that no claim asks for, before anything is run."""
     asked = {key for name in wanted for key in load(name).asks}
     if others := [override for override in given if key_of(override) not in asked]:
-        near = nearest(key_of(others[0]), ReproduceOptions.__dataclass_fields__)
         raise UserError(
-            f"{others[0]} is not an option{near}: a claim's file fixes all other options "
+            f"{others[0]} is not an option: a claim's file fixes all other options "
             f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"
         )
 

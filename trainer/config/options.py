@@ -108,8 +108,7 @@ def parse(
             a key without a value, or a value of another type.
     """
     types, defaults = get_type_hints(options), {entry.name: entry.default for entry in dataclasses.fields(options)}
-    values, takes = dict(given), getattr(options, "takes", ())
-    rest = []
+    values, takes, rest = {}, getattr(options, "takes", ()), []
     for argument in arguments:
         key, equals, text = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
@@ -134,7 +133,7 @@ def parse(
         raise UserError("each run has one process; leave out torchrun")
     if others == "overrides":
         check_keys([each for each in rest if each not in takes], options)
-    return options(**values), rest
+    return options(**values | given), rest
 
 
 def check_keys(overrides: list[str], options: type[Options]) -> None:
