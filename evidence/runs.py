@@ -178,14 +178,8 @@ class Runner:
         took, others = time.monotonic() - began, used and _share_of_others(used, _cpu_seconds())
         outcome = Outcome(arm.label, seed, folder, code, failure, took, found, others)
         if folder.exists():
-            record = {
-                "exit_code": code,
-                "failure": failure,
-                "wall_time_s": took,
-                "summary": found,
-                "others_cpu": others,
-            }
-            write_sealed(folder / OUTCOME_FILE, record)
+            own = ("arm", "seed", "folder")
+            write_sealed(folder / OUTCOME_FILE, {key: each for key, each in vars(outcome).items() if key not in own})
         return outcome
 
     def run_all(self, arms: list[Arm], seeds: list[int]) -> list[Outcome]:
@@ -262,14 +256,11 @@ def _cpu_seconds() -> tuple[float, float, float]:
     What a run leaves behind, such as the server of its loader's workers, becomes a child of this process.
     """
     ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
-    cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    lines = map(str.split, Path("/proc/stat").read_text(encoding="utf-8").splitlines())
-    spent = [[int(ticks) for ticks in line[1:9]] for line in lines if line[0] in cpus]
-    this = psutil.Process()
+    spent, this = psutil.cpu_times(percpu=True), psutil.Process()
+    used = [spent[number] for number in os.sched_getaffinity(0)]
     own = [process.cpu_times() for process in (this, *this.children())]
-    passed, idle = sum(map(sum, spent)), sum(each[3] + each[4] for each in spent)
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    return passed / ticks_per_s, (passed - idle) / ticks_per_s, sum(sum(each[:4]) for each in own)
+    passed = sum(sum(each[:8]) for each in used)  # the time of guests is in that of the user
+    return passed, passed - sum(each.idle + each.iowait for each in used), sum(sum(each[:4]) for each in own)
 
 
 def _share_of_others(before: tuple[float, ...], after: tuple[float, ...]) -> float | None:

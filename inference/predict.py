@@ -41,8 +41,6 @@ class Photos(FolderImages):
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
         super().__init__({"": [str(file) for file in files]}, [""])
         self.image_size, self.augment = config["image_size"], ImageNet(evaluated=config["evaluated_part"])
-        self.readable = torch.ones(len(files), dtype=torch.bool)
-        """Of those decoded so far, in this process."""
 
     def image(self, index: int) -> Image.Image:
         """Decode one image; one that cannot be decoded is black."""
@@ -51,13 +49,13 @@ class Photos(FolderImages):
         try:
             return super().image(index)
         except UserError:
-            self.readable[index] = False
+            self.unreadable[index] = True
             return Image.new("RGB", (self.image_size, self.image_size))
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return the batch of ``DecodedImages``, and ``readable`` (bool, B)."""
         batch = super().batch(samples)
-        return batch | {"readable": self.readable[[sample.index for sample in samples]]}
+        return batch | {"readable": ~self.unreadable[[sample.index for sample in samples]]}
 
 
 @on_error_stream()

@@ -164,8 +164,8 @@ class ResNet(Recipe):
             remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
             fill(model, weights, f"recipe.pretrained={self.pretrained}", remedy)
         model.normalise = Normalise(datasets.mean, datasets.std)
-        factors = objective.class_weights(self.class_weights, datasets, outputs)
-        model.class_weights = None if factors is None else objective.ClassWeights(factors)
+        # No buffer, which would be saved, and converted with the weights.
+        model.class_weights = objective.class_weights(self.class_weights, datasets, outputs)
         classifier: nn.Module = model.to(memory_format=torch.channels_last) if self.channels_last else model
         return classifier
 
@@ -197,7 +197,9 @@ class ResNet(Recipe):
         return LossOutput(loss_sum, sums, shares, label)
 
     def _training_loss(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
-        weights = None if self.class_weights is None else model.class_weights.on(logits.device)
+        weights = None
+        if self.class_weights is not None:
+            weights = model.class_weights = model.class_weights.to(logits.device)  # a copy in the first step only
         if self.criterion == "bce":
             return objective.binary_cross_entropy(logits, batch, self.label_smoothing, weights, self.bce_threshold)
         return objective.cross_entropy(logits, batch, self.label_smoothing, weights)

@@ -158,7 +158,7 @@ class Recipe:
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
     convolves: ClassVar[bool] = True
-    """Whether the model may have convolutions, whose kernels then count where its speed is reported."""
+    """Whether the model may have convolutions, whose kernels then count where its precision is reported."""
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
     predictor: ClassVar[str] = "forward"

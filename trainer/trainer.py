@@ -86,7 +86,7 @@ class Trainer(Generic[Config]):
         if self.device.type == "cuda":  # calls without a device (streams, synchronisation) use this one
             torch.cuda.set_device(self.device)
         in_fp32 = partial(config.precision.in_fp32_arithmetic, hardware, config.deterministic)
-        self.in_fp32_arithmetic = world.on_first(in_fp32)
+        self.in_fp32_arithmetic = world.on_first(partial(in_fp32, config.recipe.convolves))
         """The operators that multiply 16-bit operands in fp32 arithmetic, see ``precision.kernels``."""
         config.precision.apply(self.in_fp32_arithmetic)
         attention.allow_cudnn(not config.recipe.masks_attention)

@@ -177,11 +177,8 @@ def _precisions(space: Space, config: Config, hardware: Hardware, goal: str) -> 
 
 def _in_words(mode: str, config: Config, hardware: Hardware) -> str:
     """Return the name of a precision, with what its times are of where that is not its format."""
-    return (
-        f"{mode} (fp32 arithmetic)"
-        if not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves)
-        else mode
-    )
+    wide = not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves)
+    return f"{mode} (fp32 arithmetic)" if wide else mode
 
 
 def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:

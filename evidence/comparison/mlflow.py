@@ -13,7 +13,7 @@ from trainer.seals import read_sealed
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
 from trainer.tracking.mlflow.store import connect, publish
-from trainer.tracking.sync import SyncStatus, send
+from trainer.tracking.sync import send
 from trainer.tracking.ui import curves_address, page_of, shown_at
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
         if not (folder / TRACKING_FILE).exists():  # it failed before its tracking started
             continue
         sent = send(folder, uri)
-        if sent.status is SyncStatus.INCOMPLETE:
+        if sent.status == "incomplete":
             problem = f"not all runs are in MLflow, so neither is the comparison ({folder.name}: {sent.message})"
             return [f"{problem}; run the same command again to retry"]
         if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri):

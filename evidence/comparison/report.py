@@ -269,10 +269,6 @@ def _times(interval: Interval) -> str:
     return f"{interval.mean:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
 
 
-def _level(interval: Interval) -> str:
-    return f"{100 * interval.level:.3g} %"
-
-
 def _percent(interval: Interval) -> str:
     mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} % [{low}, {high}]"
@@ -284,7 +280,7 @@ def _difference(arm: ArmResult) -> str:
         return ""
     test = None if arm.is_null or quality.verdict == NOT_JUDGED else quality.test
     interval = test.difference if test else mean_interval(quality.differences)
-    return f"{_percent(interval)} ({_level(interval)})"
+    return f"{_percent(interval)} ({100 * interval.level:.3g} %)"
 
 
 def _null_sentence(arm: ArmResult, base: str) -> str:

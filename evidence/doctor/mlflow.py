@@ -9,7 +9,7 @@ from trainer.errors import UserError, first_line
 from trainer.tracking.mlflow.addresses import whole_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, read_record
 from trainer.tracking.mlflow.store import connect, cut
-from trainer.tracking.sync import SyncStatus, send
+from trainer.tracking.sync import send
 from trainer.tracking.ui import shown_at
 
 TAGS = ("verdict", "step", "kind", "module", "op", "direction", "rung")
@@ -35,7 +35,7 @@ def publish(diagnosis: Diagnosis, files: list[Path]) -> list[str]:
             return []
         uri = whole_uri(stored)
         sent = send(folder, uri, named=True)
-        if sent.status in (SyncStatus.INCOMPLETE, SyncStatus.SKIPPED):
+        if sent.status in ("incomplete", "skipped"):
             raise UserError(sent.message)
         record = read_record(folder)
         _log(uri, record["run_id"], diagnosis, files)

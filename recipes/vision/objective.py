@@ -88,16 +88,3 @@ def class_weights(weights: Any, datasets: ImageDatasets, outputs: int) -> Tensor
     present = counts > 0
     factors = counts.sum() / (present.sum() * counts.clamp(min=1))
     return torch.where(present, factors, 1.0).to(torch.float32)
-
-
-class ClassWeights:
-    """Factors that follow the logits to their device. Neither a module nor a buffer: nothing saves or converts them."""
-
-    def __init__(self, factors: Tensor) -> None:
-        self.factors = factors
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the factors on the device."""
-        if self.factors.device != device:
-            self.factors = self.factors.to(device)
-        return self.factors

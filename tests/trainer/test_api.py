@@ -201,7 +201,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "give a map-style dataset": lambda: own(data=iter([])),
     "WeightedRandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0], 1))),
     "RandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=RandomSampler(Noisy(), replacement=True))),
-    "batch_sampler=list of a": lambda: own(data=DataLoader(Noisy(), batch_sampler=[[0, 1], [2]])),
+    "the list of a": lambda: own(data=DataLoader(Noisy(), batch_sampler=[[0, 1], [2]])),
     "hold 'a text'": lambda: own(data=["a text", "another"]),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from trainer.errors import UserError
 
@@ -20,24 +20,15 @@ def check_apart(key: str, files: Sequence[str], others: Sequence[str], role: str
     Raises:
         UserError: they share a file.
     """
-    known = set(_real(others))
-    shared = [file for file, real in zip(files, _real(files), strict=True) if real in known]
-    if not shared:
-        stats = [os.stat(file) for file in files]
-        if any(stat.st_nlink > 1 for stat in stats):  # only then, for there may be millions of others
-            inodes = {(stat.st_dev, stat.st_ino) for stat in map(os.stat, others)}
-            shared = [file for file, stat in zip(files, stats, strict=True) if (stat.st_dev, stat.st_ino) in inodes]
-    if shared:
+    known = set(map(_identity, others)) - {None}
+    if shared := [file for file in files if _identity(file) in known]:
         raise UserError(f"{key}: {shared[0]} is {role} data, too; set data.test to data that is used for nothing else")
 
 
-def _real(files: Sequence[str]) -> Iterator[str]:
-    """Yield the real paths. Only of links is every part of the path looked up, else that of each folder once."""
-    folders: dict[str, tuple[str, set[str]]] = {}
-    for file in files:
-        folder, name = os.path.split(file)
-        if folder not in folders:
-            with os.scandir(folder or ".") as entries:
-                folders[folder] = os.path.realpath(folder), {entry.name for entry in entries if entry.is_symlink()}
-        real, links = folders[folder]
-        yield os.path.realpath(file) if name in links else os.path.join(real, name)
+def _identity(file: str) -> tuple[int, int] | None:
+    """Return what all names of a file have in common; None: a link to nothing, which is reported when it is read."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

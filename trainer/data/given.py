@@ -36,17 +36,12 @@ class Collated:
         if not (hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__") and len(self.dataset)):
             raise UserError(f"{self.name}: give a map-style dataset, with __getitem__ and a __len__ above 0")
         if isinstance(given, DataLoader):
-            sampler, batches = given.sampler, given.batch_sampler
-            if given.batch_size is None and batches is not None:
-                raise UserError(
-                    f"the batch_sampler={type(batches).__name__} of a DataLoader has no effect: the seed decides the "
-                    "order; leave it out, and set batch_size"
-                )
-            whole = type(sampler) in (RandomSampler, SequentialSampler) and len(sampler) == len(self.dataset)  # type: ignore[arg-type]
+            sampler: Any = given.sampler if given.batch_size else given.batch_sampler or given.sampler
+            whole = type(sampler) in (RandomSampler, SequentialSampler) and len(sampler) == len(self.dataset)
             if not whole or getattr(sampler, "replacement", False):
                 raise UserError(
                     f"the {type(sampler).__name__} of a DataLoader has no effect: the seed decides the order, of all "
-                    "samples; leave it out"
+                    "samples; leave it out, and set batch_size"
                 )
         self.collate = collate or own
         _, self.structure = self._flat([self.dataset[0]])

@@ -73,7 +73,9 @@ class Operator:
     """What computes it on fp32 operands; None: torch's kernel. Its first argument is that kernel."""
 
 
-def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: bool = False) -> Forms:
+def choose(
+    dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: bool = False, convolves: bool = True
+) -> Forms:
     """Return the operators and forms that use fp32 arithmetic on 16-bit operands on this machine.
 
     With ``auto`` each form is timed both ways, in milliseconds, once for this processor and torch. With
@@ -84,6 +86,7 @@ def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: 
         kernels: of ``KERNELS``.
         hardware: where it runs; other devices than CPUs keep their kernels.
         deterministic: whether a repeated run must have the same bits.
+        convolves: whether the model may have convolutions; else they are left out.
     """
     if hardware.device.type != "cpu":
         return {}
@@ -100,7 +103,7 @@ def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: 
     backward = chosen.get("convolution_backward", [])
     if backward != every["convolution_backward"] and computed_by_onednn(dtype):
         chosen["convolution_backward"] = [*backward, UNSEEN]
-    return chosen
+    return {name: forms for name, forms in chosen.items() if convolves or not name.startswith("convolution")}
 
 
 def times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str, dict[str, float]]]:
@@ -161,14 +164,14 @@ def sentence(mode: str, forms: Forms, hardware: Hardware) -> str | None:
 _WORDS = {"mm": "matmuls", "bmm": "batched matmuls", "convolution": "convolutions", "attention": "attention"}
 
 
-def not_timed(mode: str, forms: Forms, hardware: Hardware, convolves: bool = True) -> str | None:
+def not_timed(mode: str, forms: Forms, hardware: Hardware) -> str | None:
     """Return why the speed of a run is not that of its format; None: it is.
 
-    Its matmuls, or, where the model ``convolves``, convolutions other than grouped ones, use fp32 arithmetic.
+    Its matmuls, or convolutions other than grouped ones, use fp32 arithmetic.
     """
     deciding = {
         name: kept
-        for name in (("mm", "convolution") if convolves else ("mm",))
+        for name in ("mm", "convolution")
         if (kept := [form for form in forms.get(name, ()) if not form.startswith("grouped")])
     }
     return sentence(mode, deciding, hardware)
@@ -177,7 +180,7 @@ def not_timed(mode: str, forms: Forms, hardware: Hardware, convolves: bool = Tru
 def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto", convolves: bool = True) -> str | None:
     """Return the same of runs in ``mode`` on this machine, with this ``precision.kernels``."""
     dtype = FORMATS[mode].half
-    return None if dtype is None else not_timed(mode, choose(dtype, kernels, hardware), hardware, convolves)
+    return None if dtype is None else not_timed(mode, choose(dtype, kernels, hardware, convolves=convolves), hardware)
 
 
 # --- the kernels in use ---

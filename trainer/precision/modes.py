@@ -106,9 +106,9 @@ class Precision:
                     f"unset it for precision={self.mode} (unset {variable})"
                 )
 
-    def in_fp32_arithmetic(self, hardware: Hardware, deterministic: bool = False) -> Forms:
+    def in_fp32_arithmetic(self, hardware: Hardware, deterministic: bool = False, convolves: bool = True) -> Forms:
         """Return the operators that compute in fp32 arithmetic on 16-bit operands here, see ``kernels.choose``."""
-        return {} if self.half is None else kernels.choose(self.half, self.kernels, hardware, deterministic)
+        return {} if self.half is None else kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
 
     def apply(self, in_fp32_arithmetic: Forms | None = None) -> None:
         """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands.

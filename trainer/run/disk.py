@@ -37,16 +37,13 @@ def check_disk(config: Config, plan: Plan, parameters: int) -> None:
         return
     export = held["weights"] + held["buffers"]
     each = export + held["optimizer"]
-    needed, what = copies * each + SPARE_BYTES, f"{copies} checkpoints of {size(each)}"
-    if copies == options.keep + 2:  # best/ is written when no checkpoint is, and is smaller than one
-        what += " (the newest, the best, and the next while it is written)"
-    else:
-        needed, what = needed + export, f"{what}, best/ of {size(export)}"
+    # best/ is written when no checkpoint is, in the place of which it fits.
+    needed = copies * each + (export if copies < options.keep + 2 else 0) + SPARE_BYTES
     if disk.free < needed:
         raise UserError(
-            f"output_dir={config.output_dir}: {size(disk.free)} of disk are free, but {size(needed)} are needed: "
-            f"{what}, and {size(SPARE_BYTES)} for logs; free disk space, choose another with output_dir=…, or keep "
-            "nothing with checkpoint=none"
+            f"output_dir={config.output_dir}: {size(disk.free)} of disk are free, but {size(needed)} are needed for "
+            f"best/, logs and {copies} checkpoints of {size(each)}, with the one that is being written; free disk "
+            "space, choose another with output_dir=…, or keep nothing with checkpoint=none"
         )
 
 

@@ -54,12 +54,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective |= {"sdpa_allowed": attention.enabled()} | trainer.operator_calls
     effective["fp32_arithmetic"] = trainer.in_fp32_arithmetic
     own = f"{found['support']} on this hardware"
-    forms = {
-        name: each
-        for name, each in trainer.in_fp32_arithmetic.items()
-        if config.recipe.convolves or not name.startswith("convolution")
-    }
-    effective["arithmetic"] = sentence(config.precision.mode, forms, trainer.hardware) or own
+    effective["arithmetic"] = sentence(config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware) or own
     flops, kernels, modules = ModelFlops(), KernelsTaken(), DtypeRecorder(trainer.model)
     trainer.observe(flops, kernels, modules)
     if trainer.device.type == "cuda":

@@ -9,17 +9,8 @@ from trainer.errors import UserError
 from trainer.tracking.mlflow.addresses import explicit_uri
 
 _OWN_TAGS = (
-    *(
-        "recipe",
-        "size",
-        "image_size",
-        "classes",
-        "pretrained",
-        "precision",
-        "precision.support",
-        "precision.arithmetic",
-    ),
-    *("hardware", "parallel", "processes", "git.dirty", "changed_on_resume"),
+    *("recipe", "size", "image_size", "classes", "pretrained", "precision", "precision.support"),
+    *("precision.arithmetic", "hardware", "parallel", "processes", "git.dirty", "changed_on_resume"),
 )
 
 

@@ -6,9 +6,8 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trainer.errors import UserError, redacted
 from trainer.files import SUMMARY_FILE, in_use
@@ -26,21 +25,11 @@ class SyncOptions:
     uri: str = ""
 
 
-class SyncStatus(Enum):
-    """What ``send`` did with a run."""
-
-    SENT = "sent"
-    COMPLETE = "complete"
-    """MLflow had all of it before."""
-    SKIPPED = "skipped"
-    INCOMPLETE = "incomplete"
-    """MLflow still lacks something that it should have."""
-
-
 class SyncResult(NamedTuple):
     """What ``send`` did with a run, and a sentence about it for the user."""
 
-    status: SyncStatus
+    status: Literal["sent", "complete", "skipped", "incomplete"]
+    """``complete``: MLflow had all of it before; ``incomplete``: it still lacks something that it should have."""
     message: str
 
 
@@ -73,7 +62,7 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
     incomplete = False
     for folder in folders:
         result = send(folder, uri, named=bool(named))
-        incomplete |= result.status is SyncStatus.INCOMPLETE
+        incomplete |= result.status == "incomplete"
         print(f"{folder}: {result.message}")
     return int(incomplete)
 
@@ -89,23 +78,23 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
     try:
         info = RunInfo.read(folder)
         if info.uri is None and not named:
-            return SyncResult(SyncStatus.SKIPPED, "tracking=local; skipped")
+            return SyncResult("skipped", "tracking=local; skipped")
         if is_delivered(folder, uri):
-            return SyncResult(SyncStatus.COMPLETE, "already complete")
+            return SyncResult("complete", "already complete")
         refuse_changed(folder)
         store = whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
     except UserError as error:
-        return SyncResult(SyncStatus.INCOMPLETE, str(error))
+        return SyncResult("incomplete", str(error))
     try:
         with in_use(folder):
             missing = Feed(folder, store, info).conclude(final_status(folder) or "KILLED", patience_s=math.inf)
     except UserError:
-        return SyncResult(SyncStatus.SKIPPED, "in use by another process; skipped")
+        return SyncResult("skipped", "in use by another process; skipped")
     if missing:
-        return SyncResult(SyncStatus.INCOMPLETE, f"upload incomplete: {missing}")
+        return SyncResult("incomplete", f"upload incomplete: {missing}")
     later = read_record(folder).get("continued_elsewhere")
     if later is not None:
         why = f"continued elsewhere (MLflow has step {later}); skipped to keep that run"
-        return SyncResult(SyncStatus.SKIPPED, why)
+        return SyncResult("skipped", why)
     ended = "" if final_status(folder) else f"; it has no {SUMMARY_FILE}: it was killed, or the file was removed"
-    return SyncResult(SyncStatus.SENT, f"sent to {redacted(store)}{ended}")
+    return SyncResult("sent", f"sent to {redacted(store)}{ended}")

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,31 +99,23 @@ def columns(runs: Sequence[Any]) -> dict[str, int]:
     """Return MLflow's names of the columns for a table of runs, with the characters of the longest value in each.
 
     They are the tags that users have set, the params whose values differ within an experiment (of several that differ
-    together one, the most different first), and the scores.
+    together one, those with most values first), and the scores.
     """
-    tags, params, cells = {}, {}, []
-    for key in sorted({key for run in runs for key in run.data.tags if not is_own_tag(key)}):
-        tags[key] = [run.data.tags.get(key) for run in runs]
-    for key in sorted({key for run in runs for key in run.data.params if not key.startswith(_PLACES)}, key=len):
-        params[key] = [run.data.params.get(key) for run in runs]
+    tags = {key for run in runs for key in run.data.tags if not is_own_tag(key)}
+    texts = {f"tags.`{key}`": [run.data.tags.get(key) for run in runs] for key in sorted(tags)}
     places = [run.info.experiment_id for run in runs]
+    varied: dict[tuple[int, ...], str] = {}  # by which runs have the same value
+    for key in sorted({key for run in runs for key in run.data.params if not key.startswith(_PLACES)}, key=len):
+        values = [run.data.params.get(key) for run in runs]
+        varied.setdefault(tuple(map(values.index, values)), key)
 
-    def others(values: Sequence[Any]) -> int:
-        """Return how many runs have not their experiment's most common value."""
-        count = Counter(zip(places, values, strict=True))
-        most = {place: max(count[each] for each in count if each[0] == place) for place in places}
-        return len(runs) - sum(most.values())
+    def kinds(alike: Sequence[int]) -> int:
+        return len(set(zip(places, alike, strict=True)))
 
-    known = set()
-    for key, values in params.items():
-        alike = tuple(values.index(value) for value in values)
-        if others(values) and alike not in known:
-            known.add(alike)
-            cells.append((others(values), key))
-    varied = [key for _, key in sorted(cells, key=lambda each: -each[0])[:MOST_COLUMNS]]
+    differ = sorted((alike for alike in varied if kinds(alike) > len(set(places))), key=kinds, reverse=True)
+    for key in (varied[alike] for alike in differ[:MOST_COLUMNS]):
+        texts[f"params.`{key}`"] = [run.data.params.get(key) for run in runs]
     best = sorted({key for run in runs for key in run.data.metrics if key.startswith("best/")})
-    texts = {f"tags.`{key}`": values for key, values in tags.items()}
-    texts |= {f"params.`{key}`": params[key] for key in varied}
     texts |= {f"metrics.`{key}`": ["12345.6789"] for key in (*best, "final/throughput", "final/peak_memory_mib")}
     return {column: max(len(text or "") for text in values) for column, values in texts.items()}
 

@@ -66,7 +66,8 @@ def apply(images: Tensor, batch: Batch) -> Tensor:
     if SHARE in batch:
         inside = _inside(batch[PASTED], images.shape[-1])
         share = batch[SHARE].view(-1, 1, 1, 1)
-        own = torch.where(_is_box(batch[PASTED]).view(-1, 1, 1, 1), (~inside).to(share.dtype), share)
+        left, top, right, bottom = batch[PASTED][:, :, None, None, None].unbind(1)
+        own = torch.where((right > left) & (bottom > top), (~inside).to(share.dtype), share)
         images = torch.lerp(_neighbours(images), images, own.to(images.dtype))
     return images
 
@@ -98,10 +99,6 @@ def _inside(boxes: Tensor, size: int) -> Tensor:
     place = torch.arange(size, device=boxes.device)
     across, down = (place >= left) & (place < right), (place >= top) & (place < bottom)
     return (down[:, :, None] & across[:, None, :])[:, None]
-
-
-def _is_box(boxes: Tensor) -> Tensor:
-    return (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
 
 
 def _pair(augment: ImageAugment, random: np.random.Generator, size: int) -> tuple[float, tuple[int, int, int, int]]:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from mantissa.display import quantity
 from recipes.data.text.cache import TokenizerPlan, open_or_build, watched
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
@@ -78,9 +79,9 @@ class TokenizedText(TextSource):
         if one:
             parts = {"train": Split.whole(train.corpus)}
         ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, self._plan(tokenizer, parts))
-        counts = f"{_short(len(ids['train']))} tokens"
-        counts += "" if one else f" and {_short(len(ids['valid']))} for validation ({valid.origin})"
-        counts += f" and {_short(len(ids['test']))} for testing" if "test" in ids else ""
+        counts = f"{quantity(len(ids['train']))} tokens"
+        counts += "" if one else f" and {quantity(len(ids['valid']))} for validation ({valid.origin})"
+        counts += f" and {quantity(len(ids['test']))} for testing" if "test" in ids else ""
         note = f", {train.corpus.note}" if train.corpus.note else ""
         description = f"{self.title()}: {counts}{note}, {opened.label}"
         return TokenData(ids["train"], ids.get("valid", ids["train"]), opened, description, ids.get("test"), text_bytes)
@@ -230,11 +231,3 @@ def _read(path: Path, key: str, encoding: str) -> str:
     if "\0" in text:
         raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {content.find(0)}")
     return text
-
-
-def _short(count: int) -> str:
-    """Write a count with two or three digits: 5.1M, 380k, 97."""
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= unit:
-            return f"{count / unit:.{1 if count < 100 * unit else 0}f}{name}"
-    return str(count)

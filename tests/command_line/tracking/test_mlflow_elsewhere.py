@@ -15,7 +15,7 @@ from trainer.seals import write_sealed
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.delivery import Delivery
 from trainer.tracking.mlflow.record import RunInfo
-from trainer.tracking.sync import SyncStatus, send
+from trainer.tracking.sync import send
 
 
 def trained(path: Path, first: int, last: int, resume_step: int | None = None) -> None:
@@ -62,10 +62,10 @@ def test_a_folder_that_is_behind_changes_nothing_in_mlflow(
     assert "checkpoints/step-00000020" in before[4]
     outcome = send(behind)
     assert outcome.message.startswith("continued elsewhere (MLflow has step 20)")
-    assert outcome.status is SyncStatus.SKIPPED
+    assert outcome.status == "skipped"
     assert state(client, run_id) == before
     assert "stale" not in Path(client.download_artifacts(run_id, "config.json")).read_text()
-    assert send(behind).status is SyncStatus.COMPLETE
+    assert send(behind).status == "complete"
     trained(behind, 8, 9, resume_step=7)
     assert state(client, run_id) == before
     (said,) = [line for line in caplog.messages if "continued elsewhere" in line]
@@ -121,5 +121,5 @@ def test_what_is_refused_for_good_keeps_no_checkpoint_back(
     assert kept.path == "checkpoints/step-00000007"
     assert client.get_run(record(path)["run_id"]).info.status == "KILLED"
     outcome = send(path)
-    assert outcome.status is SyncStatus.INCOMPLETE
+    assert outcome.status == "incomplete"
     assert outcome.message.endswith("lacks plots: no folder may be sent")

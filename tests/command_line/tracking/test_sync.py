@@ -16,7 +16,7 @@ from tests.helpers import PROJECT
 from tests.tracked import asked, once, open_tracker, points, record, runs, tracked
 from trainer.files import in_use
 from trainer.seals import write_sealed
-from trainer.tracking.sync import SyncStatus, send
+from trainer.tracking.sync import send
 
 SYNC = PROJECT / "scripts" / "sync.py"
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4",
@@ -89,12 +89,12 @@ def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
 def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) -> None:
     path = folder / "outputs" / "a"
     tracked(path, 1, "KILLED")
-    assert send(path).status is SyncStatus.COMPLETE
+    assert send(path).status == "complete"
     open_tracker(path, resume_step=1, mlflow=False).abandon()  # killed before it logged anything
     assert not (path / "summary.json").exists()
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "los')  # or while it wrote
-    assert send(path, named=True).status is SyncStatus.SENT
+    assert send(path, named=True).status == "sent"
     assert points(store) == {"a": once(1)}
     assert runs(store) == [("a", "KILLED")]
 
@@ -161,7 +161,7 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
         tracker.log(steps, {"valid/loss": loss})
         tracker.close("FINISHED", {"best": {"step": min(steps, 8), "value": min(loss, 2.0 if steps < 8 else 1.5)}})
         (path / "mlflow.json").unlink()  # as if it was killed before it could note that all is delivered
-        assert send(path).status is SyncStatus.SENT
+        assert send(path).status == "sent"
     query = "select key, step, value from metrics where key like '%/valid_loss' order by key, step"
     best = [("best/valid_loss", 4, 2.0), ("best/valid_loss", 8, 1.5)]
     final = [("final/valid_loss", step, loss) for step, loss in ((4, 2.0), (8, 1.5), (12, 1.75))]
@@ -234,7 +234,7 @@ def test_a_password_is_not_stored_but_requested(
     path = undelivered(folder / "outputs" / "a", uri=uri)
     assert "s3cret" not in "".join(file.read_text() for file in path.glob("*.json*")) + caplog.text
     outcome = send(path)
-    assert outcome.status is SyncStatus.INCOMPLETE
+    assert outcome.status == "incomplete"
     assert f"the password of {shown} is not stored" in outcome.message
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     assert f"{shown} lacks this run" in send(path).message  # nothing listens there

@@ -332,7 +332,7 @@ def test_a_run_says_what_it_computes_and_records_it(tmp_path: Path, monkeypatch:
     wide = ("precision=bf16", "precision.kernels=fp32", "tracking=local", "checkpoint=none", f"output_dir={tmp_path}")
     run = train(compose(*small, *wide, "run_name=wide"))
     manifest = json.loads((tmp_path / "wide" / "precision.json").read_text())
-    assert manifest["effective"]["fp32_arithmetic"] == EVERY
+    assert manifest["effective"]["fp32_arithmetic"] == choose(BF16, "fp32", CPU, convolves=False)
     assert run["fp32_arithmetic"] == "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"
 
 
