@@ -21,6 +21,7 @@ from torch import nn
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
 from evidence.turns import steps_of, stopwatch
+from inference.generate import without_dropout, without_gradients
 from mantissa.formats import BASIC
 from trainer.checkpoint.store import Checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
@@ -160,7 +161,7 @@ def generation(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     job = job or gpt2_job(bench.hardware)
     trainer = _trainer(bench, job)
     model: Any = trainer.model.eval()
-    network = model.network
+    network = without_dropout(model.network)
     prompt = torch.zeros(1, 1, dtype=torch.int64, device=trainer.device)
     length = network.config.max_position_embeddings - 1
     fixed = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
@@ -168,7 +169,8 @@ def generation(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     def text(cache: bool) -> Callable[[int], object]:
         return lambda _: network.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=cache, **fixed)
 
-    times = bench.times({"cached": text(True), "all": text(False)})
+    with without_gradients(trainer.device):
+        times = bench.times({"cached": text(True), "all": text(False)})
     how = f"{job.line()}: its model with random weights; texts of {length + 1} tokens alternate"
     yield Row(f"{job.name}, tokens/s with the KV cache / without", "x", ratios(times, "all", "cached"), how, 5.0, False)
 
@@ -252,8 +254,8 @@ def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterat
     }
     times = bench.interleave(blocks, min(bench.repeats, 3), warm_up=0)
     how = "python scripts/train.py {}; warm caches"
-    yield Row("command to the end of the first step", "s", times["first step"], how.format(" ".join(train)), 15.0)
-    yield Row("command to the error message", "s", times["mistake"], how.format(" ".join(mistake)), 4.0)
+    yield Row("command to the end of the first step", "s", times["first step"], how.format(" ".join(train)), 5.0)
+    yield Row("command to the error message", "s", times["mistake"], how.format(" ".join(mistake)), 1.5)
 
 
 def documented(bench: Bench, runs: Sequence[tuple[str, str, str]] = DOCUMENTED) -> Iterator[Row]:

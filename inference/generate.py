@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,6 +80,11 @@ def without_dropout(network: Any) -> Any:
     return network
 
 
+def without_gradients(device: torch.device) -> AbstractContextManager[None]:
+    """Return inference mode; under autocast no_grad, with which it casts the weights once, not for every token."""
+    return torch.no_grad() if torch.is_autocast_enabled(device.type) else torch.inference_mode()
+
+
 def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) -> tuple[int, str]:
     """Generate and print one text, token by token; return its number of tokens, and the text.
 
@@ -122,8 +128,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
     if options.temperature > 0:
         drawn |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     try:
-        # Not in inference mode: there, autocast would cast every weight again for every token.
-        with torch.no_grad():
+        with without_gradients(ids.device):
             while written < options.max_new_tokens and not ended:
                 left, known = options.max_new_tokens - written, ids if context is None else ids[:, -context:]
                 ids = network.generate(

@@ -329,7 +329,7 @@ def _import_transformers() -> None:
     """
     if "transformers" in sys.modules or not is_open():  # another program may need what is left out
         return
-    left_out = {"scipy", "torchvision"} - sys.modules.keys()
+    left_out = {"accelerate", "scipy", "torchvision", "trio"} - sys.modules.keys()
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
     try:
         import_module("transformers.modeling_utils")
