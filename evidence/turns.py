@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
+if TYPE_CHECKING:  # the arms of a command line are checked before torch is imported
+    import torch
 
-from trainer.profiling.profiler import synchronise
-from trainer.trainer import Trainer
+    from trainer.trainer import Trainer
 
 Block = Callable[[int], float]
 """Takes a number of optimizer steps and returns the seconds they took."""
@@ -20,6 +20,7 @@ Round = TypeVar("Round")
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:
     """Return the loop as a block that returns its seconds, the device's work included."""
+    from trainer.profiling.profiler import synchronise
 
     def block(steps: int) -> float:
         synchronise(device)

@@ -10,9 +10,10 @@ from dataclasses import fields, replace
 from os import PathLike, fspath
 from typing import Any, TypeVar
 
-from inference.evaluate import EvaluateOptions, evaluation
-from inference.exported import Exported, RunOptions
-from inference.generate import GenerateOptions, generation
+from inference.evaluate import evaluation
+from inference.exported import Exported
+from inference.generate import generation
+from inference.options import EvaluateOptions, GenerateOptions, RunOptions
 from trainer.api import Trained, as_overrides, undisturbed
 from trainer.config.options import parse
 from trainer.recipe import Own
@@ -70,7 +71,7 @@ def _opened(
     # As they are: quotes of a prompt are no quotes of a command line.
     texts = {key: fspath(each) for key, each in given.items() if key in names and isinstance(each, str | PathLike)}
     typed = [*overrides, *as_overrides({key: each for key, each in given.items() if key not in texts})]
-    own, rest = parse(typed, kind, "overrides")
-    own = replace(own, run=str(run.folder) if isinstance(run, Trained) else fspath(run), **texts)
+    place = str(run.folder) if isinstance(run, Trained) else fspath(run)
+    own, rest = parse(typed, kind, "overrides", **texts | {"run": place})
     recipe = run.recipe if isinstance(run, Trained) else None
     return replace(own.find(), own=recipe if isinstance(recipe, Own) else None), own, rest

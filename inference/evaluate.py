@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inference.classes import class_scores, table, write_classes
-from inference.exported import Exported, RunOptions
+from inference.exported import Exported
 from inference.measure import Evaluation, measure
+from inference.options import EvaluateOptions
 from inference.precisions import BATCHES, compared, verdict
 from inference.precisions import table as precision_table
 from inference.setting import configure
@@ -23,20 +23,12 @@ from trainer.files import make_folder, write_json
 from trainer.run.terminal import on_error_stream
 
 
-@dataclass
-class EvaluateOptions(RunOptions):
-    """Of scripts/evaluate.py."""
-
-    split: str = "valid"
-    output: str = ""
-
-
 @on_error_stream()
 def evaluate(arguments: list[str]) -> int:
     """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    options, overrides = parse([each for each in arguments if each != "-m"], EvaluateOptions, "overrides")
-    evaluation(options.find(), options, overrides, "-m" in arguments)
+    options, overrides = parse(arguments, EvaluateOptions, "overrides")
+    evaluation(options.find(), options, [each for each in overrides if each != "-m"], "-m" in overrides)
     return 0
 
 

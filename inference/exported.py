@@ -21,7 +21,7 @@ from trainer.errors import UserError, first_line
 from trainer.files import BEST, read_object
 from trainer.progress import work
 from trainer.recipe import Recipe
-from trainer.run_folder import RunFolder
+from trainer.run_folder import RunFolder, run_of
 from trainer.seals import check_folder
 
 _CLASSES = {
@@ -118,37 +118,14 @@ class Exported:
             ) from None
 
 
-@dataclass
-class RunOptions:
-    """Which weights: options of every script that uses a trained model."""
+def open_exported(given: str, path: Path) -> Exported:
+    """Return the weights in a folder, which ``given`` names.
 
-    run: str = ""
-    """A run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``."""
-    uri: str = ""
-    """``tracking.uri``, for a run in MLflow."""
-    output_dir: str = "outputs"
-    """The folder that a run in MLflow is downloaded to."""
-
-    def find(self) -> Exported:
-        """Return the weights that ``run`` names.
-
-        Raises:
-            UserError: there is no such folder, it holds no exported weights, or those of a model that no recipe has.
-        """
-        if not self.run:
-            raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
-        if self.run.startswith(("mlflow:", "runs:/")):
-            from inference.fetched import fetch
-
-            return _in_folder(self.run, fetch(self.run, self.uri or None, self.output_dir))
-        return _in_folder(self.run, RunFolder.open("run", self.run, self.output_dir).path)
-
-
-def _in_folder(given: str, path: Path) -> Exported:
-    above = path.parent if path.name == BEST else path.resolve().parent
-    for folder in (path, above) if path.resolve().name == BEST else (path,):
-        if "precision.mode" in read_object(folder / "config.json"):
-            return _of_run(given, RunFolder(folder))
+    Raises:
+        UserError: it holds no exported weights, or those of a model that no recipe has.
+    """
+    if run := run_of(path):
+        return _of_run(given, run)
     config = read_object(path / "config.json")
     if not config:
         raise UserError(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inference.exported import Exported, RunOptions
+from inference.exported import Exported
+from inference.options import GenerateOptions
 from inference.setting import configure
 from recipes.data.text.tokenizers import Characters
 from trainer.config.options import parse
@@ -22,28 +21,6 @@ from trainer.run.terminal import on_error_stream
 
 CAUSAL = ("gpt2", "llama")
 """Recipes whose models continue a text; t5 answers it."""
-
-
-@dataclass
-class GenerateOptions(RunOptions):
-    """Of scripts/generate.py."""
-
-    prompt: str = ""
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 50
-    top_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int = 256
-    cache: bool = True
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature={self.temperature} must be 0 (always the most probable token) or above")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if self.n > 1 and self.temperature == 0:
-            raise UserError(f"n={self.n} with temperature=0 would give the same text {self.n} times; set n=1")
 
 
 @on_error_stream()
@@ -68,8 +45,6 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
             f"run={exported.given} is a {exported.recipe}, which cannot generate text; "
             f"give a run of {', '.join(CAUSAL)} or t5, or use {other}"
         )
-    if not options.prompt:
-        raise UserError('missing required option: prompt; set the beginning of a text, such as prompt="def "')
     setting = configure(exported, overrides, with_data=False)
     tokenizer = exported.tokenizer()
     if (exported.folder / Characters.file).is_file():  # whose error names the character that the text lacks

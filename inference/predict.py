@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inference.exported import Exported, RunOptions
+from inference.exported import Exported
+from inference.options import PredictOptions
 from inference.setting import Setting, configure
 from recipes.data.images.augment import ImageNet
 from recipes.data.images.folder import EXTENSIONS, FolderImages, images_below
@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 
 _WORKERS_FROM = 256
 """Photos. Starting processes takes longer than decoding fewer of them."""
-
-
-@dataclass
-class PredictOptions(RunOptions):
-    """Of scripts/predict.py."""
-
-    path: str = ""
-    top: int = 5
-    batch_size: int = 32
-    output: str = ""
 
 
 class Photos(FolderImages):
@@ -145,13 +135,9 @@ def _files(given: str) -> list[Path]:
     Raises:
         UserError: there are none.
     """
-    if not given:
-        raise UserError("missing required option: path; set a photo or a folder of photos, such as path=photo.jpg")
     path = Path(given).expanduser()
     if path.is_file():
         return [path]
-    if not path.is_dir():
-        raise UserError(f"path={given}: there is no such file or folder")
     found = sorted(map(Path, images_below(path)))
     if not found:
         raise UserError(f"path={given}: no images in this folder (looked for {', '.join(EXTENSIONS)})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,20 +9,15 @@ from typing import Any
 from torch import nn
 
 from inference.exported import Exported
+from inference.options import recorded_of
 from trainer.config.compose import compose
-from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.determinism import set_determinism
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 from trainer.precision import attention, kernels
-from trainer.run_folder import RunFolder
 
-_KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "metrics", "deterministic", "recipe_path")
-_GROUPS = ("recipe", "data", "augment", "precision", "loader")
-_WITHOUT_DATA = ("precision", "loader", "device", "deterministic")
-"""What can be set where the data is not that of a recipe."""
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
 
@@ -81,10 +75,10 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
         UserError: an override that is unknown or has no effect, or data that is missing or does not suit the recipe.
     """
     typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    _check_keys(exported, typed, (*_KEYS, *_GROUPS) if with_data else _WITHOUT_DATA)
+    _check_keys(exported, typed)
     other_data = any(key.partition(".")[0] == "data" for key in typed)
     if exported.run:
-        recorded = _of_run(exported.run, exported.config, other_data or not with_data, with_data, split)
+        recorded = recorded_of(exported.run, exported.config, other_data or not with_data, with_data, split)
     else:
         recorded = _of_folder(exported, typed, with_data)
     config = compose(overrides, recorded)
@@ -97,36 +91,15 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     return Setting(config.resolve(hardware).config, hardware, own_data, samples)
 
 
-def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> None:
-    every = {"experiment", *groups(), *(entry.name for entry in dataclasses.fields(Config))}
+def _check_keys(exported: Exported, typed: set[str]) -> None:
     of_the_model = {
         **dict.fromkeys(("data.tokenizer", "data.vocab_size", "recipe.pretrained"), "brings weights and tokenizer"),
         **dict.fromkeys(("recipe.mean", "recipe.std"), "normalises images as it was trained"),
         "recipe": f"is a {exported.recipe}",
     }
     for key in sorted(typed):
-        group = key.partition(".")[0]
         if key in of_the_model:
             raise UserError(f"{key} has no effect: run={exported.given} {of_the_model[key]}; leave it out")
-        if group not in every:
-            raise UserError(f"{key} is not an option{nearest(group, allowed)}; --help lists them")
-        if group not in allowed:
-            raise UserError(f"{key} has no effect on a model that is trained; leave it out")
-
-
-def _of_run(run: RunFolder, described: dict[str, Any], other_data: bool, with_data: bool, split: str) -> dict[str, Any]:
-    """Return the run's options as far as evaluation needs them, by dotted key; ``described``: config.json of best/."""
-    left_out = set() if with_data else {"data", "augment"}
-    left_out |= {"eval_samples"} if other_data or split != "valid" else set()
-    # What a model was fine-tuned from is in its weights; the others are of training only.
-    dropped = {f"recipe.{key}" for key in ("pretrained", "class_weights", "train_image_size")}
-    dropped |= {"augment.mixup", "augment.cutmix"}
-    dropped |= {"loader.workers"} if other_data else set()
-    wanted = {*_GROUPS, *_KEYS} - left_out
-    recorded = {key: value for key, value in run.config().items() if key.partition(".")[0] in wanted}
-    if other_data and "image_size" in described:
-        recorded["recipe.image_size"] = described["image_size"]
-    return {key: value for key, value in recorded.items() if key not in dropped}
 
 
 def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> dict[str, Any]:

@@ -17,4 +17,6 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.comparison.command:main", __doc__, continues=True))
+    sys.exit(
+        run("evidence.comparison.command:main", __doc__, options="evidence.options:CompareOptions", continues=True)
+    )

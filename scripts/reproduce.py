@@ -21,4 +21,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.claims.command:main", __doc__, continues=True))
+    sys.exit(run("evidence.claims.command:main", __doc__, options="evidence.options:ReproduceOptions", continues=True))

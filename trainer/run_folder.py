@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.schema import InvalidCheckpoint, read_manifest
+from trainer.checkpoint.schema import InvalidCheckpoint, path_of, read_manifest, steps
 from trainer.errors import UserError
 from trainer.files import (
     BEST,
@@ -159,9 +158,9 @@ class RunFolder:
             UserError: the note of its start is damaged.
         """
         path, known = self.path / _LAUNCH_FILE, set[str]()
-        for step in reversed(checkpoint.steps(self.checkpoints)):
+        for step in reversed(steps(self.checkpoints)):
             with suppress(InvalidCheckpoint):  # damaged: reported when it is read
-                known = {read_manifest(checkpoint.path_of(self.checkpoints, step)).config or ""} - {""}
+                known = {read_manifest(path_of(self.checkpoints, step)).config or ""} - {""}
                 break
         try:
             return known.union(read_sealed(path)["configs"] if path.exists() else [])
@@ -182,6 +181,15 @@ class RunFolder:
         return Path(str(sealed_or_empty(self.path / _LAUNCH_FILE).get("folder", "")))
 
 
+def run_of(path: Path) -> RunFolder | None:
+    """Return the run that a folder is, or whose ``best/`` it is."""
+    above = path.parent if path.name == BEST else path.resolve().parent
+    for folder in (path, above) if path.resolve().name == BEST else (path,):
+        if "precision.mode" in read_object(folder / "config.json"):
+            return RunFolder(folder)
+    return None
+
+
 def same_place(key: str, before: Any, now: Any) -> bool:
     """Return whether an option is a path to the same file or folder as before, however it is written."""
     if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):
@@ -199,7 +207,7 @@ def named(output_dir: str, name: str) -> list[RunFolder]:
 
 def to_continue(output_dir: str, name: str, resume: str | None) -> RunFolder | None:
     """Return the run of this name with a checkpoint that torchrun's restart, or ``resume=auto``, continues."""
-    saved = [folder for folder in named(output_dir, name) if checkpoint.steps(folder.checkpoints)]
+    saved = [folder for folder in named(output_dir, name) if steps(folder.checkpoints)]
     if restarted():
         launches = {folder: sealed_or_empty(folder.path / _LAUNCH_FILE).get("launch") for folder in saved}
         if ours := [folder for folder, launch in launches.items() if launch == launch_id()]:

@@ -6,12 +6,11 @@ import datetime
 import hashlib
 import json
 import logging
-import math
 import re
 import shlex
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,21 @@ from evidence.advice.checkup import check
 from evidence.advice.commands import comparison, overrides_of, training
 from evidence.advice.publish import publish
 from evidence.advice.report import picture, print_advice, sentence
-from evidence.advice.schema import BUDGET, GOALS, SPEED, Advice, Entry, read
+from evidence.advice.schema import BUDGET, SPEED, Advice, Entry, read
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
 from evidence.advice.worker import COMPILED, Worker, prepare
 from evidence.claims.reproduce import machine_name
+from evidence.options import AdviseOptions
 from evidence.runs import recorded
 from mantissa.display import duration
-from trainer.config.compose import combinations, compose
+from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.data.fingerprint import fingerprint
-from trainer.errors import UserError, nearest
 from trainer.files import PROJECT, check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import Hardware, available_bytes, detect
-from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
 ANSWER, OUTCOMES, PAGE, PICTURE = "advice.json", "outcomes.jsonl", "advice.txt", "advice.png"
@@ -48,15 +46,6 @@ BLOCKS = 600
 _CODE = ("mantissa", "trainer", "recipes", "conf")
 _ELSEWHERE = ("output_dir", "tracking", "run_name")
 """Options that change nothing that is measured."""
-
-
-@dataclass
-class AdviseOptions:
-    """Of scripts/advise.py."""
-
-    budget_minutes: float = 5.0
-    goal: str = SPEED
-    fresh: bool = False
 
 
 def main(arguments: list[str]) -> int:
@@ -115,20 +104,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
-    if options.goal not in GOALS:
-        raise UserError(f"goal={options.goal} is not a goal ({', '.join(GOALS)}){nearest(options.goal, GOALS)}")
-    if not (math.isfinite(options.budget_minutes) and options.budget_minutes > 0):
-        raise UserError(f"budget_minutes={options.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
-    for override in overrides:
-        if re.split(r"[.=]", override.lstrip("+~"))[0] in ("resume", "debug"):
-            raise UserError(f"{override} has no effect: advise.py only times blocks of steps; leave it out")
-    if len(combinations(overrides)) > 1:
-        raise UserError(
-            "an option has several values, but advise.py chooses what it tries; set one value, or leave it out"
-        )
-    config = compose(overrides)
-    if launched_processes() or config.parallel.kind != "single":
-        raise UserError("candidates run in one process each; leave out torchrun and parallel=…")
+    (own,) = options.commands(overrides)
+    config = compose(own)
     check_output_dir(config.output_dir)
     return config
 

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from evidence.certificate.child import Kill
 from evidence.certificate.differences import Differences, differences_between, trace
+from evidence.options import CertifyOptions
 from evidence.runs import merged, recorded
 from mantissa.formats import FORMATS
 from trainer.config.options import parse
@@ -44,16 +44,6 @@ COMMON = [
 ]
 # The scale starts too large and grows again soon, so that steps are skipped throughout.
 SKIPPING = ["scaler.init=67108864", "scaler.interval=3"]
-
-
-@dataclass
-class CertifyOptions:
-    """Of the command line; see scripts/certify.py."""
-
-    kills: int = 20
-    seed: int = 0
-    max_ulp: float = 4
-    output_dir: Path = Path("outputs")
 
 
 @dataclass

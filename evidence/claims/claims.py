@@ -16,14 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from evidence.claims.criteria import NOT_HERE, RELATED, Criterion, Finding, combine, evaluate
 from evidence.measures import MEASURES, PROBE_MEASURES, TIMED
+from evidence.options import CLAIMS, check_claim
 from evidence.runs import NULL_SHIFT, Arm, Outcome
 from trainer.config.compose import key_of
 from trainer.errors import UserError, first_line, nearest
-from trainer.files import PROJECT
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
 
-FOLDER = PROJECT / "evidence" / "claims" / "published"
 NULL_ARM = "null_arm"
 QUIET = ("tracking=local", "checkpoint=none", "tracking.epilogue=false")
 """Overrides of every training run: neither tracking nor saving is measured, and nobody reads a generated sample."""
@@ -245,21 +244,18 @@ NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
 """What a claim may need of a machine besides memory: the check, and the words for the user."""
 
 
-def names(folder: Path = FOLDER) -> list[str]:
+def names(folder: Path = CLAIMS) -> list[str]:
     """Return the ids of all claims."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def load(name: str, folder: Path = FOLDER) -> Claim:
+def load(name: str, folder: Path = CLAIMS) -> Claim:
     """Read one claim's file.
 
     Raises:
         UserError: no such claim, or a file that is not one.
     """
-    if name not in (known := names(folder)):
-        raise UserError(
-            f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
-        )
+    check_claim(name, folder)
     text = (folder / f"{name}.yaml").read_bytes()
     computed = {"id": name, "digest": hashlib.sha256(text).hexdigest()}
     try:

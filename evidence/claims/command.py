@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -17,28 +14,15 @@ from evidence.claims import results
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
 from evidence.claims.reproduce import Reproduction, machine_name, ordered, save
+from evidence.options import ReproduceOptions, seconds_of
 from evidence.runs import TRAIN, OutOfTime, merged
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 
 _WIDE = 200
 """Columns of a table that goes to no terminal."""
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-@dataclass
-class ReproduceOptions:
-    """Of the command line; see scripts/reproduce.py."""
-
-    claim: list[str] = field(default_factory=list)
-    all: bool = False
-    budget: str = ""
-    reduced: bool = False
-    pages: bool = False
-    device: str = "auto"
-    output_dir: Path = Path("outputs")
 
 
 def main(arguments: list[str]) -> int:
@@ -48,8 +32,6 @@ def main(arguments: list[str]) -> int:
         UserError: an unknown claim or option, or a claim that needs another machine.
     """
     options, given = parse(arguments, ReproduceOptions, "overrides")
-    if options.claim and options.all:
-        raise UserError("claim=… and all=true exclude each other; drop one")
     if options.pages:
         print("\n".join(f"written: {path}" for path in results.update()) or "the pages are up to date")
         return 0
@@ -108,25 +90,12 @@ def _run(
     return int(any(done[name].get("failures") for name in new))
 
 
-def seconds_of(text: str) -> float:
-    """Return the seconds that ``90s``, ``25min`` or ``1.5h`` means.
-
-    Raises:
-        UserError: no unit, another unit, or no positive number.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text.strip())
-    if match and (seconds := float(match[1]) * _UNITS[match[2]]) > 0:
-        return seconds
-    raise UserError(f"budget={text} is not a time: set budget=25min, or with another unit budget=90s, budget=1.5h")
-
-
 def _check_given(wanted: list[str], given: list[str]) -> None:
     """Refuse overrides that no claim asks for, before anything is run."""
     asked = {key for name in wanted for key in load(name).asks}
     if others := [override for override in given if key_of(override) not in asked]:
-        near = nearest(key_of(others[0]), ReproduceOptions.__dataclass_fields__)
         raise UserError(
-            f"{others[0]} is not an option{near}: a claim's file fixes all other options "
+            f"{others[0]} is not an option: a claim's file fixes all other options "
             f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"
         )
 

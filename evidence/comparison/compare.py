@@ -140,8 +140,6 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
             if swept := [text for text in overrides if len(combinations([text])) > 1]:
                 raise UserError(f"{swept[0]} has several values; use one arm per value")
             composed = compose(overrides)
-            if composed.parallel.kind != "single":
-                raise UserError("arms run on one device; remove parallel=…")
             config, plan, *_ = composed.resolve(detect(composed.device))
             if plan.steps <= config.log_every:
                 raise UserError(

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from evidence.memory.max_batch import largest_micro_batch, parse_budget, parse_margin
 from evidence.memory.trial import trial
+from evidence.options import MaxBatchOptions, MemoryOptions
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.hardware import detect
 from trainer.run.memory.forecast import Forecast, forecast, table
-
-
-@dataclass
-class MemoryOptions:
-    """Of scripts/memory.py."""
-
-    check: bool = False
-
-
-@dataclass
-class MaxBatchOptions:
-    """Of scripts/max_batch.py."""
-
-    budget: str = "device"
-    margin: str = "5%"
 
 
 def memory(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from evidence.memory.trial import trial
 from mantissa.display import size
 from trainer.config.compose import compose, key_of
-from trainer.config.options import fraction
+from trainer.config.text import fraction
 from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.run.memory.forecast import forecast, required_bytes
@@ -69,8 +69,6 @@ def largest_micro_batch(
     Raises:
         UserError: the overrides, or a budget in which not even one sample fits.
     """
-    if "micro_batch_size" in map(key_of, overrides):
-        raise UserError("micro_batch_size is what this command finds; leave it out")
     limit_bytes = int(budget_bytes * (1 - margin))
     config = compose(overrides)
     config, plan, *_ = config.resolve(detect(config.device))

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from evidence.options import FIRST, RangeOptions
 from mantissa.page import COLORS
-from trainer.config.compose import combinations, compose, key_of
+from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.optim.schedule import Schedule
-from trainer.parallel.world import launched_processes
 from trainer.run_folder import RunFolder
 from trainer.tracking.plots import INK, QUIET, bare_figure
 from trainer.trainer import StepRecord, Trainer
@@ -31,17 +31,6 @@ SMOOTHING = 0.9
 be 49 steps: half of a test with 100.)"""
 TOO_HIGH = 4.0
 """The test ends where the smoothed loss is so many times its lowest value (as in fastai)."""
-FIRST = 10
-"""Steps at the start from which nothing is suggested: the smoothed loss is the mean of a few batches there."""
-
-
-@dataclass
-class RangeOptions:
-    """Of scripts/lr_range.py."""
-
-    min: float = 1e-7
-    max: float = 10.0
-    steps: int = 100
 
 
 def main(arguments: list[str]) -> int:
@@ -80,22 +69,9 @@ def main(arguments: list[str]) -> int:
 
 def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
     """Return the configs of the tests by their labels; mistakes are found before any work."""
-    if not 0 < options.min < options.max < math.inf:
-        raise UserError(
-            f"min={options.min:g} and max={options.max:g} must be learning rates above 0, min the lower one, such as "
-            f"min={RangeOptions.min:g} max={RangeOptions.max:g}"
-        )
-    if options.steps <= 2 * FIRST:
-        raise UserError(f"steps={options.steps} are too few for a curve; use more than {2 * FIRST}, such as steps=100")
-    for override in overrides:
-        key = key_of(override)
-        if key == "optimizer.lr" or key.partition(".")[0] == "schedule" or key in ("resume", "epochs"):
-            raise UserError(f"{override} has no effect: the test sets every rate and steps itself; leave it out")
     configs = {}
     for label, own in combinations([*overrides, f"steps={options.steps}"]).items():
         config = configs[label] = compose(own)
-        if launched_processes() or config.parallel.kind != "single":
-            raise UserError("the test runs in one process; leave out torchrun and parallel=…")
         config.resolve(detect(config.device))
     return configs
 

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -15,33 +15,20 @@ import torch
 from optuna.trial import TrialState
 
 from evidence.search.report import AT_STEP, WHY, lines, publish_search
-from evidence.search.space import check_space, overrides_of, parse_space
+from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space
 from evidence.search.study import Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
 from mantissa.display import duration, loss
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory, nearest
+from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
 from trainer.files import SAME, check_output_dir, make_folder
 from trainer.hardware import detect
 from trainer.metrics import Metrics
-from trainer.parallel.world import launched_processes
 from trainer.recipe import Recipe
 from trainer.run.command import release_memory
 from trainer.run.start import train
-
-PRUNERS = ("median", "hyperband", "none")
-
-
-@dataclass
-class SearchOptions:
-    """Of scripts/search.py."""
-
-    trials: int = 20
-    pruner: str = "median"
-    metric: str = "valid/loss"
-    study: str = ""
 
 
 def main(arguments: list[str]) -> int:
@@ -53,14 +40,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, others = parse(arguments, SearchOptions, "overrides")
     space, overrides = parse_space(others)
-    if options.pruner not in PRUNERS:
-        near = nearest(options.pruner, PRUNERS)
-        raise UserError(f"pruner={options.pruner} is not a pruner ({', '.join(PRUNERS)}){near}")
     first = check_space(space, overrides)
-    if launched_processes() or first.parallel.kind != "single":
-        raise UserError("trials run in one process each; leave out torchrun and parallel=…, and start several commands")
-    if "/" in options.study or options.study in (".", ".."):
-        raise UserError(f"study={options.study} must be the name of a folder, without a slash")
     check_output_dir(first.output_dir)
     name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
     resolved = first.resolve(detect(first.device))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from trainer.config.compose import combinations, compose, key_of
-from trainer.config.options import unquoted
-from trainer.config.schema import Config
+from trainer.config.options import ONE_PROCESS, Overriding
+from trainer.config.text import unquoted
 from trainer.errors import UserError
-from trainer.hardware import detect
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
 
 PREFIX = "space."
 Space = dict[str, BaseDistribution]
@@ -24,11 +27,31 @@ _KINDS = {
     "choice": lambda *values: CategoricalDistribution(values),
 }
 _EXAMPLE = "space.optimizer.lr=log(1e-4,1e-2)"
-_SET_HERE = ("resume", "run_name", "checkpoint.best", "tracking.parent")
 _NOT_SEARCHED = ("output_dir", "parallel", "tracking", "checkpoint", "device", "resume", "run_name")
 """Keys, and groups, that are no options of a model or its training."""
 _ITEM = re.compile(r"(?:[^,()\[\]{}]|\[[^\]]*\]|\{[^}]*\}|\([^)]*\))+")
 """What commas separate, outside of brackets."""
+
+
+@dataclass
+class SearchOptions(Overriding):
+    """Of scripts/search.py."""
+
+    fixed = ONE_PROCESS | dict.fromkeys(
+        ("resume", "run_name", "checkpoint.best", "tracking.parent"), "the search sets it for every run"
+    )
+
+    trials: int = 20
+    pruner: Literal["median", "hyperband", "none"] = "median"
+    metric: str = "valid/loss"
+    study: str = ""
+
+    def __post_init__(self) -> None:
+        if "/" in self.study or self.study in (".", ".."):
+            raise UserError(f"study={self.study} must be the name of a folder, without a slash")
+
+    def commands(self, overrides: list[str]) -> list[list[str]]:
+        return corners(*parse_space(overrides))
 
 
 def shown(value: Any) -> str:
@@ -61,8 +84,6 @@ def parse_space(arguments: Sequence[str]) -> tuple[Space, list[str]]:
         key = key_of(other)
         if key in space:
             raise UserError(f"{key} is searched and set ({other}); remove one of them")
-        if key in _SET_HERE:
-            raise UserError(f"{other}: the search sets {key} for every run; leave it out")
     return space, others
 
 
@@ -76,16 +97,23 @@ def check_space(space: Space, overrides: list[str]) -> Config:
         if len(several := combinations([override])) > 1:
             key, _, values = override.partition("=")
             raise UserError(f"{override} has {len(several)} values; search them with {PREFIX}{key}=choice({values})")
+    from trainer.hardware import detect
+
+    configs = [compose(command) for command in corners(space, overrides)]
+    for config in configs:
+        config.resolve(detect(config.device))
+    return configs[0]
+
+
+def corners(space: Space, overrides: list[str]) -> list[list[str]]:
+    """Return the overrides with the first end or choice of every dimension, then with each other one of one of them."""
     ends = {
         key: each.choices if isinstance(each, CategoricalDistribution) else (each.low, each.high)
         for key, each in space.items()
     }
     first = {key: values[0] for key, values in ends.items()}
-    config = compose([*overrides, *overrides_of(first)])
-    for changed in [first, *(first | {key: value} for key, values in ends.items() for value in values[1:])]:
-        each = compose([*overrides, *overrides_of(changed)])
-        each.resolve(detect(each.device))
-    return config
+    others = [first | {key: value} for key, values in ends.items() for value in values[1:]]
+    return [[*overrides, *overrides_of(params)] for params in (first, *others)]
 
 
 def _distribution(argument: str, key: str, text: str) -> BaseDistribution:

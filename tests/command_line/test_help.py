@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +26,12 @@ from trainer.config.explain import known_options
         ("optimizer=sgd lr steps", "optimizer.lr: float = 0.1\n    Peak", "optimizer.name"),
         ("ema.decay momentum", "ema.decay: float = 0.999\n    The", "ema.warmup"),
         ("optimzer", "optimzer is not a key of the config; did you mean 'optimizer'?", "lr"),
+        ("=optimizer.lr", "optimizer.lr: float = 0.001\n    Peak", "weight_decay"),
         ("data=digits data.path", "data.path is not an option of data=digits; it belongs to data=text", "lr"),
     ],
 )
 def test_help_explains(arguments: str, shown: str, left_out: str, train: Train) -> None:
-    done = train("--help", *arguments.split())
+    done = train(*f"--help{' ' * (arguments[:1] != '=')}{arguments}".split())
     assert (done.code, bool(done.out)) in ((0, True), (2, False))
     assert shown in done.out + done.err
     assert left_out not in done.out + done.err
@@ -59,18 +61,26 @@ print(sorted({"torch", "mlflow", "transformers"} & set(sys.modules)))
 
 
 def test_bash_completes_what_is_typed() -> None:
+    completed = {
+        "scripts/memory.py recipe=resnet data=image": "data=imagefolder",
+        "scripts/memory.py ch": "check= checkpoint. checkpoint=",
+        "scripts/compare.py see": "seeds=",  # each run's seed is set by it
+        "scripts/search.py sp": "space.",
+        "scripts/lr_range.py optimizer.l": "optimizer.layer_decay=",
+        "scripts/generate.py p": "prompt= precision. precision=",
+        "scripts/reproduce.py d": "device= data.",
+        "scripts/ui.py r": "runs=",
+        "tests/forks.py o": "",
+    }
     program = f"""
 shopt -s expand_aliases
 python() {{ {sys.executable} "$@"; }}
 eval "$(python scripts/train.py -sc install=bash)"
-COMP_LINE="python scripts/memory.py recipe=resnet data=image"
-COMP_WORDS=($COMP_LINE) COMP_CWORD=3 COMP_POINT=${{#COMP_LINE}}
-_mantissa_completion
-echo "${{COMPREPLY[@]}}"
-COMPREPLY=()
-COMP_LINE="python tests/forks.py o"
-_mantissa_completion
-echo "${{COMPREPLY[@]}}"
+for COMP_LINE in {shlex.join(f"python {typed}" for typed in completed)}; do
+    COMP_WORDS=($COMP_LINE) COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)) COMP_POINT=${{#COMP_LINE}} COMPREPLY=()
+    _mantissa_completion
+    echo "${{COMPREPLY[@]}}"
+done
 """
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=PROJECT)
-    assert (done.stdout, done.stderr) == ("data=imagefolder\n\n", "")
+    assert (done.stdout.splitlines(), done.stderr) == ([*completed.values()], "")

@@ -56,6 +56,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "-lr 0.1": ("write optimizer.lr=0.1, without dashes",),
     "--deterministic": ("write deterministic=…, without dashes",),
     "optimizer.name=Adagrad optimizer.options.betas=[0.9,0.99]": ("betas: Adagrad has no such argument",),
+    "optimizer.options.momentum=0.9": ("; it belongs to optimizer=muon, optimizer=rmsprop, optimizer=sgd",),
     "optimizer.options.amsgrad=true": ("add it with +optimizer.options.amsgrad=",),
     "+optimizer.options.beta=1": ("optimizer.options.beta", "did you mean 'betas'?"),
     "data.path=notes.txt": ("data.path is not an option of data=python_docs", "data=text"),
@@ -69,7 +70,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     # types and ranges
     "steps=abc": ("steps=abc must be a whole number, or auto",),
     "seed=x": ("seed=x must be a whole number",),
-    "seed=4294967296": ("seed=4294967296 must be at most 4294967295",),
+    "seed=4294967296": ("seed=4294967296 must lie between 0 and 4294967295",),
     "seed=null": ("seed=null must be given a value",),
     "seed=-1": ("seed=-1 must lie between",),
     "optimizer.lr=abc": ("optimizer.lr=abc must be a number",),
@@ -125,10 +126,12 @@ def test_a_mistake_imports_no_heavy_library(folder: Path) -> None:
         ["precision=bf61"], ["presicion=bf16"], ["+typo=1"], ["recipe=gtp2"], ["recipe=resnet", "steps=x"], ["lr"],
         ["--precision", "bf16"], ["optimizer.lr=fast"], ["recipe=gpt2", "recipe.arch=resnet18"], ["threads=5000"],
         ["precision=fp32,bf16"], ["-m", "precision=fp32,bf16", "sed=1"], ["recipe_path=nowhere"], ["steps=-1"],
+        ["seed=-1"], ["optimizer.lr=-1"], ["data=text", "data.path=nowhere"], ["resume=nowhere"],
+        ["recipe=resnet", "recipe.label_smoothing=2"], ["scaler.growth=1"], ["schedule=wsd", "schedule.decay=-1"],
     ]  # fmt: skip
     others = [
         ["batch_size=7", "micro_batch_size=2"], ["precision=tf32", "device=cpu"], ["recipe=gpt2", "data=digits"],
-        ["data=text", "data.path=nowhere"], ["resume=nowhere"], ["output_dir=/dev/null/x"],
+        ["output_dir=/dev/null/x"], ["optimizer.name=Adamw"],
         ["recipe=bert", "recipe.size=big"], ["recipe=t5", "data=digits"], ["recipe=llama", "recipe.kv_heads=3"],
     ]  # fmt: skip
     program = f"""
@@ -146,8 +149,64 @@ heavy = {{"mlflow", "transformers", "torchvision", "datasets", "sklearn", "matpl
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    reported = [line for line in done.stdout.splitlines() if not line.endswith("…")]  # what is being opened
+    reported = [line for line in done.stdout.splitlines() if line in ("2", "True", "False") or line[:1] == "["]
     assert reported == ["2"] * len(typing) + ["False"] + ["2"] * len(others) + ["True", "[]"], done.stderr
+
+
+IN_OTHERS = {
+    "advise recipe=gpt2 presicion=bf16": "did you mean 'precision'?",
+    "advise recipe=gpt2 goal=fast": "goal=fast is not one of speed, memory",
+    "advise recipe=gpt2 budget_minutes=inf": "must be a time above 0",
+    "advise recipe=gpt2 precision=fp32,bf16": "an option has several values",
+    "certify recipe=gpt2 kill=3": "did you mean 'kills'?",
+    "certify precision=bf61": "precision=bf61 is not a choice; did you mean 'bf16'?",
+    "compare recipe=gpt2 arms=fp32,bf61": "arms: bf61 is not a precision",
+    "compare recipe=gpt2 arms=fp32,bf16 arm.x=steps=many": "steps=many must be a whole number",
+    "compare recipe=gpt2 arms=fp32 arm.x=seed=3": "seed=3 has no effect: set for every run; use seeds=5",
+    "doctor resume=nowhere": "resume=nowhere: there is no such folder",
+    "doctor recipe=gpt2 check=laddr": "check=laddr is not a check; did you mean 'ladder'?",
+    "evaluate": "missing required option: run",
+    "evaluate run=nowhere": "run=nowhere: there is no such folder",
+    "evaluate run=run -m precision=fp32,bf61": "precision=bf61 is not a choice",
+    "evaluate run=run recipe.sise=mini": "did you mean 'recipe.size'?",
+    "generate run=run": "missing required option: prompt",
+    "generate run=run prompt=a precison=bf16": "did you mean 'precision'?",
+    "lr_range recipe=gpt2 schedule.final=0": "schedule.final=0 has no effect: the test sets it itself",
+    "lr_range recipe=gpt2 max=1e-8": "min=1e-07 and max=1e-08 must be learning rates above 0, min the lower one",
+    "lr_range recipe=gpt2 steps=5": "steps=5 are too few",
+    "lr_range recipe=gpt2 parallel=ddp": "parallel=ddp has no effect: each run has one process",
+    "lr_range recipe=gpt2 clip=none,nrom": "did you mean 'norm'?",
+    "max_batch recipe=gpt2 micro_batch_size=4": "micro_batch_size=4 has no effect: it is what this command finds",
+    "memory recipe=gpt2 chekc=true": "did you mean 'check'?",
+    "memory recipe=gpt2 optimizer.lr=fast": "optimizer.lr=fast must be a number",
+    "predict run=run path=nowhere": "path=nowhere: there is no such file or folder",
+    "reproduce claim=two_y": "did you mean 'two_x'?",
+    "search recipe=gpt2 space.optimizer.lr=lgo(1,2)": "is no space; write space.optimizer.lr=log(1e-4,1e-2)",
+    "search recipe=gpt2 space.optimizr.lr=log(1,2)": "optimizr is not a key of the config; did you mean 'optimizer'?",
+    "sync uri=foo": "uri=foo is not a URI",
+    "ui prot=3": "did you mean 'port'?",
+}
+
+
+def test_the_other_scripts_answer_a_typing_mistake_without_torch(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run/config.json").write_text('{"recipe": "gpt2", "precision.mode": "bf16", "data": "synthetic"}')
+    program = f"""
+import runpy, sys
+sys.path.insert(0, {str(PROJECT)!r})
+for command in {list(map(str.split, IN_OTHERS))!r}:
+    sys.argv = command
+    try:
+        runpy.run_path(f"{PROJECT}/scripts/{{command[0]}}.py", run_name="__main__")
+    except SystemExit as ended:
+        print(ended.code)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["2"] * len(IN_OTHERS) + ["False"], done.stderr
+    for command, said in zip(IN_OTHERS, done.stderr.splitlines(), strict=True):
+        assert said.startswith("error: "), command
+        assert IN_OTHERS[command] in said, command
 
 
 def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:

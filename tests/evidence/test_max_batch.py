@@ -109,13 +109,6 @@ def test_other_budgets_and_margins_are_refused(parse: Callable[[str], float], te
         parse(text)
 
 
-def test_errors_are_reported_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(max_batch, "trial", None)
-    job = ["recipe=bignet", "device=cpu", "data.samples=8"]
-    with pytest.raises(UserError, match="leave it out"):
-        largest_micro_batch([*job, "micro_batch_size=4"], 2**30)
-
-
 def test_out_of_memory_is_recognised_on_every_device() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from inference.classes import class_scores, table
 from inference.data import open_data
-from inference.exported import RunOptions
 from inference.measure import bytes_of_tokens
+from inference.options import RunOptions
 from inference.setting import configure
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from recipes.resnet import ResNet
@@ -179,21 +179,17 @@ def test_a_run_in_mlflow_brings_its_weights_and_its_config(
 
 
 MISTAKES = {
-    "": "missing required option: run; set a run folder",
-    "rnu=outputs/gpt2": "rnu is not an option; did you mean 'run'?",
-    "run=nowhere": "no such folder; give a run folder",
     "run=photos": "the folder has no config.json, so it is no run and no exported model",
     "run=empty": "has no weights in empty/best: it has not ended; finish it with:\n  python scripts/train.py resume=",
     "run=unsaved": "it was trained with checkpoint=none, which keeps none",
     "run=foreign": "names a model of type mamba, which no recipe has",
     "run=outputs/gpt2 recipe=llama": "recipe has no effect: run=outputs/gpt2 is a gpt2; leave it out",
-    "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr has no effect on a model that is trained",
+    "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr=1 has no effect on a model that is trained",
     "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
     "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the 45 characters",
     "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
-    "run=outputs/gpt2 split=tset": "split=tset is unknown; use split=valid|test|train|all",
     "run=outputs/gpt2 split=test": "split=test: data=text has none; set data.test=…, or use split=valid or split=all",
     "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",
     "run=outputs/gpt2 -m precision=fp32": "-m compares precisions on the same samples",

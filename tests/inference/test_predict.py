@@ -103,8 +103,6 @@ def test_a_photo_that_cannot_be_read_is_named_and_all_others_are_classified(
 
 
 MISTAKES = {
-    "run=outputs/images": "missing required option: path; set a photo or a folder of photos",
-    "run=outputs/images path=nothing": "path=nothing: there is no such file or folder",
     "run=outputs/images path=outputs/gpt2": "no images in this folder (looked for .jpg",
     "run=outputs/images path=text.txt": "text.txt cannot be read as an image; it is left out",
     "run=outputs/images path=cut": "path=cut: no photo can be read; give images such as .jpg or .png files",

@@ -99,6 +99,35 @@ def rank_file(kind: str, rank: int, ranks: int) -> str:
     return f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
+def steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints below ``folder``, oldest first; other folders are ignored."""
+    found = {step_of(path.parent) for path in folder.glob(f"*/{MANIFEST_FILE}")}
+    return sorted(step for step in found if step is not None)
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None: it is no such name."""
+    return int(path.name.removeprefix("step-")) if STEP_NAME.fullmatch(path.name) else None
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of ``step`` is."""
+    return folder / f"step-{step:08d}"
+
+
+def best_step(folder: Path) -> int | None:
+    """Return the step of the checkpoint with the lowest score below ``folder``, the earliest of equals."""
+    scores = []
+    for step in steps(folder):
+        try:
+            score = read_manifest(path_of(folder, step)).score
+        except InvalidCheckpoint:
+            continue  # damaged: reported when it is read
+        if score is not None:
+            scores.append((score, step))
+    return min(scores)[1] if scores else None
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return a checkpoint's manifest.
 

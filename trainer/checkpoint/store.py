@@ -30,10 +30,11 @@ from trainer.checkpoint.schema import (
     MANIFEST_FILE,
     STATE_FILE,
     STEP_NAME,
-    InvalidCheckpoint,
+    best_step,
     damage,
+    path_of,
     rank_file,
-    read_manifest,
+    steps,
 )
 from trainer.errors import UserError, check_number
 from trainer.files import make_folder, remove_folder
@@ -153,41 +154,12 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     return target
 
 
-def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints below ``folder``, oldest first; other folders are ignored."""
-    found = {step_of(path.parent) for path in folder.glob(f"*/{MANIFEST_FILE}")}
-    return sorted(step for step in found if step is not None)
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint's folder; None: it is no such name."""
-    return int(path.name.removeprefix("step-")) if STEP_NAME.fullmatch(path.name) else None
-
-
-def best_step(folder: Path) -> int | None:
-    """Return the step of the checkpoint with the lowest score below ``folder``, the earliest of equals."""
-    scores = []
-    for step in steps(folder):
-        try:
-            score = read_manifest(path_of(folder, step)).score
-        except InvalidCheckpoint:
-            continue  # damaged: reported when it is read
-        if score is not None:
-            scores.append((score, step))
-    return min(scores)[1] if scores else None
-
-
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints and the best one, and what a killed process left."""
     _clear_up(folder)
     saved = steps(folder)
     for step in set(saved[:-keep]) - {best_step(folder)}:
         remove_folder(path_of(folder, step))
-
-
-def path_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of ``step`` is."""
-    return folder / f"step-{step:08d}"
 
 
 def find_verified(folder: Path, step: int | None = None) -> Path:

@@ -18,10 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import outside
 from trainer.config.explain import explain, intended_key, is_text
-from trainer.config.options import unquoted
 from trainer.config.recorded import base
 from trainer.config.registration import CONF as CONF
 from trainer.config.registration import by_key, check, choices
+from trainer.config.text import unquoted
 from trainer.errors import LARGEST, UserError
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
@@ -49,7 +49,7 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
     with _explained():
         name, kept, overrides = base(checked_arguments(overrides), recorded)
         config = hydra.compose(name, overrides)
-        check(config)
+        check(config)  # without torch, which the next line imports
         from trainer.config.build import build
 
         return build(config, overrides, kept)
@@ -64,6 +64,13 @@ def composed(overrides: Sequence[str]) -> DictConfig:
     with _explained():
         name, _, overrides = base(checked_arguments(overrides))
         return hydra.compose(name, overrides)
+
+
+def check_overrides(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError where ``compose`` would, as far as that needs no torch."""
+    with _explained():
+        name, _, overrides = base(checked_arguments(overrides), recorded)
+        check(hydra.compose(name, overrides))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import Field, is_dataclass
 from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from trainer.config import registration as config
@@ -39,7 +40,9 @@ def explain(error: BaseException) -> str:
         return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         if not is_dataclass(cause.object_type):
-            return f"{cause.full_key} is not in the config; add it with +{cause.full_key}=…"
+            return (
+                f"{cause.full_key} is not in the config; add it with +{cause.full_key}=…{_others_with(cause.full_key)}"
+            )
         offered = re.search(r"append to your config use \+\S+?=(.*)", text)
         return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "")
     if unread := [each.override for each in chain if isinstance(each, OverrideParseException)]:
@@ -100,10 +103,19 @@ def _unknown(key: str, owner: Any, value: str) -> str:
         near = nearest(option, options, f"{group}.") or f"; {group} has {', '.join(options)}"
     elif better != key:
         # Under the same name in a group the value is right, too; other trainers' names may want another one.
-        near = f"; did you mean '{better}{f'={value}' if better.endswith(f'.{key}') and value else ''}'?"
+        typed = f"={value}" if better.endswith(f".{key}") and value else ""
+        near = f"; did you mean '{better}{typed}'?{_others_with(better)}"
     else:
         near = nearest(key, [*(name for name in known if "." not in name), "experiment"])
     return f"{key} is not a key of the config{near}; --cfg job shows all of them"
+
+
+def _others_with(key: str) -> str:
+    """Return which choices of a group have an option that only YAML names, such as ``optimizer.options.betas``."""
+    group, _, inner = key.partition(".")
+    files = sorted((config.CONF / group).glob("*.yaml")) if inner.count(".") else ()
+    found = [file.stem for file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
+    return f"; it belongs to {', '.join(f'{group}={name}' for name in found)}" if found else ""
 
 
 _OTHER_NAMES = {

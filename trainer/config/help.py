@@ -47,6 +47,7 @@ def page(arguments: Sequence[str]) -> str:
         UserError: an override is a mistake, or a word is no key.
     """
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
+    arguments = [re.sub("^(-h|--help)=", "", argument) for argument in arguments]
     overrides = [argument for argument in arguments if "=" in argument]
     words = [intended_key(argument) for argument in arguments if "=" not in argument and argument[:1] != "-"]
     if not words and by_key(overrides).keys() <= {"recipe_path"}:

@@ -6,16 +6,40 @@ import dataclasses
 import pkgutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from trainer.config.text import listed, unquoted
 from trainer.errors import LARGEST, RunError, UserError, nearest, redacted
+from trainer.parallel.world import launched_processes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
+ONE_PROCESS = {"parallel": "each run has one process"}
+"""For ``Overriding.fixed``; torchrun is refused, too."""
+
+
+@dataclasses.dataclass
+class Overriding:
+    """Options of a script that also takes those of train.py. A subclass is imported without torch."""
+
+    takes: ClassVar[Collection[str]] = ()
+    """The keys, groups and flags of train.py's that have an effect; empty: all."""
+    fixed: ClassVar[Mapping[str, str]] = {}
+    """Keys and groups that have none, and why."""
+
+    def commands(self, overrides: list[str]) -> Iterable[list[str]]:
+        """Return the overrides of each config that the script composes."""
+        from trainer.config.compose import combinations
+
+        return combinations(overrides).values()
+
+    def recorded(self) -> Mapping[str, Any] | None:
+        """Return the options that they are composed on, see ``compose``."""
+        return None
 
 
 def run(
@@ -23,24 +47,32 @@ def run(
     usage: str | None,
     arguments: Sequence[str] | None = None,
     *,
+    options: str = "",
     continues: bool = False,
 ) -> int:
     """Run a script and return its exit code: that of ``main``, of a ``RunError``, or 130 for Ctrl-C and SIGTERM.
 
     Args:
         main: takes the arguments; or, where its imports take seconds, its name as ``module:function``, so that
-            ``--help`` and Ctrl-C are answered at once.
+            ``--help``, mistakes and Ctrl-C are answered at once.
         usage: what ``--help`` prints: the script's docstring.
         arguments: of the command line (default: ``sys.argv``).
+        options: the class of the script's options, as ``module:class``.
         continues: whether the same command, run again, continues where it was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
+    if any(each.partition("=")[0] in ("-h", "--help") for each in given):
         print(usage)
         return 0
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a file or a pipe
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if options:
+            from trainer.config.compose import check_overrides
+
+            own, overrides = parse(given, pkgutil.resolve_name(options), "overrides")
+            for command in own.commands(overrides) if isinstance(own, Overriding) else ():
+                check_overrides(command, own.recorded())
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except RunError as error:
@@ -54,33 +86,38 @@ def run(
 
 
 def parse(
-    arguments: Sequence[str], options: type[Options], others: Literal["none", "overrides", "paths"] = "none"
+    arguments: Sequence[str],
+    options: type[Options],
+    others: Literal["none", "overrides", "paths"] = "none",
+    **given: Any,
 ) -> tuple[Options, list[str]]:
     """Read ``key=value`` arguments into a dataclass; if a key is given twice, the last value counts.
 
     Args:
         arguments: of the command line.
-        options: its fields are the keys, each of type str, Path, bool, int, float or list[str], with a default. An int
-            is at least 1, or at least 0 where that is the default.
+        options: its fields are the keys, each of type str, Literal, Path, bool, int, float or list[str], and with a
+            default. An int is at least 1, or at least 0 where that is the default.
         others: what else is allowed: nothing, overrides for train.py (``key=value`` with other keys), or paths.
+        given: options that are not typed.
 
     Returns:
         The options, and the other arguments in their order.
 
     Raises:
-        UserError: an option with dashes, an unknown key (of overrides: one that is near an option), a key without a
-            value, or a value of another type.
+        UserError: an option with dashes, an unknown key (of overrides: one that is near an option, or has no effect),
+            a key without a value, or a value of another type.
     """
     types, defaults = get_type_hints(options), {entry.name: entry.default for entry in dataclasses.fields(options)}
-    values: dict[str, Any] = {}
-    rest = []
+    values, takes, rest = {}, getattr(options, "takes", ()), []
     for argument in arguments:
         key, equals, text = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
         dashes = argument.startswith("-")
-        if dashes and (name in defaults or others == "overrides"):
+        if dashes and argument in takes:
+            rest.append(argument)
+        elif dashes and (name in defaults or others == "overrides"):
             raise UserError(f"{argument}: write {name}={text or '…'}, without dashes")
-        if equals and key in defaults:
+        elif equals and key in defaults:
             if not text:
                 raise UserError(f"{key}= has no value; write {key}=…")
             values[key] = _value(key, unquoted(text), types[key], defaults[key])
@@ -92,25 +129,46 @@ def parse(
             raise UserError(f"{argument}: {name} is not an option{nearest(name, defaults)} ({', '.join(defaults)})")
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
+    if "parallel" in getattr(options, "fixed", ()) and launched_processes():
+        raise UserError("each run has one process; leave out torchrun")
     if others == "overrides":
-        _refuse_misspelt(rest, list(defaults))
-    return options(**values), rest
+        check_keys([each for each in rest if each not in takes], options)
+    return options(**values | given), rest
 
 
-def _refuse_misspelt(overrides: list[str], own: list[str]) -> None:
-    """Refuse a key that training does not have and that is near an option of the script."""
-    from trainer.config.explain import intended_key  # takes seconds, for which --help does not wait
-    from trainer.config.schema import Config
+def check_keys(overrides: list[str], options: type[Options]) -> None:
+    """Refuse a key that training does not have and that is near one of the script, and one without an effect.
 
-    known = {"experiment", *(entry.name for entry in dataclasses.fields(Config))}
+    Raises:
+        UserError: there is one.
+    """
+    from trainer.config.explain import intended_key, known_options
+
+    own = [*(entry.name for entry in dataclasses.fields(options)), *getattr(options, "takes", ())]
+    known = {"experiment", *known_options()}
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         unknown = "." not in key and key not in known and intended_key(key) == key
         if unknown and (near := nearest(key, own)):
             raise UserError(f"{key} is not an option{near} ({', '.join(own)})")
+        if why := without_effect(key, options):
+            raise UserError(f"{override} has no effect{why}; leave it out")
+
+
+def without_effect(key: str, options: type) -> str:
+    """Return why a key of train.py's has no effect in the script that has these options; empty: it has one."""
+    names, fixed = {key, key.partition(".")[0]}, getattr(options, "fixed", {})
+    if why := [fixed[name] for name in names if name in fixed]:
+        return f": {why[0]}"
+    takes = getattr(options, "takes", ())
+    return "" if not takes or names & {*takes} else " on a model that is trained"
 
 
 def _value(key: str, text: str, wanted: Any, default: Any) -> Any:
+    if get_origin(wanted) is Literal:
+        if text not in (known := get_args(wanted)):
+            raise UserError(f"{key}={text} is not one of {', '.join(known)}{nearest(text, known)}")
+        return text
     if wanted is bool:
         if text.lower() not in ("true", "false"):
             raise UserError(f"{key}={text} must be true or false")
@@ -128,22 +186,3 @@ def _value(key: str, text: str, wanted: Any, default: Any) -> Any:
         except ValueError:
             raise UserError(f"{key}={text} must be a number") from None
     return Path(text).expanduser() if wanted is Path else listed(text) if wanted == list[str] else text
-
-
-def listed(text: str) -> list[str]:
-    """Return the items of ``a,b`` or ``[a,b]``."""
-    return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",") if item.strip()]
-
-
-def unquoted(text: str) -> str:
-    """Return a value without the quotes around it that Hydra's grammar allows."""
-    quoted = len(text) > 1 and text[0] in "\"'" and text.find(text[0], 1) == len(text) - 1
-    return text[1:-1] if quoted else text
-
-
-def fraction(text: str) -> float | None:
-    """Return the number that ``0.05`` or ``5%`` means; None: neither."""
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        return None

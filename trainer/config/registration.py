@@ -13,9 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import outside, source
-from trainer.errors import LARGEST, UserError, check_number, nearest
+from trainer.errors import LARGEST, UserError, nearest
 from trainer.files import PROJECT, default_name
-from trainer.metrics import check_named
 
 CONF = PROJECT / "conf"
 """The folder of Hydra's YAML."""
@@ -90,11 +89,6 @@ def check(composed: DictConfig) -> None:
     _refuse_unknown(composed, root(), "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
-    other = {"eval_every": source.outline("trainer.config.step", "EPOCH")}
-    for entry in options(root()):
-        if entry.type == "int | str" and composed[entry.name] != other.get(entry.name):
-            check_number(entry.name, composed[entry.name])
-    check_named(composed.metrics or [])
     check_largest(flatten(OmegaConf.to_object(composed)))
 
 

@@ -1,7 +1,8 @@
 """The config classes as outlines read from their source: importing them for real takes torch, and seconds.
 
-An outline has the fields of a dataclass, with their types and defaults, and ``kind`` or ``name``: all that composing
-and checking a command line needs. Its definition, and what that refers to, is evaluated; the module is not.
+An outline has the fields of a dataclass, with their types and defaults, ``kind`` or ``name``, and of its checks those
+that need nothing else: all that composing and checking a command line needs. Its definition, and what that refers to,
+is evaluated; the module is not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from enum import EnumType
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,8 @@ from trainer.files import roots
 _PREFIX = "outline of "
 _CHOICE = ("kind", "name")
 """Class attributes of which one names the choice of a config group."""
+_IMPORTED = ("trainer.errors",)
+"""Modules of the project that are imported: they take no torch, and their exceptions are caught."""
 
 
 class _Unreadable(Exception):
@@ -134,7 +138,7 @@ class _Source:
             elif isinstance(node, ast.ClassDef):
                 self._run(_reduced(node))
                 _nodes[space[name]] = node
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef):
                 self._run(node)
             else:
                 raise _Unreadable(name)
@@ -167,9 +171,12 @@ class _Source:
         return made
 
     def _run(self, node: ast.stmt) -> None:
+        functions = (each for each in ast.walk(node) if isinstance(each, ast.FunctionDef))
+        inside = {each for function in functions for each in ast.walk(function)}
         for each in ast.walk(node):
             if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load) and not hasattr(builtins, each.id):
-                self.get(each.id)
+                with suppress(_Unreadable) if each in inside else nullcontext():
+                    self.get(each.id)
         code = ast.fix_missing_locations(ast.Module([node], type_ignores=[]))
         flags = __future__.annotations.compiler_flag
         try:
@@ -184,7 +191,7 @@ class _Source:
         else:
             package = self.name.rpartition(".")[0]
             module, inside = importlib.util.resolve_name("." * node.level + (node.module or ""), package), alias.name
-        if module.partition(".")[0] in sys.stdlib_module_names:
+        if module.partition(".")[0] in sys.stdlib_module_names or module in _IMPORTED:
             imported = importlib.import_module(module)
             return getattr(imported, inside) if inside else imported
         file = _file(module)
@@ -217,9 +224,19 @@ def module_of(file: Path, root: Path) -> str:
 
 
 def _reduced(node: ast.ClassDef) -> ast.ClassDef:
-    """Return the class with its options, and what names it as a choice."""
+    """Return the class with its options, what names it as a choice, and its checks."""
     body = [entry for entry in node.body if _names_choice(entry) or _is_option(entry)]
+    functions = (entry for entry in node.body if isinstance(entry, ast.FunctionDef))
+    body += [_tried(function) for function in functions if function.name == "__post_init__"]
     return ast.ClassDef(node.name, node.bases, node.keywords, body or [ast.Pass()], node.decorator_list)
+
+
+def _tried(function: ast.FunctionDef) -> ast.FunctionDef:
+    """Return a function that ends without a word at the first statement that needs more than an outline has."""
+    ended = ast.parse("try: pass\nexcept Exception as error:\n  if type(error).__name__ == 'UserError': raise").body[0]
+    assert isinstance(ended, ast.Try)
+    ended.body = function.body
+    return ast.FunctionDef(function.name, function.args, [ended], [], function.returns)
 
 
 def _is_option(entry: ast.stmt) -> bool:

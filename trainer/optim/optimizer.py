@@ -45,7 +45,6 @@ class Optimizer:
     """Further arguments of the class, such as ``betas`` or ``momentum``."""
 
     def __post_init__(self) -> None:
-        accepted = accepted_options(optimizer_class(self.name))
         if not 0 < self.lr < math.inf:
             raise UserError(f"optimizer.lr={self.lr} must be a number above 0")
         if not 0 <= self.weight_decay < math.inf:
@@ -55,6 +54,7 @@ class Optimizer:
         check_patterns(self.groups)
         if isinstance(self.fused, str) and self.fused != "auto":
             raise UserError(f"optimizer.fused={self.fused} must be true, false or auto")
+        accepted = accepted_options(optimizer_class(self.name))
         for option in self.options:
             if option in ("lr", "weight_decay", "fused"):
                 raise UserError(f"optimizer.options.{option} has its own key: set optimizer.{option}=…")

@@ -42,7 +42,7 @@ def main(run_class: type[Run] | None = None) -> int:
     Args:
         run_class: the class that trains; None: ``Run``.
     """
-    if {"-h", "--help"} & set(sys.argv[1:]):
+    if any(each.partition("=")[0] in ("-h", "--help") for each in sys.argv[1:]):
         return _help()
     if "install=bash" in sys.argv[1:]:
         print(completion.INSTALL)
@@ -51,7 +51,7 @@ def main(run_class: type[Run] | None = None) -> int:
     attempt = partial(_attempt, run_class)
     try:
         arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
-        with completion.without_schemas(arguments):
+        with completion.offering(arguments):
             codes = _sweep(Sweep(arguments), attempt)
     except UserError as error:
         return _report(error)

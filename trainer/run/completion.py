@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
+import pkgutil
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 
 from trainer.config import outside
+from trainer.config.options import Overriding, without_effect
 from trainer.config.registration import by_key
 from trainer.errors import UserError
 
-# Hydra's own would run any Python file to ask it. The other scripts take the options of train.py, too.
+# Hydra's own would run any Python file to ask it. train.py answers for the other scripts, too.
 INSTALL = r"""_mantissa_completion() {
     words=($COMP_LINE)
     train=${words[1]%/*}/train.py
@@ -25,13 +30,26 @@ complete -o nospace -o default -F _mantissa_completion python"""
 
 
 @contextmanager
-def without_schemas(arguments: Sequence[str]) -> Iterator[None]:
-    """Leave out what is no choice of a user's where Hydra prints what may follow."""
+def offering(arguments: Sequence[str]) -> Iterator[None]:
+    """Where Hydra prints what may follow, leave out what the script does not take, and add its own options."""
     if "query=bash" not in arguments:
         yield
         return
+    _, script, *typed = os.environ["COMP_LINE"].split(maxsplit=2)
     with suppress(UserError):
-        outside.use(by_key(os.environ.get("COMP_LINE", "").split()).get("recipe_path"))
+        outside.use(by_key(" ".join(typed).split()).get("recipe_path"))
     with redirect_stdout(io.StringIO()) as printed:
         yield
-    print(" ".join(word for word in printed.getvalue().split() if not word.endswith("_schema")))
+    found = [word for word in printed.getvalue().split() if not word.endswith("_schema")]
+    print(*(found if script.endswith("train.py") else _of_script(Path(script), found)))
+
+
+def _of_script(script: Path, of_training: Sequence[str]) -> list[str]:
+    """Return the options that a script's docstring names, and those of train.py's that it takes, too."""
+    code = script.read_text(encoding="utf-8")
+    own = re.findall(r"^  (?:python \S+ )?(\w+[.=])", ast.get_docstring(ast.parse(code)) or "", re.M)
+    named = re.search(r'options="([\w.:]+)"', code)
+    options = pkgutil.resolve_name(named[1]) if named else object
+    if not issubclass(options, Overriding):
+        return own
+    return [*own, *(word for word in of_training if not without_effect(re.split(r"\.?=|\.$", word)[0], options))]

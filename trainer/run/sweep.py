@@ -23,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.compose import CONF, combinations
-from trainer.config.options import unquoted
 from trainer.config.recorded import base
 from trainer.config.registration import by_key, check, name_of_composed
+from trainer.config.text import unquoted
 from trainer.files import SAME
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")

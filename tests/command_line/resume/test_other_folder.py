@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.exported import RunOptions
+from inference.options import RunOptions
 from inference.setting import configure
 from tests.command_line.conftest import Train
 from tests.helpers import same_bits

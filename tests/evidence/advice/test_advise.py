@@ -19,7 +19,6 @@ from evidence.advice.worker import Failed, Worker
 from evidence.memory.fits import too_large
 from tests.evidence.advice.made import advice
 from trainer.config.compose import compose
-from trainer.errors import UserError
 from trainer.hardware import detect
 
 SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", "data.samples=64", "device=cpu"]
@@ -160,19 +159,3 @@ def test_another_answer_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pyt
         (tmp_path / "trainer" / "code.py").write_text(text)
         changed.add(command._key(config, SMALL, "speed", cpu))
     assert len(changed - {known}) == 7
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("goal=fast", "goal=fast is not a goal"),
-        ("budget_minutes=inf", "must be a time above 0"),
-        ("resume=outputs/x", "resume=outputs/x has no effect"),
-        ("precision=fp32,bf16", "several values"),
-        ("parallel=ddp", "leave out torchrun and parallel"),
-    ],
-)
-def test_mistakes_are_named_before_any_work(given: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        command.main([*SMALL, f"output_dir={tmp_path}", given])
-    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME
+from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, best_step, path_of, steps
 from trainer.errors import first_line
 from trainer.files import METRICS_FILE
 from trainer.tracking.mlflow.addresses import database_file
@@ -76,12 +76,10 @@ class CheckpointSender:
         local = self.mode == "auto" and database_file(self.client.tracking_uri) is not None
         if self.mode == "none" or local or not root.is_dir():
             return []
-        from trainer.checkpoint import store as checkpoint  # with torch
-
-        steps = checkpoint.steps(root)
+        saved = steps(root)
         if self.mode != "all":
-            steps = sorted({*steps[-1:], checkpoint.best_step(root) or -1} & {*steps})
-        return [checkpoint.path_of(root, step) for step in steps]
+            saved = sorted({*saved[-1:], best_step(root) or -1} & {*saved})
+        return [path_of(root, step) for step in saved]
 
     def _send(self, path: Path, before: Callable[[str, Path], None]) -> None:
         """Send a checkpoint, unless MLflow has it.

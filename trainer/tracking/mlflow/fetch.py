@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint import schema as checkpoint
 from trainer.checkpoint.schema import MANIFEST_FILE, damage
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (

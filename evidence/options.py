@@ -1,0 +1,231 @@
+"""Options of the scripts that make many runs, read without torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from evidence.runs import NULL_SHIFT, merged
+from trainer.config.options import ONE_PROCESS, Overriding, check_keys
+from trainer.config.recorded import options_of
+from trainer.config.registration import by_key, choices
+from trainer.config.source import outline
+from trainer.config.text import fraction, listed, unquoted
+from trainer.errors import UserError, nearest
+from trainer.files import PROJECT
+from trainer.run_folder import RunFolder
+
+FIRST = 10
+"""Steps of a learning-rate range test from which nothing is suggested: its loss is the mean of few batches."""
+CLAIMS = PROJECT / "evidence" / "claims" / "published"
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass
+class AdviseOptions(Overriding):
+    """Of scripts/advise.py."""
+
+    fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
+
+    budget_minutes: float = 5.0
+    goal: Literal["speed", "memory"] = "speed"
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.budget_minutes) and self.budget_minutes > 0):
+            raise UserError(f"budget_minutes={self.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
+
+    def commands(self, overrides: list[str]) -> list[list[str]]:
+        if len(found := list(super().commands(overrides))) > 1:
+            raise UserError(
+                "an option has several values, but advise.py chooses what it tries; set one value, or leave it out"
+            )
+        return found
+
+
+@dataclass
+class CertifyOptions(Overriding):
+    """Of scripts/certify.py."""
+
+    kills: int = 20
+    seed: int = 0
+    max_ulp: float = 4
+    output_dir: Path = Path("outputs")
+
+    def commands(self, overrides: list[str]) -> list[list[str]]:
+        common, defaults = (outline("evidence.certificate.certify", name) for name in ("COMMON", "DEFAULTS"))
+        return [merged(common, defaults.get(by_key(overrides).get("recipe", "gpt2"), []), overrides)]
+
+
+@dataclass
+class CompareOptions(Overriding):
+    """Of scripts/compare.py."""
+
+    fixed = ONE_PROCESS | dict.fromkeys(("seed", "run_name", "resume"), "set for every run; use seeds=5, and name=…")
+
+    arms: list[str] = field(default_factory=list)
+    baseline: str = ""
+    seeds: str = "5"
+    margin: str = "0.3%"
+    null: bool = True
+    name: str = ""
+    output_dir: Path = Path("outputs")
+
+    def __post_init__(self) -> None:
+        precisions = choices("precision")
+        for name in self.arms:
+            if name not in precisions:
+                raise UserError(
+                    f"arms: {name} is not a precision ({', '.join(precisions)}){nearest(name, precisions)}; "
+                    'for other overrides use arm.<name>="key=value …"'
+                )
+        if "/" in self.name or self.name in (".", ".."):
+            raise UserError(f"name={self.name} must be the name of a folder, without a slash")
+        seeds_of(self.seeds), margin_of(self.margin)
+
+    def split(self, others: list[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+        """Return the overrides of all arms, and each arm's label with its own.
+
+        Raises:
+            UserError: there are fewer than two arms, or one sets what is set for every run.
+        """
+        common = [text for text in others if not text.startswith("arm.")]
+        arms = [(name, [f"precision={name}"]) for name in self.arms]
+        for label, _, text in (text.removeprefix("arm.").partition("=") for text in others if text not in common):
+            arms.append((label, unquoted(text).split()))
+            check_keys(arms[-1][1], type(self))
+        if len(arms) < 2:
+            raise UserError(
+                'a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"'
+            )
+        return common, arms
+
+    def commands(self, overrides: list[str]) -> list[list[str]]:
+        common, arms = self.split(overrides)
+        return [merged(common, own) for _, own in arms]
+
+
+@dataclass
+class DoctorOptions(Overriding):
+    """Of scripts/doctor.py."""
+
+    resume: str = ""
+    step: int = 0
+    check: list[str] = field(default_factory=lambda: ["all"])
+    reference: Literal["auto", "fp32", "fp64"] = "auto"
+    budget_s: int = 60
+
+    def __post_init__(self) -> None:
+        checks = outline("mantissa.doctor.diagnosis", "CHECKS")
+        if unknown := [name for name in self.check if name not in (*checks, "all")]:
+            near = nearest(unknown[0], checks)
+            raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(checks)})")
+        if self.check == ["islands"]:
+            raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
+
+    def recorded(self) -> Mapping[str, Any] | None:
+        return options_of(RunFolder.open("resume", self.resume, "outputs")) if self.resume else None
+
+
+@dataclass
+class MaxBatchOptions(Overriding):
+    """Of scripts/max_batch.py."""
+
+    fixed = dict.fromkeys(("micro_batch_size",), "it is what this command finds")
+
+    budget: str = "device"
+    margin: str = "5%"
+
+
+@dataclass
+class MemoryOptions(Overriding):
+    """Of scripts/memory.py."""
+
+    check: bool = False
+
+
+@dataclass
+class RangeOptions(Overriding):
+    """Of scripts/lr_range.py."""
+
+    fixed = ONE_PROCESS | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
+
+    min: float = 1e-7
+    max: float = 10.0
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min < self.max < math.inf:
+            raise UserError(
+                f"min={self.min:g} and max={self.max:g} must be learning rates above 0, min the lower one, such as "
+                f"min={RangeOptions.min:g} max={RangeOptions.max:g}"
+            )
+        if self.steps <= 2 * FIRST:
+            raise UserError(f"steps={self.steps} are too few for a curve; use more than {2 * FIRST}, such as steps=100")
+
+
+@dataclass
+class ReproduceOptions:
+    """Of scripts/reproduce.py."""
+
+    claim: list[str] = field(default_factory=list)
+    all: bool = False
+    budget: str = ""
+    reduced: bool = False
+    pages: bool = False
+    device: str = "auto"
+    output_dir: Path = Path("outputs")
+
+    def __post_init__(self) -> None:
+        if self.claim and self.all:
+            raise UserError("claim=… and all=true exclude each other; drop one")
+        seconds_of(self.budget or "1s")
+        for name in self.claim:
+            check_claim(name)
+
+
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds that ``5`` or ``3,4,5`` means. Raises UserError."""
+    try:
+        seeds = [int(item) for item in listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
+    except ValueError:
+        raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
+    if len(set(seeds)) < max(2, len(seeds)) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:
+        raise UserError(f"seeds={text} must be two or more different numbers from 0 to {NULL_SHIFT - 1}; use seeds=5")
+    return seeds
+
+
+def margin_of(text: str) -> float:
+    """Return the fraction that ``0.3%`` or ``0.003`` means. Raises UserError."""
+    margin = fraction(text)
+    if margin is None or not 0 < margin < 1:
+        raise UserError(
+            f"margin={text} must be a number above 0 and below 100 %: the difference in validation loss that is too "
+            "small to matter, such as margin=0.3%"
+        )
+    return margin
+
+
+def check_claim(name: str, folder: Path = CLAIMS) -> None:
+    """Raise UserError where a folder has no such claim."""
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise UserError(
+            f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
+        )
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds that ``90s``, ``25min`` or ``1.5h`` means.
+
+    Raises:
+        UserError: no unit, another unit, or no positive number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text.strip())
+    if match and (seconds := float(match[1]) * _UNITS[match[2]]) > 0:
+        return seconds
+    raise UserError(f"budget={text} is not a time: set budget=25min, or with another unit budget=90s, budget=1.5h")
