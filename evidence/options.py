@@ -65,7 +65,9 @@ class CertifyOptions(Overriding):
 class CompareOptions(Overriding):
     """Of scripts/compare.py."""
 
-    fixed = ONE_PROCESS | dict.fromkeys(("seed", "run_name", "resume"), "set for every run; use seeds=5, and name=…")
+    fixed = ONE_PROCESS | dict.fromkeys(
+        ("seed", "run_name", "resume", "output_dir"), "set for every run; use seeds=5, and name=…"
+    )
 
     arms: list[str] = field(default_factory=list)
     baseline: str = ""

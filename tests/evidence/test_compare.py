@@ -63,6 +63,7 @@ def test_arms_of_any_overrides() -> None:
         ([PAIR, "seeds=[1,1]"], ("different numbers",)),
         ([PAIR, "seeds=[0,1000]"], ("from 0 to 999",)),
         ([PAIR, "seed=3"], ("seed=3 has no effect: set for every run", "seeds=5")),
+        ([PAIR, "arm.x=output_dir=elsewhere"], ("output_dir=elsewhere has no effect: set for every run",)),
         ([PAIR, "margin=0"], ("margin=0 must be a number above 0", "margin=0.3%")),
         ([PAIR, "name=a/b"], ("name=a/b must be the name of a folder",)),
     ],

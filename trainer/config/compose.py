@@ -146,7 +146,7 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
         if override and (CONF / key).is_dir() and not isinstance(override.value(), str | Sweep):
             if not isinstance(override.value(), list):
                 raise UserError(f"{key}={typed} is not a choice ({', '.join(choices(key))})")
-            if key != "experiment":  # of which several may follow each other
+            if key != "experiment":  # experiment=[one,two] is Hydra's way to take both
                 raise UserError(
                     f"{key}={typed}: a run has one {key}; to run one after the other, add -m and no brackets"
                 )

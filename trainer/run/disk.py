@@ -38,7 +38,7 @@ def check_disk(config: Config, plan: Plan, parameters: int, averaged: bool) -> N
         return
     export = held["buffers"] + (4 * parameters if averaged else held["weights"])
     each = held["buffers"] + held["weights"] + held["optimizer"]
-    # best/ is written when no checkpoint is, in the place of which it fits.
+    # best/ is written between two checkpoints, in the space of the next one.
     needed = copies * each + (export if copies < options.keep + 2 else 0) + SPARE_BYTES
     if disk.free < needed:
         raise UserError(
