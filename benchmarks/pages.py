@@ -44,8 +44,6 @@ FRONT = "precisions"
 """The comparison of README's first picture, and of docs/comparing.md."""
 IMAGES = Path("docs") / "images"
 PICTURE, TERMINAL = IMAGES / "compare.png", IMAGES / "terminal.svg"
-DRAWN = ("speed", "memory", "loss", "tradeoff")
-"""The plots of a comparison that the picture has, row by row."""
 OF_A_RUN = (
     "status",
     "units_per_s",
@@ -412,22 +410,8 @@ def draw_terminal(result: Result) -> None:
 
 
 def draw(result: Result) -> None:
-    """Draw the plots of a comparison side by side; the picture's text chunk ``Source`` has the result's digest."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.image import imsave
-
-    drawn = plots.figures(judged(result))
-    tiles = []
-    for name in DRAWN:
-        if name in drawn:
-            title, figure = drawn[name]
-            figure.suptitle(title, fontsize=10)
-            canvas = FigureCanvasAgg(figure)
-            canvas.draw()
-            tiles.append(np.asarray(canvas.buffer_rgba()))
-    tiles += [np.full_like(tiles[0], 255)] * (len(tiles) % 2)
-    lines = [np.hstack(tiles[first : first + 2]) for first in range(0, len(tiles), 2)]
-    imsave(PROJECT / PICTURE, np.vstack(lines), metadata={"Source": digest(result)})
+    """Draw the answers of a comparison; the picture's text chunk ``Source`` has the result's digest."""
+    plots.answers(judged(result)).savefig(PROJECT / PICTURE, metadata={"Source": digest(result)})
 
 
 # --- advice ---

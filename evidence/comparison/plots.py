@@ -1,4 +1,4 @@
-"""The plots of a comparison: loss curves, throughput, memory by category, speed against quality."""
+"""The plots of a comparison: the three answers, loss curves, throughput, memory by category, speed against quality."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PARTS = dict(
 def figures(result: Result) -> dict[str, tuple[str, Any]]:
     """Return (title, matplotlib figure) by file name; what was not measured is left out."""
     drawn = {
+        "answers": (f"Speed, memory and validation loss, relative to {result.comparison.baseline}", answers(result)),
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
@@ -41,6 +42,65 @@ def _color(result: Result, arm: ArmResult) -> str:
         return NOISE
     labels = [other.label for other in result.arms if not other.is_null]
     return COLORS[labels.index(arm.label) % len(COLORS)]
+
+
+def answers(result: Result) -> Any:
+    """Return the figure with the three answers side by side, a row for each arm; None if no speed is to be shown."""
+    arms = _timed(result)
+    if not arms:
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, 1.3 + 0.42 * len(arms)), dpi=200, layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    base, margin = result.comparison.baseline, 100 * result.comparison.margin
+    heads = (
+        ("Which is fastest?", f"speed / {base}"),
+        ("Less memory?", f"peak memory / {base}"),
+        ("Same quality?", "difference in validation loss, %"),
+    )
+    for axes, (title, label) in zip(panels, heads, strict=True):
+        axes.set_title(title, fontsize=12, weight="bold", color=INK, loc="left")
+        axes.set_xlabel(label, color=QUIET, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines["bottom"].set_color("#dadce0")
+        axes.tick_params(length=0, colors=QUIET, labelsize=10)
+        axes.set_axisbelow(True)
+    panels[2].axvspan(-margin, margin, color="#e6f4ea", zorder=0)
+    for row, arm in enumerate(arms):
+        color = _color(result, arm)
+        for axes, quantity in zip(panels, (arm.speed, arm.memory), strict=False):
+            if (ratio := quantity.ratio) and not quantity.why:
+                ends = [[ratio.mean - ratio.low], [ratio.high - ratio.mean]]
+                axes.errorbar(ratio.mean, row, xerr=ends, color=INK, capsize=3, linewidth=1)
+            elif arm.label != base:
+                continue
+            axes.barh(row, ratio.mean if ratio else 1, color=color, height=0.62)
+            shown = f"{ratio.mean:.2f}x" if ratio else "1"
+            axes.annotate(
+                shown, (0, row), xytext=(5, 0), textcoords="offset points", va="center", color="white", weight="bold"
+            )
+        if arm.label == base:
+            panels[2].plot(0, row, "D", color=color)
+        elif arm.quality.test:
+            mean, low, high = (100 * getattr(arm.quality.test.difference, end) for end in ("mean", "low", "high"))
+            panels[2].errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=4)
+            verdict = "noise" if arm.is_null else arm.quality.verdict
+            panels[2].annotate(
+                verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
+            )
+    panels[2].margins(x=0.15)
+    _rows(panels[0], arms)
+    for axes in panels:
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x", color="#e8eaed")
+    return figure
+
+
+def _timed(result: Result) -> list[ArmResult]:
+    """Return the arms whose speed was measured; none if only the baseline and its null arm are left."""
+    arms = [arm for arm in result.arms if arm.speed.values and not (arm.arithmetic or arm.not_timed)]
+    return [] if len(arms) < len(result.arms) and all(arm.is_null for arm in arms[1:]) else arms
 
 
 def _loss(result: Result) -> Any:
@@ -70,9 +130,9 @@ def _loss(result: Result) -> Any:
 def _speed(result: Result) -> Any:
     from matplotlib.ticker import EngFormatter
 
-    arms = [arm for arm in result.arms if arm.speed.values and not (arm.arithmetic or arm.not_timed)]
-    if not arms or (len(arms) < len(result.arms) and all(arm.is_null for arm in arms[1:])):
-        return None  # of the baseline alone it would compare nothing
+    arms = _timed(result)
+    if not arms:
+        return None
     figure, axes = bare_figure(*SIZE)
     for row, arm in enumerate(arms):
         values = arm.speed.values
