@@ -12,6 +12,7 @@ from evidence.claims.criteria import NOT_HERE, RELATED, Criterion, combine, eval
 from evidence.claims.reproduce import machine_name, plain, save
 from evidence.claims.results import Record, has_the_arms, machine_of, read, runs_of
 from trainer.errors import UserError
+from trainer.files import make_folder
 from trainer.seals import read_sealed, write_sealed
 
 _REQUIRED = {
@@ -25,6 +26,7 @@ _OPTIONAL = {"not_timed": dict, "related": str}
 
 def write(record: Record, folder: Path) -> Path:
     """Write an outcome as one JSON file with its SHA-256 in it, and return its path."""
+    make_folder(folder)
     path = folder / f"{record['claim']}-{record['machine']}.json"
     write_sealed(path, record)
     return path

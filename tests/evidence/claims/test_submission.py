@@ -33,14 +33,14 @@ def sent(
         here = reproduction(tmp_path, made_up)
         here.git = COMMIT
         record = here.test("mine")
-        submission.write(record, tmp_path)
+        submission.write(record, tmp_path / "submit")
         return record
 
     return send
 
 
 def path_of(record: dict[str, Any], tmp_path: Path) -> Path:
-    return tmp_path / f"mine-{record['machine']}.json"
+    return tmp_path / "submit" / f"mine-{record['machine']}.json"
 
 
 def test_what_was_sent_is_recorded_once(tmp_path: Path, sent: Callable[[], dict[str, Any]]) -> None:
