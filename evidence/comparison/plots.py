@@ -1,4 +1,4 @@
-"""The plots of a comparison: the three answers, loss curves, throughput, memory by category, speed against quality."""
+"""The plots of a comparison: the three answers, loss curves, throughput, memory by category."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
-        "tradeoff": ("Speed and quality, vs. baseline", _tradeoff(result)),
     }
     return {name: (title, figure) for name, (title, figure) in drawn.items() if figure is not None}
 
@@ -183,36 +182,6 @@ def _memory(result: Result) -> Any:
     axes.set_xlabel("MiB", color=QUIET)
     if any(arm.ledger for arm in arms):
         figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
-    return figure
-
-
-def _tradeoff(result: Result) -> Any:
-    arms = [arm for arm in result.arms if arm.speed.ratio and not arm.speed.why and arm.quality.test]
-    if all(arm.is_null for arm in arms):
-        return None
-    figure, axes = bare_figure(*SIZE)
-    margin = 100 * result.comparison.margin
-    axes.axhspan(-margin, margin, color="#e6f4ea", label=f"margin ±{margin:g} %")
-    axes.plot(1, 0, "D", color=COLORS[0], label=result.comparison.baseline, zorder=3)
-    for arm in arms:
-        assert arm.speed.ratio
-        assert arm.quality.test
-        x, y = arm.speed.ratio, arm.quality.test.difference
-        color = _color(result, arm)
-        axes.errorbar(
-            x.mean,
-            100 * y.mean,
-            xerr=[[x.mean - x.low], [x.high - x.mean]],
-            yerr=[[100 * (y.mean - y.low)], [100 * (y.high - y.mean)]],
-            fmt="o",
-            color=color,
-            capsize=3,
-            label=arm.label,
-        )
-    axes.set_xlabel("speedup", color=QUIET)
-    axes.set_ylabel("difference in validation loss, %: the interval that decided", color=QUIET, fontsize=8)
-    axes.margins(0.2)
-    axes.legend(frameon=False, labelcolor=INK)
     return figure
 
 
