@@ -3,6 +3,7 @@
 # make ui      the runs side by side in MLflow
 # make bench   the ratios of docs/speed.md, measured here
 # make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
+# make release the wheel and the sdist in dist/, checked in a clean environment; then the tag of this version
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own
 
 # The first Python that runs here and fits.
@@ -17,7 +18,7 @@ TESTS  ?= 3
 CONSTRAINTS := constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: train test test-oldest ui bench bench-peers setup clean
+.PHONY: train test test-oldest release ui bench bench-peers setup clean
 
 train: $(VENV)/.run
 	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=chars precision=bf16
@@ -31,6 +32,9 @@ test: $(VENV)/.test
 test-oldest:
 	$(MAKE) $(OLDEST)/.test VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses $(TESTS) --dist worksteal
+
+release:
+	PYTHON="$(PYTHON)" .ci/release tag
 
 ui: $(VENV)/.run
 	$(BIN)/python scripts/ui.py
@@ -61,4 +65,4 @@ $(VENV)/.peers: $(VENV)/.run
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) dist build *.egg-info .mypy_cache .pytest_cache .ruff_cache
