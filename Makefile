@@ -4,6 +4,7 @@
 # make docs    the documentation as a site, in site/: needs no torch
 # make bench   the ratios of docs/speed.md, measured here
 # make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
+# make release the wheel and the sdist in dist/, checked in a clean environment; then the tag of this version
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own
 
 # The first Python that runs here and fits.
@@ -19,7 +20,7 @@ TESTS  ?= 3
 CONSTRAINTS := constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: train test test-oldest docs ui bench bench-peers setup clean
+.PHONY: train test test-oldest docs release ui bench bench-peers setup clean
 
 train: $(VENV)/.run
 	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=chars precision=bf16
@@ -36,6 +37,9 @@ test-oldest:
 
 docs: $(DOCS)/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+release:
+	PYTHON="$(PYTHON)" .ci/release tag
 
 ui: $(VENV)/.run
 	$(BIN)/python scripts/ui.py
@@ -72,4 +76,4 @@ $(VENV)/.peers: $(VENV)/.run
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) site build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(DOCS) site dist build *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache
