@@ -86,6 +86,7 @@ def eased(record: dict[str, Any]) -> None:
     [
         (faster, "throughput, bf16 over fp32 does not follow from the values of the runs"),
         (confirmed, "the verdict REFUTED does not follow"),
+        (lambda record: record["arms"]["bf16"].update(others_cpu=[0.9] * 3), "verdict of throughput, bf16 over fp32"),
         (eased, "is not the one that evidence/claims/published/mine.yaml gives"),
         (lambda record: record.update(claim_sha256="0" * 64), "it is of another version of evidence/claims"),
         (lambda record: record["arms"]["bf16"]["overrides"].append("steps=9"), "it is of another version of evidence"),
