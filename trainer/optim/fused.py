@@ -27,11 +27,11 @@ def fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype, device_
 
     updated = {}
     with unset_fake_temporarily():  # also while memory is forecast
-        for kind in (torch.float32, dtype):
+        for kind, scale in ((torch.float32, 1.0), (dtype, 2.0**20)):
             weight = nn.Parameter(torch.zeros(64, dtype=kind, device=device_type))
-            weight.grad = torch.full_like(weight, 2.0**-10)
+            weight.grad = torch.full_like(weight, 2.0**-30 * scale)
             optimizer: Any = cls([weight], lr=2.0**10, fused=True)  # type: ignore[call-arg]
-            optimizer.grad_scale = torch.tensor(2.0**20)
+            optimizer.grad_scale = torch.tensor(scale)
             optimizer.step()
             updated[kind] = weight.detach().float()
         return torch.allclose(updated[dtype], updated[torch.float32], rtol=2.0**-6, atol=0.0)
