@@ -359,8 +359,8 @@ def front() -> str:
     lines, found = [], [each for each in recorded() if each[1]["name"] == FRONT and "runs" in each[1]]
     for machine, result in dict(reversed(found)).items():
         lines.append(f"- `{machine}`: {' '.join(report.lead(judged(result)))} *({records.origin(result)})*")
-    commands = dict.fromkeys(f"    {result['command']}" for _, result in found)
-    return "\n".join([*lines[::-1], *(["", *commands] if commands else [])])
+    commands = dict.fromkeys(f"```\n{result['command']}\n```" for _, result in found)
+    return "\n".join([*lines[::-1], "", *commands])
 
 
 def first() -> str:

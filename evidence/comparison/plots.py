@@ -50,16 +50,16 @@ def answers(result: Result) -> Any:
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.6, 1.3 + 0.42 * len(arms)), dpi=200, layout="constrained")
+    figure = Figure(figsize=(5.4, 1 + 0.38 * len(arms)), dpi=200, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     base, margin = result.comparison.baseline, 100 * result.comparison.margin
     heads = (
-        ("Which is fastest?", f"speed / {base}"),
-        ("Less memory?", f"peak memory / {base}"),
-        ("Same quality?", "difference in validation loss, %"),
+        ("Fastest?", f"speed / {base}"),
+        ("Less memory?", f"memory / {base}"),
+        ("Same quality?", "change of loss, %"),
     )
     for axes, (title, label) in zip(panels, heads, strict=True):
-        axes.set_title(title, fontsize=12, weight="bold", color=INK, loc="left")
+        axes.set_title(title, fontsize=11, weight="bold", color=INK, loc="left")
         axes.set_xlabel(label, color=QUIET, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines["bottom"].set_color("#dadce0")

@@ -33,7 +33,11 @@ class Accelerator:
     calls: list[Any] = field(default_factory=list)
 
     def note(self, name: str, result: Any = None) -> Any:
-        return lambda *given: (self.calls.append((name, *given)), result)[1]
+        def called(*given: Any) -> Any:
+            self.calls.append((name, *given))
+            return result
+
+        return called
 
     def taken(self) -> list[Any]:
         calls, self.calls[:] = self.calls[:], []
