@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import roofline as module
 from benchmarks.jobs import Job
-from benchmarks.roofline import ATTENTION, ELEMENTWISE, GROUPS, OUTSIDE, MATMULS, by_group, group, roofline
+from benchmarks.roofline import ATTENTION, ELEMENTWISE, GROUPS, MATMULS, OUTSIDE, by_group, group, roofline
 from benchmarks.rows import Bench
 from trainer.hardware import detect
 
