@@ -127,7 +127,7 @@ class DoctorOptions(Overriding):
             near = nearest(unknown[0], checks)
             raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(checks)})")
         if self.check == ["islands"]:
-            raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
+            raise UserError("check=islands cures what another check finds; set check=formats,islands, or check=all")
 
     def recorded(self) -> Mapping[str, Any] | None:
         return options_of(RunFolder.open("resume", self.resume, "outputs")) if self.resume else None

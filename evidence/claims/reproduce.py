@@ -172,7 +172,7 @@ def machine_name(hardware: Hardware) -> str:
 
 
 def bf16_instructions(cpu_flags: Container[str]) -> str:
-    """Return what a CPU computes bf16 products with, which the names of some do not tell; empty: nothing."""
+    """Return what a CPU computes bf16 matmuls with, which the names of some do not tell; empty: nothing."""
     names = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16"}
     return next((name for flag, name in names.items() if flag in cpu_flags), "")
 

@@ -15,6 +15,7 @@ from evidence.measures import IN_USE
 from mantissa.display import columns, loss, mebibytes
 from mantissa.page import document, items, paragraphs, plots, wide_table
 from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, look_level, mean_interval
+from trainer.devices import kind_of
 from trainer.files import write_text
 
 ENERGY = "energy"
@@ -194,8 +195,8 @@ def method(result: Result) -> list[str]:
     facts, seeds = result.facts, ", ".join(map(str, result.comparison.seeds))
     hardware, git = facts["hardware"], facts["git"]
     commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] == 'true' else ''}" if git else ""
-    memory, warmup = "the peak that CUDA's allocator has allocated", "first step"
-    if not str(hardware["device"]).startswith("cuda"):
+    memory, warmup = "the peak that the GPU's allocator has allocated", "first step"
+    if not kind_of(hardware["device"]).own_memory:
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
         warmup = "first log interval"
     where = f"{hardware['name']}, {hardware['device']}, threads {hardware['threads']}"
