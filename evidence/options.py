@@ -178,6 +178,8 @@ class ReproduceOptions:
     all: bool = False
     budget: str = ""
     reduced: bool = False
+    submit: bool = False
+    add: str = ""
     pages: bool = False
     device: str = "auto"
     output_dir: Path = Path("outputs")
@@ -185,6 +187,10 @@ class ReproduceOptions:
     def __post_init__(self) -> None:
         if self.claim and self.all:
             raise UserError("claim=… and all=true exclude each other; drop one")
+        if self.submit and self.reduced:
+            raise UserError("reduced=true gives no outcome to send; drop it, or submit=true")
+        if self.submit and not (self.claim or self.all):
+            raise UserError("submit=true needs a claim; set claim=…, or all=true")
         seconds_of(self.budget or "1s")
         for name in self.claim:
             check_claim(name)
