@@ -357,11 +357,14 @@ def names() -> list[str]:
 
 def front() -> str:
     """Return what the comparison of the first picture says on each machine, the newest result of each."""
-    lines, found = [], [each for each in recorded() if each[1]["name"] == FRONT and "runs" in each[1]]
-    for machine, result in dict(reversed(found)).items():
-        lines.append(f"- `{machine}`: {' '.join(report.lead(judged(result)))} *({records.origin(result)})*")
-    commands = dict.fromkeys(f"```\n{result['command']}\n```" for _, result in found)
-    return "\n".join([*lines[::-1], "", *commands])
+    newest: dict[str, Result] = {}
+    for machine, result in recorded():
+        if result["name"] == FRONT and "runs" in result:
+            newest.setdefault(machine, result)
+    return "\n".join(
+        f"- `{machine}`: {' '.join(report.lead(judged(result)))} *({records.origin(result)})*"
+        for machine, result in newest.items()
+    )
 
 
 def first() -> str:
