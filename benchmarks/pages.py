@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import kernels, peers, records
+from benchmarks import kernels, peers, ratios, records
 from benchmarks.records import Result
 from benchmarks.rows import Row
 from evidence import blocks
@@ -84,13 +84,13 @@ def contents() -> blocks.Blocks:
     docs = Path("docs")
     found = {
         Path("README.md"): {
-            "advice": advice(),
-            "start": bench("documented"),
-            "comparison": comparisons([FRONT], tables=False),
+            "comparison": front(),
+            "first": first(),
         },
         docs / "advice.md": {"outcomes": outcomes_of_advice()},
         docs / "comparing.md": {"comparison": comparisons([FRONT])},
         IMAGES / "README.md": {"pictures": origins()},
+        docs / "getting-started.md": {"start": bench("documented")},
         docs / "measurements.md": {
             "comparisons": comparisons([name for name in names() if name != FRONT]),
             "costs": bench("ema", "diagnostics", "optimizers", "loader"),
@@ -330,13 +330,27 @@ def names() -> list[str]:
     return sorted({result["name"] for _, result in recorded()})
 
 
-def comparisons(shown: Sequence[str], tables: bool = True) -> str:
-    """Return for each name the newest comparison in full, and each earlier one in one line.
+def front() -> str:
+    """Return what the comparison of the first picture says on each machine, the newest result of each."""
+    lines, found = [], [each for each in recorded() if each[1]["name"] == FRONT and "runs" in each[1]]
+    for machine, result in dict(reversed(found)).items():
+        lines.append(f"- `{machine}`: {' '.join(report.lead(judged(result)))} *({records.origin(result)})*")
+    commands = dict.fromkeys(f"```\n{result['command']}\n```" for _, result in found)
+    return "\n".join([*lines[::-1], "", *commands])
 
-    Args:
-        shown: names of comparisons.
-        tables: with a table of the arms.
-    """
+
+def first() -> str:
+    """Return how long the README's first command took on each machine, the newest result of each."""
+    newest = {}
+    for machine, found in rows_of("documented"):
+        for result in sorted(found, key=lambda each: str(each["date"])):
+            if result["name"] == f"`{ratios.FIRST}`: time":
+                newest[machine] = f"{figure(result)} on `{machine}` ({records.origin(result)})"
+    return f"The training takes {' and '.join(newest.values())}." if newest else ""
+
+
+def comparisons(shown: Sequence[str]) -> str:
+    """Return for each name of a comparison the newest one in full, and each earlier one in one line."""
     parts = []
     for name in shown:
         own = [each for each in recorded() if each[1]["name"] == name]
@@ -354,7 +368,7 @@ def comparisons(shown: Sequence[str], tables: bool = True) -> str:
             parts += [f"### {name.capitalize().replace('-', ' ')}"] if len(shown) > 1 else []
             parts += told
             parts += [f"    {result['command']}", f"On {about}:", "\n".join(f"- {each}" for each in sentences)]
-            if tables and found:
+            if found:
                 heading, *rows = report.rows(found)
                 parts.append(table(heading, rows))
     return "\n\n".join(parts)
@@ -451,18 +465,6 @@ def all_advice() -> list[tuple[str, Result]]:
 def about(found: Result) -> str:
     """Return the origin of an advice, and what is against it."""
     return ", ".join([records.origin(found), *([] if "said" in found else [BEFORE])])
-
-
-def advice() -> str:
-    """Return each machine's newest advice for gpt2, whatever has won."""
-    newest: dict[str, Result] = {}
-    for machine, found in all_advice():
-        if found["recipe"] == "gpt2":
-            newest.setdefault(machine, found)
-    return "\n\n".join(
-        f"> {conclusion(found)} (`{found['command']}` on `{machine}`, {about(found)})"
-        for machine, found in newest.items()
-    )
 
 
 def outcomes_of_advice() -> str:

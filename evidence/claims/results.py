@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
@@ -29,7 +30,7 @@ RESULTS = PROJECT / "results"
 PAGE = Path("docs") / "results.md"
 SUMMARY = Path("docs") / "claims.md"
 FRONT = Path("README.md")
-SHOWN = ("bignet_memory", "half_everywhere", "clip_order", "shakespeare_cpu")
+SHOWN = ("bignet_memory", "half_everywhere", "clip_order")
 """The claims of the README, which have verdicts."""
 UNJUDGED = "no verdict"
 """By the present file, of arms that it does not have, or without arms that it judges by."""
@@ -200,15 +201,10 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(records: Records, claims: dict[str, Claim], page: str = PAGE.name) -> str:
+def summary(records: Records, claims: dict[str, Claim]) -> str:
     """Return a table of claims with what decided them, a column for each machine.
 
     Claims that no machine could test are left out.
-
-    Args:
-        records: all outcomes.
-        claims: of the rows.
-        page: the address of docs/results.md from where the table is.
     """
     rows = [("claim", "as published", *map(_title, records.values())), ("---",) * (2 + len(records))]
     newest_of_all = newest()
@@ -217,8 +213,23 @@ def summary(records: Records, claims: dict[str, Claim], page: str = PAGE.name) -
         if any(record["verdict"] != NOT_HERE for outcomes in here for record in outcomes):
             cells = (_cell(outcomes, claim, newest_of_all) for outcomes in here)
             statement = f"{claim.statement}<br>*{claim.related}*" if claim.related else claim.statement
-            rows.append((f"[{name}]({page}#{name})", statement, *cells))
+            rows.append((f"[{name}]({PAGE.name}#{name})", statement, *cells))
     return "\n".join(map(_row, rows))
+
+
+def headlines(records: Records, claims: dict[str, Claim]) -> str:
+    """Return a line for each claim: the verdict of each machine's newest outcome, counted, and the statement."""
+    lines = []
+    for name, claim in claims.items():
+        here = [measured(outcomes.get(name, [])) for outcomes in records.values()]
+        tested = [each[0] for each in here if each]
+        counts = Counter((judged(each, claim)[0], each["hardware"]["device"] == "cpu") for each in tested)
+        verdicts = [
+            f"**{verdict}** on {count} {'CPU' if cpu else 'GPU'}{'s' * (count != 1)}"
+            for (verdict, cpu), count in counts.most_common()
+        ]
+        lines.append(f"- {', '.join(verdicts)}, last on {max(each['date'] for each in tested)}: *{claim.statement}*")
+    return "\n".join(lines)
 
 
 def tables(records: Records, claims: dict[str, Claim]) -> dict[Path, str]:
@@ -231,7 +242,7 @@ def tables(records: Records, claims: dict[str, Claim]) -> dict[Path, str]:
     kinds = [summary(records, verdicts), "", "Related measurements, with the reason why there is no verdict:", ""]
     return {
         SUMMARY: "\n".join([*kinds, summary(records, related), "", "The machines:", "", *machines]),
-        FRONT: summary(records, few, PAGE.as_posix()),
+        FRONT: headlines(records, few),
     }
 
 

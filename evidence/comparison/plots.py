@@ -1,4 +1,4 @@
-"""The plots of a comparison: the three answers, loss curves, throughput, memory by category, speed against quality."""
+"""The plots of a comparison: the three answers, loss curves, throughput, memory by category."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
-        "tradeoff": ("Speed and quality, vs. baseline", _tradeoff(result)),
     }
     return {name: (title, figure) for name, (title, figure) in drawn.items() if figure is not None}
 
@@ -50,16 +49,16 @@ def answers(result: Result) -> Any:
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.6, 1.3 + 0.42 * len(arms)), dpi=200, layout="constrained")
+    figure = Figure(figsize=(5.4, 1 + 0.38 * len(arms)), dpi=200, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     base, margin = result.comparison.baseline, 100 * result.comparison.margin
     heads = (
-        ("Which is fastest?", f"speed / {base}"),
-        ("Less memory?", f"peak memory / {base}"),
-        ("Same quality?", "difference in validation loss, %"),
+        ("Fastest?", f"speed / {base}"),
+        ("Less memory?", f"memory / {base}"),
+        ("Same quality?", "change of loss, %"),
     )
     for axes, (title, label) in zip(panels, heads, strict=True):
-        axes.set_title(title, fontsize=12, weight="bold", color=INK, loc="left")
+        axes.set_title(title, fontsize=11, weight="bold", color=INK, loc="left")
         axes.set_xlabel(label, color=QUIET, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines["bottom"].set_color(RULE)
@@ -88,7 +87,7 @@ def answers(result: Result) -> Any:
                 verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
             )
     for axes in panels:
-        axes.margins(x=0.25)
+        axes.margins(x=0.4)
     _rows(panels[0], arms)
     for axes in panels:
         axes.spines["left"].set_visible(False)
@@ -180,36 +179,6 @@ def _memory(result: Result) -> Any:
     axes.set_xlabel("MiB", color=QUIET)
     if any(arm.ledger for arm in arms):
         figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=9)
-    return figure
-
-
-def _tradeoff(result: Result) -> Any:
-    arms = [arm for arm in result.arms if arm.speed.ratio and not arm.speed.why and arm.quality.test]
-    if all(arm.is_null for arm in arms):
-        return None
-    figure, axes = bare_figure(*SIZE)
-    margin = 100 * result.comparison.margin
-    axes.axhspan(-margin, margin, color=MARGIN, label=f"margin ±{margin:g} %")
-    axes.plot(1, 0, "D", color=COLORS[0], label=result.comparison.baseline, zorder=3)
-    for arm in arms:
-        assert arm.speed.ratio
-        assert arm.quality.test
-        x, y = arm.speed.ratio, arm.quality.test.difference
-        color = _color(result, arm)
-        axes.errorbar(
-            x.mean,
-            100 * y.mean,
-            xerr=[[x.mean - x.low], [x.high - x.mean]],
-            yerr=[[100 * (y.mean - y.low)], [100 * (y.high - y.mean)]],
-            fmt="o",
-            color=color,
-            capsize=3,
-            label=arm.label,
-        )
-    axes.set_xlabel("speedup", color=QUIET)
-    axes.set_ylabel("difference in validation loss, %", color=QUIET)
-    axes.margins(0.2)
-    axes.legend(frameon=False, labelcolor=INK)
     return figure
 
 

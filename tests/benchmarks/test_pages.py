@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pages, records
+from benchmarks import pages, ratios, records
 from benchmarks.measures import WRITTEN_BY_A_COMMAND
 from benchmarks.rows import Row
 from evidence import blocks
@@ -185,9 +185,7 @@ def test_of_several_results_all_are_shown_the_newest_first(tmp_path: Path, monke
     ]
 
 
-def test_every_advice_is_shown_whatever_won_and_the_newest_on_the_first_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_advice_is_shown_whatever_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     write_json(tmp_path / "advice.json", asdict(made.advice(winner="", hardware=detect("cpu").facts())))
     with pytest.raises(UserError, match="no finished advice"):
@@ -205,10 +203,25 @@ def test_every_advice_is_shown_whatever_won_and_the_newest_on_the_first_page(
     table = pages.outcomes_of_advice()
     assert 0 < table.index(said[0]) < table.index(said[1])
     assert "2026-11-22, 012345678, 1 day before the newest |" in table
-    assert said[0] in pages.advice()
-    assert said[1] not in pages.advice()
     simulated = records.add_line(tmp_path / "results" / "simulation" / records.ADVICE, {"date": "2026-11-25"})
-    assert "2 days before the newest" in pages.advice(), simulated
+    assert "2026-11-23, 012345678, 2 days before the newest |" in pages.outcomes_of_advice(), simulated
+
+
+def test_the_readme_has_what_each_machine_found_last_and_how_long_its_first_command_took(
+    compared: Result, tmp_path: Path
+) -> None:
+    assert f"\ntrain: $(VENV)/.run\n\t$(BIN)/{ratios.FIRST}\n" in (PROJECT / "Makefile").read_text(encoding="utf-8")
+    path = pages.add(compared.comparison.folder)
+    told = pages.front()
+    assert told.startswith(f"- `{path.parent.name}`: bf16 ")
+    assert told.endswith("\n\n```\npython scripts/compare.py arms=fp32,bf16\n```")
+    for day, seconds in (("24", 12.0), ("23", 99.0)):
+        row = Row(f"`{ratios.FIRST}`: time", "s", [seconds], "how").record() | {"measurement": "documented"}
+        records.add_line(
+            tmp_path / "results" / "b" / records.BENCH, row | {"date": f"2026-11-{day}", "commit": "0" * 40}
+        )
+    assert "12.00 s on `b` (2026-11-24" in pages.first()
+    assert "99" not in pages.first()
 
 
 def test_every_page_says_of_a_result_the_same_of_its_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_a_speed_in_fp32_arithmetic_is_said_not_to_be_the_formats(tmp_path: Path
     assert bf16["speedup"] == "NOT JUDGED"
     assert bf16["throughput"].endswith(" in fp32 arithmetic")
     assert "x" in cells(found, "null")["speedup"]
-    assert {"speed", "tradeoff"}.isdisjoint(figures(found))
+    assert {"speed", "answers"}.isdisjoint(figures(found))
     needs = "bf16 needs 10 % more memory than fp32; its validation loss is the same within 0.3 %."
     assert lead(found) == [f"{needs} NOT JUDGED: speed ({why})."]
     assert "speed" not in sentences(found)[0]
@@ -162,12 +162,11 @@ def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
     found = result(tmp_path, ["fp32", "tf32", "bf16", "fp16", "compiled"], 5)
     files = write_report(found, ["python", "scripts/compare.py", "arms=[fp32,bf16]"])
     assert {file.name for file in files} == {
-        *("report.html", "report.md"),
-        *(f"{name}.png" for name in ("answers", "loss", "speed", "memory", "tradeoff")),
+        *("report.html", "report.md", "loss.png", "speed.png", "memory.png", "answers.png")
     }
     assert all(file.stat().st_size for file in files)
     html, markdown = (file.read_text() for file in files[:2])
-    assert html.count("<svg") == 5
+    assert html.count("<svg") == 4
     assert '<tr><th scope="row">bf16</th><td class="good">EQUIVALENT</td>' in html
     assert "    python scripts/compare.py 'arms=[fp32,bf16]'\n" in markdown
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
