@@ -27,7 +27,7 @@ def test_whatever_a_name_says_is_text() -> None:
 def test_a_page_needs_nothing_else_and_follows_light_and_dark() -> None:
     figure, axes = bare_figure(3, 2)
     axes.plot([1, 2], [1, 2], color=COLORS[0])
-    axes.text(1, 1, "note")  # in matplotlib's own black
+    axes.axvline(1, color="black")
     axes.grid(color=RULE)
     axes.set_xlabel("x", color=QUIET)
     text = page("Kind", "title", ["answer"], "command", "origin", [Section("Plots", plots=[("caption", figure)])])
