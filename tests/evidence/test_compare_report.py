@@ -158,7 +158,7 @@ def test_when_all_failed_there_is_still_a_report(found: Result) -> None:
     assert "nan" not in files[0].read_text()
 
 
-def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_files_of_a_comparison_of_thirty_runs(tmp_path: Path) -> None:
     found = result(tmp_path, ["fp32", "tf32", "bf16", "fp16", "compiled"], 5)
     files = write_report(found, ["python", "scripts/compare.py", "arms=[fp32,bf16]"])
     assert {file.name for file in files} == {
