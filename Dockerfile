@@ -1,17 +1,31 @@
-# mkdir -p outputs && docker build -t mantissa . && docker run --rm --gpus all -v "$PWD/outputs:/app/outputs" mantissa
-FROM python:3.12-slim
+# mkdir -p outputs && docker build -t mantissa . && docker run --rm --gpus all --user "$(id -u):$(id -g)" -v "$PWD/outputs:/app/outputs" mantissa
+# Any command of the pages may follow `mantissa`: python scripts/compare.py recipe=gpt2 arms=fp32,bf16
+#
+# --build-arg TORCH_INDEX=  the package index of PyTorch's CPU builds, as its installation page has it: an image without
+#                           CUDA, some 5 GB smaller
+# --build-arg BASE=         the base image by its digest, for a build that can be repeated: python:3.12-slim@sha256:...
+ARG BASE=python:3.12-slim
+FROM ${BASE}
 
 # g++: torch.compile on a CPU.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home --uid 1000 mantissa && mkdir /app && chown mantissa /app
+RUN useradd --uid 1000 mantissa && install -d -o mantissa /app && install -d -m 1777 /home/any
+
 USER mantissa
 WORKDIR /app
 
 # The dependencies are a layer of their own: code changes do not install torch again.
 COPY --chown=mantissa Makefile pyproject.toml constraints.txt README.md LICENSE ./
-RUN make setup
+COPY --chown=mantissa mantissa/__init__.py mantissa/
+ARG TORCH_INDEX=""
+RUN PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" make setup
 
 COPY --chown=mantissa . .
-# The runs, and MLflow's store beside them, outlive the container in the mounted folder.
-ENV MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
-CMD ["make", "train"]
+
+# Any user may run it (--user): torch's compiler asks for a user's name, libraries for a home to write to. The runs,
+# MLflow's store and the caches outlive the container in the mounted folder.
+ENV PATH=/app/.venv/bin:$PATH HOME=/home/any USER=mantissa \
+    MANTISSA_CACHE=/app/outputs/.cache MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
+VOLUME /app/outputs
+LABEL org.opencontainers.image.title=Mantissa org.opencontainers.image.licenses=Apache-2.0
+CMD ["python", "scripts/train.py", "recipe=gpt2", "recipe.size=nano", "data.tokenizer=chars", "precision=bf16"]

@@ -327,7 +327,7 @@ def _outcome(machine: str, record: Record, claim: Claim, newest: str) -> list[st
     lines[0] += f"{_threads(record['hardware'])}."
     if verdict == RELATED and not claim.related:
         lines[0] += f" Without a verdict: {claim.only_related(machine_of(record)) or record['related']}."
-    rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]
+    rows = ["| quantity | measured | criterion | published | verdict |", "|---|---|---|---|---|"]
     for finding in findings:
         if not finding["values"] and finding["verdict"] in ("", NOT_HERE):
             continue  # the reason is below
