@@ -36,6 +36,7 @@ from evidence.measures import LOSS
 from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner
 from trainer.config.help import markdown
 from trainer.config.options import run
+from trainer.devices import DEVICE_KINDS
 from trainer.errors import UserError
 from trainer.files import PROJECT, read_json, write_text
 from trainer.hardware import detect
@@ -96,6 +97,7 @@ def contents() -> blocks.Blocks:
             "costs": bench("ema", "diagnostics", "optimizers", "loader"),
         },
         docs / "reliability.md": {"certificates": certificates()},
+        docs / "scaling.md": {"devices": devices()},
         docs / "speed.md": {
             "bf16": bf16_over_fp32(),
             "targets": bench("precision", "trainer", "memory", "saving", "generation", "parallel", "startup"),
@@ -120,6 +122,28 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 # --- rows of benchmarks/bench.py ---
+
+
+def devices() -> str:
+    """Return the table of ``trainer/devices.py``."""
+    heading = ["", "`device=`", "several processes", "pinned memory", "peak memory is of", "widest dtype", "formats"]
+    heading += ["fused kernels in 16 bits", "energy", "here"]
+    rows = [
+        [
+            kind.name,
+            f"`{kind.type}`",
+            kind.collectives or "no",
+            "yes" if kind.pinned else "no",
+            "torch's allocator" if kind.own_memory else "the process",
+            str(kind.wide).removeprefix("torch."),
+            "fp32, bf16, fp16" + ", TF32, fp8" * kind.nvidia,
+            "used" if kind.fused_amp else "tried first",
+            "NVML" if kind.nvidia else "no",
+            kind.ran,
+        ]
+        for kind in DEVICE_KINDS
+    ]
+    return table(heading, rows)
 
 
 def rows_of(*measurements: str) -> Iterator[tuple[str, list[Result]]]:

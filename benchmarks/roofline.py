@@ -12,8 +12,9 @@ from benchmarks.jobs import Job, gpt2_job, resnet_job, shakespeare
 from benchmarks.rows import ENDLESS, Bench, Row
 from evidence.turns import steps_of
 from mantissa.formats import BASIC, FORMATS
+from trainer.devices import synchronise
 from trainer.hardware import UNAVAILABLE
-from trainer.profiling.profiler import new_profile, operator_times, synchronise
+from trainer.profiling.profiler import new_profile, operator_times
 from trainer.profiling.rates import product_rates
 from trainer.trainer import Trainer
 

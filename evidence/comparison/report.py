@@ -14,6 +14,7 @@ from evidence.measures import IN_USE
 from evidence.page import Plot, Section, measured_on, page
 from mantissa.display import columns, loss, mebibytes
 from mantissa.statistics import EQUIVALENT, Interval, look_level, mean_interval
+from trainer.devices import kind_of
 from trainer.files import write_text
 
 ENERGY = "energy"
@@ -190,8 +191,8 @@ def _failures(arm: ArmResult) -> list[str]:
 def method(result: Result) -> list[str]:
     """Return the paragraphs on how it was measured."""
     facts, seeds = result.facts, ", ".join(map(str, result.comparison.seeds))
-    memory, warmup = "the peak that CUDA's allocator has allocated", "first step"
-    if not str(facts["hardware"]["device"]).startswith("cuda"):
+    memory, warmup = "the peak that the GPU's allocator has allocated", "first step"
+    if not kind_of(facts["hardware"]["device"]).own_memory:
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
         warmup = "first log interval"
     return [

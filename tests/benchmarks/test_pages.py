@@ -122,6 +122,7 @@ def test_the_blocks_are_those_of_the_results() -> None:
 
 def test_a_block_without_its_file_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {PROJECT / page for page, contents in pages.contents().items() if any(contents.values())}
+    shown.remove(PROJECT / "docs" / "scaling.md")  # which shows trainer/devices.py
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     assert blocks.stale(pages.contents()).keys() == shown
 

@@ -90,7 +90,7 @@ class Precision:
         if hardware.support(self.mode) == UNAVAILABLE:
             major, minor = number.capability
             raise UserError(
-                f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); {self.mode} "
+                f"precision={self.mode} is not available on {hardware.name} ({hardware.kind.name}); {self.mode} "
                 f"needs an NVIDIA GPU of compute capability {major}.{minor} or later. "
                 "Use precision=fp32 or precision=bf16"
             )

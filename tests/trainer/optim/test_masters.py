@@ -203,7 +203,7 @@ def pure_update(
 
 
 def needs_fused(name: str) -> None:
-    if not fused_is_sound(getattr(torch.optim, name), FP16):
+    if not fused_is_sound(getattr(torch.optim, name), FP16, "cpu"):
         pytest.skip(f"the fused form of {name} is not used: in this torch it updates 16-bit weights wrongly on a CPU")
 
 
