@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
                 advice.entries, advice.spent_s = known.entries, known.spent_s
             _search(advice, overrides, options, hardware, folder, console)
         print_advice(advice, console)
-        files = [*write_report(advice, folder), folder / ANSWER]
+        files = [write_report(advice, folder), folder / ANSWER]
         print("\n".join(map(str, files)))
         if sent := publish(advice, config, sentence(advice), files):
             print(sent)

@@ -19,7 +19,6 @@ from trainer.files import write_text
 from trainer.profiling.ledger import MIB
 from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
-PAGE, PICTURE = "report.html", "advice.png"
 ENDED = {
     AHEAD: "one setting is ahead",
     SEVERAL: "the best settings are equal",
@@ -95,16 +94,13 @@ def print_advice(advice: Advice, console: Console) -> None:
         say(f"Does it train as well? {comparison(advice)}")
 
 
-def write_report(advice: Advice, folder: Path) -> list[Path]:
-    """Write ``report.html`` and, where two settings were measured, ``advice.png``; return the files.
+def write_report(advice: Advice, folder: Path) -> Path:
+    """Write ``report.html``, and return it.
 
     Raises:
         OSError: they cannot be written.
     """
-    plots, pictures = list(filter(None, [plot(advice)])), []
-    for _, figure in plots:
-        figure.savefig(folder / PICTURE)
-        pictures.append(folder / PICTURE)
+    plots = [drawn] if (drawn := plot(advice)) else []
     better = [Section("Does it train as well?", text=comparison(advice))] * (advice.winner != advice.baseline)
     notes = [*remarks(advice), *(f"Note: {note}." for note in advice.notes)]
     text = page(
@@ -119,8 +115,8 @@ def write_report(advice: Advice, folder: Path) -> list[Path]:
             Section("What was measured", [_ended(advice)], notes, rows(advice), plots=plots),
         ],
     )
-    write_text(folder / PAGE, text)
-    return [folder / PAGE, *pictures]
+    write_text(folder / "report.html", text)
+    return folder / "report.html"
 
 
 def remarks(advice: Advice) -> list[str]:
