@@ -45,7 +45,7 @@ class Hardware:
         return kind_of(self.device)
 
     def support(self, mode: str) -> str:
-        """Return how this device computes matrix products in a mode: native, emulated, not available.
+        """Return how this device computes matmuls in a mode: native, emulated, not available.
 
         Native means that they run in that format's own instructions; emulated, that the results are right but
         computed in another format (usually no faster).

@@ -12,11 +12,11 @@ from mantissa.finding import FORWARD, OVERFLOW
 
 
 def opening(replay: Replay) -> str:
-    """Return what was taken again, and how it ended."""
+    """Return what was replayed, and how it ended."""
     number = replay.step.number
     how = f"loss {replay.loss:.6g}, gradient norm {replay.grad_norm:.4g}" + (", skipped" if replay.skipped else "")
     if replay.failed:
-        outcome = "taken again and finite" if replay.finite else "reproduced"
+        outcome = "replayed and finite" if replay.finite else "reproduced"
         return f"step {number} {outcome} ({how}) from {replay.began}"
     place = f"one more step ({number}) after the last, taken" if replay.finished else f"step {number} taken"
     return f"{place} from {replay.began} ({how})"
@@ -56,7 +56,7 @@ def facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "grad_norm": _number(replay.grad_norm),
         "skipped": replay.skipped,
         "loss_scale": replay.step.scale,
-        "ladder": [
+        "formats": [
             {name: getattr(trial, name) for name in ("name", "status", "scale", "harmed", "why")}
             | {"loss": _number(trial.loss)}
             for trial in diagnosis.sweep

@@ -32,7 +32,7 @@ COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
 
 @pytest.fixture(scope="module")
 def overflow() -> Diagnosis:
-    return diagnose(FAULTS[0].replay(), ("ladder", "manifest"), budget_s=600)
+    return diagnose(FAULTS[0].replay(), ("formats", "manifest"), budget_s=600)
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     assert files == [folder / name for name in ("report.html", "manifest.csv", "verdict.json")]
     verdict = json.loads((folder / "verdict.json").read_text(), parse_constant=pytest.fail)
     assert (verdict["verdict"], verdict["exit_code"], verdict["step"], verdict["loss"]) == ("FOUND", 7, 1, None)
-    assert [rung["status"] for rung in verdict["ladder"]] == ["ok", "ok", "ok", "BREAKS", "BREAKS"]
-    assert {rung["name"] for rung in verdict["ladder"]} < set(verdict["seconds"])
+    assert [format["status"] for format in verdict["formats"]] == ["ok", "ok", "ok", "BREAKS", "BREAKS"]
+    assert {format["name"] for format in verdict["formats"]} < set(verdict["seconds"])
     assert verdict["findings"][0]["module"] == "1.wo"
     assert verdict["command"] == "python scripts/doctor.py 'resume=a run'"
     assert verdict["versions"]["torch"]
