@@ -10,11 +10,10 @@ from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult
 from evidence.measures import LOSS
 from mantissa.display import mebibytes
-from mantissa.page import COLORS, NOISE
 from trainer.profiling.ledger import CATEGORIES, MIB
-from trainer.tracking.plots import INK, QUIET, bare_figure
+from trainer.tracking.plots import COLORS, INK, MARGIN, NOISE, PAPER, QUIET, RULE, bare_figure
 
-SIZE = (6.4, 3.8)
+SIZE = (4.6, 3.2)
 """Inches."""
 PARTS = dict(
     zip(
@@ -62,10 +61,10 @@ def answers(result: Result) -> Any:
         axes.set_title(title, fontsize=11, weight="bold", color=INK, loc="left")
         axes.set_xlabel(label, color=QUIET, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines["bottom"].set_color("#dadce0")
+        axes.spines["bottom"].set_color(RULE)
         axes.tick_params(length=0, colors=QUIET, labelsize=10)
         axes.set_axisbelow(True)
-    panels[2].axvspan(-margin, margin, color="#e6f4ea", zorder=0)
+    panels[2].axvspan(-margin, margin, color=MARGIN, zorder=0)
     for row, arm in enumerate(arms):
         color = _color(result, arm)
         for axes, quantity in zip(panels, (arm.speed, arm.memory), strict=False):
@@ -76,9 +75,8 @@ def answers(result: Result) -> Any:
                 continue
             axes.barh(row, ratio.mean if ratio else 1, color=color, height=0.62)
             shown = f"{ratio.mean:.2f}x" if ratio else "1"
-            axes.annotate(
-                shown, (0, row), xytext=(5, 0), textcoords="offset points", va="center", color="white", weight="bold"
-            )
+            end = (ratio.high if ratio else 1, row)
+            axes.annotate(shown, end, xytext=(5, 0), textcoords="offset points", va="center", color=INK)
         if arm.label == base:
             panels[2].plot(0, row, "D", color=color)
         elif arm.quality.test:
@@ -88,11 +86,12 @@ def answers(result: Result) -> Any:
             panels[2].annotate(
                 verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
             )
-    panels[2].margins(x=0.15)
+    for axes in panels:
+        axes.margins(x=0.4)
     _rows(panels[0], arms)
     for axes in panels:
         axes.spines["left"].set_visible(False)
-        axes.grid(axis="x", color="#e8eaed")
+        axes.grid(axis="x", color=RULE)
     return figure
 
 
@@ -121,7 +120,7 @@ def _loss(result: Result) -> Any:
         return None
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.set_ylabel("validation loss", color=QUIET)
-    axes.grid(axis="y", color="#e8eaed")
+    axes.grid(axis="y", color=RULE)
     axes.legend(frameon=False, labelcolor=INK)
     return figure
 
@@ -140,13 +139,11 @@ def _speed(result: Result) -> Any:
         if arm.speed.value:
             half = (arm.speed.value.high - arm.speed.value.low) / 2
             axes.errorbar(middle, row + 0.18, xerr=half, color=INK, capsize=3, linewidth=1)
-        axes.plot(values, [row + 0.18] * len(values), "o", color="white", markeredgecolor=INK, markersize=4)
+        axes.plot(values, [row + 0.18] * len(values), "o", color=PAPER, markeredgecolor=INK, markersize=4)
         shown = (
             f"{arm.speed.ratio.mean:.2f}x" if arm.speed.ratio and not arm.speed.why else EngFormatter(places=1)(middle)
         )
-        axes.annotate(
-            shown, (0, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
-        )
+        axes.annotate(shown, (middle, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
     axes.set_xlim(0, 1.2 * max(max(arm.speed.values) for arm in arms))  # with few seeds the interval may be far wider
     _rows(axes, arms)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -181,7 +178,7 @@ def _memory(result: Result) -> Any:
     axes.margins(x=0.12)
     axes.set_xlabel("MiB", color=QUIET)
     if any(arm.ledger for arm in arms):
-        figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=9)
     return figure
 
 
@@ -189,4 +186,4 @@ def _rows(axes: Any, arms: list[ArmResult]) -> None:
     axes.set_yticks(range(len(arms)), [arm.label for arm in arms], color=INK)
     axes.invert_yaxis()
     axes.spines["left"].set_visible(False)
-    axes.grid(axis="x", color="#e8eaed")
+    axes.grid(axis="x", color=RULE)
