@@ -60,7 +60,7 @@ class Overfit(Debug):
 
     kind: ClassVar[str] = "overfit"
     target: float = 0.2
-    """The part of the first loss that may be left at the end."""
+    """The last loss must be at most this fraction of the first."""
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:

@@ -25,25 +25,23 @@ class Optimizer:
     """An optimizer's class and its options; a new choice is one YAML file."""
 
     name: str = "AdamW"
-    """The class: one of torch.optim, or Muon, Lion, Lamb, AdamWScheduleFree."""
+    """Optimizer class: any of torch.optim, or Muon, Lion, Lamb, AdamWScheduleFree."""
     lr: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
-    """Of the weights of linear, convolution, embedding and attention layers. Everything else is not decayed, whatever
-    its shape: biases, norms, scales, class tokens, plain position embeddings.
-    """
+    """Weight decay of linear, convolution, embedding and attention weights. Nothing else is decayed, whatever its
+    shape: biases, norms, scales, class tokens, plain position embeddings. """
     groups: Any = None
-    """A mapping of name patterns to what the parameters that match have of their own: ``lr``, a multiple of the
-    learning rate, and ``weight_decay``, where they have any. Of several patterns the last one decides.
-    """
+    """Settings by name pattern: ``lr`` multiplies the learning rate of the matching parameters, ``weight_decay``
+    replaces theirs, if they have any. If several patterns match, the last one wins. """
     layer_decay: float | None = None
-    """Multiplies the learning rate from each block to the one below, from 1 at the head; null: 1."""
+    """Layer-wise learning-rate decay: factor from each block to the one below, starting with 1 at the head; null: 1."""
     fused: bool | str = "auto"
-    """Use one kernel for the whole update; auto: if torch has one for this device."""
+    """Use torch's fused kernel for the update; auto: if there is one for this device."""
     set_to_none: bool = True
-    """Clear gradients to None; false: fill them with zeros, to measure the difference."""
+    """Clear gradients to None; false fills them with zeros, to measure the difference."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the class, such as ``betas`` or ``momentum``."""
+    """Further arguments of the optimizer class, such as ``betas`` or ``momentum``."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
