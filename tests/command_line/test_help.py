@@ -20,7 +20,11 @@ from trainer.config.explain import known_options
     ("arguments", "shown", "left_out"),
     [
         ("", "\n  muon  ", "optimizer.lr:"),
-        ("recipe=gpt2 precision=fp8", "precision.fp8_scaling: str | null = tensorwise\n    Scales of fp8", "clip.max_value"),
+        (
+            "recipe=gpt2 precision=fp8",
+            "precision.fp8_scaling: str | null = tensorwise\n    Scales of fp8",
+            "clip.max_value",
+        ),
         ("recipe=gpt2 precision=fp8", "clip=norm: Gradient clipping.\n  none  ", "clip.max_value"),
         ("optimizer=muon", "optimizer.lr: float = 0.001\n    Peak", "seed:"),
         ("optimizer=sgd lr steps", "optimizer.lr: float = 0.1\n    Peak", "optimizer.name"),

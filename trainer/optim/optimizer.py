@@ -80,12 +80,12 @@ class Optimizer:
         """
         if self.name == "Adafactor" and parallel == "fsdp":
             raise UserError(
-                "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute of sharded "
-                "ones; use parallel=ddp, or another optimizer"
+                "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute for "
+                "shards; use parallel=ddp, or another optimizer"
             )
         if averages_itself(self.name) and schedule != "constant":
             raise UserError(
-                f"optimizer.name={self.name} averages the weights in the place of a schedule; set schedule=constant, "
+                f"optimizer.name={self.name} averages the weights instead of using a schedule; set schedule=constant, "
                 "which is its warm-up"
             )
         if averages_itself(self.name) and ema != "none":
@@ -121,7 +121,7 @@ class Optimizer:
         if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
             helps = self.name != "Muon" and replace(self, fused="auto")._takes_fused(cls, parameters, device)
             raise UserError(
-                f"precision=fp16_pure: {self.name} gets gradients in fp16 without the loss scale, where those below "
+                f"precision=fp16_pure: {self.name} gets fp16 gradients without the loss scale, of which those below "
                 f"6e-8 are 0; use {'optimizer.fused=auto' if helps else 'optimizer=adamw'}, or precision=fp16_master"
             )
         if self.name == "SGD" and "fused" in keywords:

@@ -87,8 +87,8 @@ class OneCycle(Schedule):
     def __post_init__(self) -> None:
         if self.warmup_steps != "auto":
             raise UserError(
-                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle; set the share of the "
-                f"steps in which the rate rises, schedule.rise={self.rise:g}"
+                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle; set schedule.rise, "
+                f"the fraction of the steps in which the learning rate rises, as in schedule.rise={self.rise:g}"
             )
         if not 0 < self.rise < 1:
             raise UserError(f"schedule.rise={self.rise} must lie between 0 and 1, such as 0.3")
