@@ -7,11 +7,13 @@
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 
-# g++: torch.compile on a CPU.
+# g++: torch.compile on a CPU. The base decides on the versions.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 1000 mantissa && install -d -o mantissa /app && install -d -m 1777 /home/any
 
-USER mantissa
+# By its number, which Kubernetes' runAsNonRoot can check.
+USER 1000
 WORKDIR /app
 
 # The dependencies are a layer of their own: code changes do not install torch again.
