@@ -10,7 +10,7 @@ FROM ${BASE}
 # g++: torch.compile on a CPU. The base decides on the versions.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
-RUN useradd --uid 1000 mantissa && install -d -o mantissa /app && install -d -m 1777 /home/any
+RUN useradd --uid 1000 mantissa && install -d -o mantissa /app && install -d -m 1777 /home/any /app/outputs
 
 # By its number, which Kubernetes' runAsNonRoot can check.
 USER 1000
@@ -25,9 +25,10 @@ RUN PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" make setup
 COPY --chown=mantissa . .
 
 # Any user may run it (--user): torch's compiler asks for a user's name, libraries for a home to write to. The runs,
-# MLflow's store and the caches outlive the container in the mounted folder.
+# MLflow's store and the caches, of the Hub's downloads too, outlive the container in the mounted folder.
 ENV PATH=/app/.venv/bin:$PATH HOME=/home/any USER=mantissa \
-    MANTISSA_CACHE=/app/outputs/.cache MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
+    XDG_CACHE_HOME=/app/outputs/.cache MANTISSA_CACHE=/app/outputs/.cache/mantissa \
+    MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
 VOLUME /app/outputs
 LABEL org.opencontainers.image.title=Mantissa org.opencontainers.image.licenses=Apache-2.0
 CMD ["python", "scripts/train.py", "recipe=gpt2", "recipe.size=nano", "data.tokenizer=chars", "precision=bf16"]
