@@ -1,6 +1,7 @@
 # make train   set up .venv, then train GPT-2 on text that needs no download
 # make test    set up what the tests need, then format, lint, type and behaviour checks, three tests at a time
 # make ui      the runs side by side in MLflow
+# make docs    the documentation as a site, in site/: needs no torch
 # make bench   the ratios of docs/speed.md, measured here
 # make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
 # make release the wheel and the sdist in dist/, checked in a clean environment; then the tag of this version
@@ -13,12 +14,13 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
+DOCS   ?= .venv-docs
 # Tests at a time, for two cores: many of them wait for processes that they start.
 TESTS  ?= 3
 CONSTRAINTS := constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: train test test-oldest release ui bench bench-peers setup clean
+.PHONY: train test test-oldest docs release ui bench bench-peers setup clean
 
 train: $(VENV)/.run
 	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=chars precision=bf16
@@ -33,6 +35,9 @@ test-oldest:
 	$(MAKE) $(OLDEST)/.test VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses $(TESTS) --dist worksteal
 
+docs: $(DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 release:
 	PYTHON="$(PYTHON)" .ci/release tag
 
@@ -46,6 +51,12 @@ bench-peers: $(VENV)/.peers
 	$(BIN)/python benchmarks/bench.py only=peers
 
 setup: $(VENV)/.run
+
+$(DOCS)/.docs: pyproject.toml
+	@test -x $(DOCS)/bin/python || $(MAKE) $(DOCS)/bin/python VENV=$(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
+	@touch $@
 
 $(VENV)/bin/python:
 	@$(or $(PYTHON),false) -c '$(FITS)' || { echo "Mantissa needs Python 3.11, 3.12 or 3.13; install one, or name it: make PYTHON=/path/to/python3.12"; exit 2; }
@@ -65,4 +76,4 @@ $(VENV)/.peers: $(VENV)/.run
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) dist build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(DOCS) site dist build *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache

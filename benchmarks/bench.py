@@ -5,7 +5,7 @@
                           memory, loader, startup, saving, generation, parallel, documented
   repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
-  modes=fp16              precisions to measure although their matrix products are too slow here
+  modes=fp16              precisions to measure although their matmuls are too slow here
   text=FILE               text for nanogpt and roofline, such as tinyshakespeare's; else Python's library
 Each row is printed as soon as it is known, and appended to results/<machine>/bench.jsonl, from which
 ``python benchmarks/pages.py`` writes the pages. A measurement that fails is named, and the others go on.

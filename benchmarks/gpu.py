@@ -218,7 +218,7 @@ def run_stages(options: GpuOptions, outcomes: Outcomes, given: list[str]) -> Non
 
 
 def rates(hardware: Hardware) -> dict[str, Any]:
-    """Return versions, the rates of matrix products (10^12 FLOP/s) and that of copies (10^9 bytes read and written)."""
+    """Return versions, the rates of matmuls (10^12 FLOP/s) and that of copies (10^9 bytes read and written)."""
     count = 2**32 if hardware.is_gpu else 2**26
     source = torch.ones(count, dtype=torch.uint8, device=hardware.device)
     target = torch.empty_like(source)

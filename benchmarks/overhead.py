@@ -20,10 +20,10 @@ from benchmarks.rows import Bench, Row, Times, ratios
 from evidence.turns import Block, Clock, stopwatch
 from mantissa.display import size
 from trainer.config.schema import Config
+from trainer.devices import synchronise
 from trainer.errors import RunError
 from trainer.hardware import Hardware, threads
 from trainer.profiling.ledger import MemoryLedger
-from trainer.profiling.profiler import synchronise
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal

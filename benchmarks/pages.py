@@ -36,6 +36,7 @@ from evidence.measures import LOSS
 from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner
 from trainer.config.help import markdown
 from trainer.config.options import run
+from trainer.devices import DEVICE_KINDS
 from trainer.errors import UserError
 from trainer.files import PROJECT, read_json, write_text
 from trainer.hardware import detect
@@ -71,9 +72,9 @@ def main(arguments: list[str]) -> int:
     if (options := PROJECT / "docs" / "options.md").read_text(encoding="utf-8") != (explained := markdown()):
         write_text(options, explained)
         changed.append(options)
-    for path, (result, picture) in pictures().items():
-        if shows(path) != digest(result):
-            picture(result)
+    for path, (results, picture) in pictures().items():
+        if shows(path) != digest(results):
+            picture(results)
             changed.append(PROJECT / path)
     print("\n".join(f"wrote {path.relative_to(PROJECT)}" for path in changed) or "all pages are up to date")
     return 0
@@ -96,6 +97,7 @@ def contents() -> blocks.Blocks:
             "costs": bench("ema", "diagnostics", "optimizers", "loader"),
         },
         docs / "reliability.md": {"certificates": certificates()},
+        docs / "scaling.md": {"devices": devices()},
         docs / "speed.md": {
             "bf16": bf16_over_fp32(),
             "targets": bench("precision", "trainer", "memory", "saving", "generation", "parallel", "startup"),
@@ -120,6 +122,28 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 # --- rows of benchmarks/bench.py ---
+
+
+def devices() -> str:
+    """Return the table of ``trainer/devices.py``."""
+    heading = ["", "`device=`", "several processes", "pinned memory", "peak memory is of", "widest dtype", "formats"]
+    heading += ["fused kernels in 16 bits", "energy", "here"]
+    rows = [
+        [
+            kind.name,
+            f"`{kind.type}`",
+            kind.collectives or "no",
+            "yes" if kind.pinned else "no",
+            "torch's allocator" if kind.own_memory else "the process",
+            str(kind.wide).removeprefix("torch."),
+            "fp32, bf16, fp16" + ", TF32, fp8" * kind.nvidia,
+            "used" if kind.fused_amp else "tried first",
+            "NVML" if kind.nvidia else "no",
+            kind.ran,
+        ]
+        for kind in DEVICE_KINDS
+    ]
+    return table(heading, rows)
 
 
 def rows_of(*measurements: str) -> Iterator[tuple[str, list[Result]]]:
@@ -171,7 +195,8 @@ def roofline() -> str:
             cells: dict[str, dict[str, str]] = {}
             for result in [each for each in found if records.origin(each) == origin]:
                 step, _, quantity = result["name"].partition(", ")
-                cells.setdefault(step, {})[quantity.removeprefix("share of ")] = figure(result).partition(" (")[0]
+                quantity = quantity.removeprefix("share of ").replace("products", "matmuls")  # as older results say
+                cells.setdefault(step, {})[quantity] = figure(result).partition(" (")[0]
             columns = list(dict.fromkeys(column for step in cells.values() for column in step))
             lines = [(step, *(of_step.get(column, "") for column in columns)) for step, of_step in cells.items()]
             parts += [f"`{machine}`, {origin}:", table(("step", *columns), lines)]
@@ -330,13 +355,21 @@ def names() -> list[str]:
     return sorted({result["name"] for _, result in recorded()})
 
 
+def fronts() -> dict[str, Result]:
+    """Return by machine, the newest first, its newest result of the comparison of the first picture."""
+    newest: dict[str, Result] = {}
+    for machine, result in recorded():
+        if result["name"] == FRONT and "runs" in result:
+            newest.setdefault(machine, result)
+    return newest
+
+
 def front() -> str:
-    """Return what the comparison of the first picture says on each machine, the newest result of each."""
-    lines, found = [], [each for each in recorded() if each[1]["name"] == FRONT and "runs" in each[1]]
-    for machine, result in dict(reversed(found)).items():
-        lines.append(f"- `{machine}`: {' '.join(report.lead(judged(result)))} *({records.origin(result)})*")
-    commands = dict.fromkeys(f"```\n{result['command']}\n```" for _, result in found)
-    return "\n".join([*lines[::-1], "", *commands])
+    """Return what the comparison of the first picture says on each machine."""
+    return "\n".join(
+        f"- `{machine}`: {' '.join(report.lead(judged(result)))} *({records.origin(result)})*"
+        for machine, result in fronts().items()
+    )
 
 
 def first() -> str:
@@ -377,55 +410,56 @@ def comparisons(shown: Sequence[str]) -> str:
 # --- pictures ---
 
 
-def pictures() -> dict[Path, tuple[Result, Callable[[Result], None]]]:
-    """Return by picture the newest result that it can be drawn from, and what draws it."""
-    found: dict[Path, tuple[Result, Callable[[Result], None]]] = {}
-    for _, result in recorded():
-        if result["name"] == FRONT and "runs" in result:
-            found.setdefault(PICTURE, (result, draw))
-    outputs = [each for _, results in rows_of("documented") for each in results if "output" in each]
+def pictures() -> dict[Path, tuple[dict[str, Result], Callable[[dict[str, Result]], None]]]:
+    """Return by picture the newest results that it can be drawn from, by machine, and what draws it."""
+    found: dict[Path, tuple[dict[str, Result], Callable[[dict[str, Result]], None]]] = {}
+    if fronts():
+        found[PICTURE] = fronts(), draw
+    outputs = [(name, each) for name, results in rows_of("documented") for each in results if "output" in each]
     if outputs:
-        found[TERMINAL] = (sorted(outputs, key=lambda each: str(each["date"]))[-1], draw_terminal)
+        found[TERMINAL] = dict([max(outputs, key=lambda each: str(each[1]["date"]))]), draw_terminal
     return found
 
 
 def origins() -> str:
-    """Return a line on each picture that is drawn from a result."""
+    """Return a line on each picture that is drawn from results."""
     lines = []
-    for path, (result, _) in pictures().items():
-        command = result["name"].split("`")[1] if path == TERMINAL else result["command"]
+    for path, (results, _) in pictures().items():
         file = records.BENCH if path == TERMINAL else records.COMPARISONS
-        machines = [name for name, results in records.read(file).items() if result in results]
-        about = records.origin(result)
-        lines.append(f"- `{path.name}`: `{command}`; drawn from `results/{machines[0]}/{file}`; {about}.")
+        for machine, result in results.items():
+            command = result["name"].split("`")[1] if path == TERMINAL else result["command"]
+            about = records.origin(result)
+            lines.append(f"- `{path.name}`: `{command}`; drawn from `results/{machine}/{file}`; {about}.")
     return "\n".join(lines)
 
 
-def digest(result: Result) -> str:
-    """Return what names a result: a hash of all that it says."""
-    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+def digest(results: dict[str, Result]) -> str:
+    """Return what names results: a hash of all that they say."""
+    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
 
 
 def shows(path: Path) -> str:
-    """Return the digest of the result that a picture was drawn from; empty: of none."""
+    """Return the digest of the results that a picture was drawn from; empty: of none."""
     found = re.search(rb"Source\W+([0-9a-f]{64})", (PROJECT / path).read_bytes())
     return found[1].decode() if found else ""
 
 
-def draw_terminal(result: Result) -> None:
-    """Draw what a command printed; a comment ``Source`` has the result's digest."""
+def draw_terminal(results: dict[str, Result]) -> None:
+    """Draw what a command printed; a comment ``Source`` has the digest."""
     from rich.console import Console
     from rich.text import Text
 
+    (result,) = results.values()
     console = Console(record=True, width=110, file=io.StringIO())
     console.print(Text(result["output"].rstrip()))
     picture = console.export_svg(title=result["name"].split("`")[1], unique_id="terminal")
-    write_text(PROJECT / TERMINAL, f"{picture}\n<!-- Source: {digest(result)} -->\n")
+    write_text(PROJECT / TERMINAL, f"{picture}\n<!-- Source: {digest(results)} -->\n")
 
 
-def draw(result: Result) -> None:
-    """Draw the answers of a comparison; the picture's text chunk ``Source`` has the result's digest."""
-    plots.answers(judged(result)).savefig(PROJECT / PICTURE, metadata={"Source": digest(result)})
+def draw(results: dict[str, Result]) -> None:
+    """Draw the answers of comparisons; the picture's text chunk ``Source`` has the digest."""
+    titles = {machine if len(results) > 1 else "": judged(result) for machine, result in results.items()}
+    plots.answers(titles).savefig(PROJECT / PICTURE, metadata={"Source": digest(results)})
 
 
 # --- advice ---

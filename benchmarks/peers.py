@@ -39,8 +39,8 @@ from evidence.turns import Block
 from mantissa.display import size
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
+from trainer.devices import synchronise
 from trainer.hardware import Hardware
-from trainer.profiling.profiler import synchronise
 from trainer.run.provenance import git_facts
 from trainer.trainer import Trainer
 

@@ -1,6 +1,6 @@
 """Measure one thing without a training run: ``python benchmarks/probe.py gemm size=4096 precision=bf16``.
 
-  gemm         one square matrix product, its speed and its error
+  gemm         one square matmul, its speed and its error
     size=4096  precision=fp32, tf32, bf16 or fp16  repeats=10  rows=64 (that are compared with fp64)
   clip_order   what clip_grad_norm_ sees before and after unscale_, in a plain loop with torch's scaler
     order=after or before  max_norm=1  scale=65536
@@ -58,7 +58,7 @@ class Probe:
 
 @dataclass
 class Gemm(Probe):
-    """``gemm``: one square matrix product, its speed and its error.
+    """``gemm``: one square matmul, its speed and its error.
 
     Measures ``tflops`` (10^12 floating-point operations a second, the median of ``repeats`` blocks) and ``error``
     (the largest difference from fp64, relative to the largest element, over the first ``rows`` rows).

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: products and their rate beside the measured one, and everything else by group."""
+"""Where the time of a step goes: matmuls and their rate beside the measured one, and everything else by group."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from benchmarks.jobs import Job, gpt2_job, resnet_job, shakespeare
 from benchmarks.rows import ENDLESS, Bench, Row
 from evidence.turns import steps_of
 from mantissa.formats import BASIC, FORMATS
+from trainer.devices import synchronise
 from trainer.hardware import UNAVAILABLE
-from trainer.profiling.profiler import new_profile, operator_times, synchronise
+from trainer.profiling.profiler import new_profile, operator_times
 from trainer.profiling.rates import product_rates
 from trainer.trainer import Trainer
 
-ATTENTION, PRODUCTS = "fused attention", "products"
+ATTENTION, MATMULS = "fused attention", "matmuls"
 ELEMENTWISE = "element-wise operators and the rest"
 GROUPS = {
     ATTENTION: re.compile(r"attention"),
-    PRODUCTS: re.compile(r"(mm|linear|conv\w*)(_backward)?$|convolution|mm_|scaled_mm"),
+    MATMULS: re.compile(r"(mm|linear|conv\w*)(_backward)?$|convolution|mm_|scaled_mm"),
     "normalisation": re.compile(r"(layer|batch|group|instance|rms)_norm"),
     "optimizer and clipping": re.compile(r"_fused_(adam|sgd)|_foreach_|linalg_vector_norm|addcdiv_|addcmul_|lerp_"),
     "copies, casts and views": re.compile(
@@ -38,7 +39,7 @@ OUTSIDE = "Python, autograd and waiting"
 
 
 def roofline(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
-    """Measure the shares of a step and the rate of its products, of each job in each format that is worthwhile here."""
+    """Measure the shares of a step and the rate of its matmuls, of each job in each format that is worthwhile here."""
     hardware = bench.hardware
     for job in jobs or (gpt2_job(hardware), resnet_job(hardware), shakespeare(bench.text)):
         for mode in BASIC:
@@ -47,7 +48,7 @@ def roofline(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
             if (why := bench.left_out(mode)) is None:
                 yield from _rows(bench, job, mode)
             else:
-                yield Row(f"{job.name} {mode}, rate of its products / measured", "x", [], why)
+                yield Row(f"{job.name} {mode}, rate of its matmuls / measured", "x", [], why)
 
 
 def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
@@ -56,7 +57,7 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
     trainer = Trainer.from_config(job.config(*options, ENDLESS, f"device={device}"), hardware)
     take = steps_of(trainer)
     take(2)
-    flop = _flop_of_products(trainer)
+    flop = _flop_of_matmuls(trainer)
     rate = product_rates(hardware, (FORMATS[mode].number.name,))[FORMATS[mode].number.name]
     shares: dict[str, list[float]] = {}
     fractions: list[float] = []
@@ -74,14 +75,14 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
         times[OUTSIDE] = max(0.0, step_us - sum(times.values()))
         for name, us in times.items():
             shares.setdefault(name, []).append(100 * us / step_us)
-        seconds.append(1e-6 * times[PRODUCTS])
+        seconds.append(1e-6 * times[MATMULS])
         fractions.append(flop / seconds[-1] / 1e12 / rate)
     what = f"{job.line(*options)}; in a profiled step"
     how = (
-        f"{what}, products of {flop / 1e9:.2f} GFLOP take at least {1e3 * min(seconds):.1f} ms; "
+        f"{what}, matmuls of {flop / 1e9:.2f} GFLOP take at least {1e3 * min(seconds):.1f} ms; "
         f"square matrices reach {rate:.3g} TFLOP/s here"
     )
-    yield Row(f"{job.name} {mode}, rate of its products / measured", "x", fractions, how)
+    yield Row(f"{job.name} {mode}, rate of its matmuls / measured", "x", fractions, how)
     for name, values in shares.items():
         yield Row(f"{job.name} {mode}, share of {name}", "%", values, what)
 
@@ -100,9 +101,9 @@ def by_group(times: dict[str, float]) -> dict[str, float]:
     return totals
 
 
-def _flop_of_products(trainer: Trainer) -> int:
-    """Return the FLOP of a step's products, forward and backward, by torch's formulas."""
+def _flop_of_matmuls(trainer: Trainer) -> int:
+    """Return the FLOP of a step's matmuls, forward and backward, by torch's formulas."""
     with FlopCounterMode(display=False) as counter:
         steps_of(trainer)(1)
     counts = counter.get_flop_counts()["Global"]
-    return sum(count for operator, count in counts.items() if group(str(operator).removeprefix("aten.")) == PRODUCTS)
+    return sum(count for operator, count in counts.items() if group(str(operator).removeprefix("aten.")) == MATMULS)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from evidence.runs import DIVERGED, Outcome
+from trainer.devices import kind_of
 
 LOSS = "valid/loss"
 IN_USE = 0.1
@@ -20,8 +21,8 @@ def speed(outcome: Outcome) -> float | None:
 
 
 def memory(outcome: Outcome) -> float | None:
-    """Return the peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
-    if _on_cuda(outcome):
+    """Return the peak bytes of one optimizer step: allocated on a GPU, by the ledger elsewhere."""
+    if _on_gpu(outcome):
         return float(outcome.summary["peak_memory_bytes"])
     return float(outcome.ledger["peak_bytes"]) if outcome.ledger else None
 
@@ -81,7 +82,7 @@ def in_use(outcomes: Iterable[Outcome]) -> str:
     """Return why the times of runs on a CPU say little, and what to do: other processes used it; empty: they do."""
     arms: dict[str, list[float]] = {}
     for o in outcomes:
-        if o.others_cpu is not None and not _on_cuda(o):
+        if o.others_cpu is not None and not _on_gpu(o):
             arms.setdefault(o.arm, []).append(o.others_cpu)
     share = max(map(statistics.fmean, arms.values()), default=0)
     if share < IN_USE:
@@ -104,5 +105,6 @@ def measured(outcome: Outcome, name: str) -> float | None:
     return MEASURES[name][0](outcome) if name in MEASURES else None
 
 
-def _on_cuda(outcome: Outcome) -> bool:
-    return str(outcome.summary.get("hardware", {}).get("device")).startswith("cuda")
+def _on_gpu(outcome: Outcome) -> bool:
+    device = outcome.summary.get("hardware", {}).get("device")
+    return device is not None and kind_of(device).own_memory

@@ -127,7 +127,7 @@ class DoctorOptions(Overriding):
             near = nearest(unknown[0], checks)
             raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(checks)})")
         if self.check == ["islands"]:
-            raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
+            raise UserError("check=islands cures what another check finds; set check=formats,islands, or check=all")
 
     def recorded(self) -> Mapping[str, Any] | None:
         return options_of(RunFolder.open("resume", self.resume, "outputs")) if self.resume else None
@@ -178,6 +178,8 @@ class ReproduceOptions:
     all: bool = False
     budget: str = ""
     reduced: bool = False
+    submit: bool = False
+    add: str = ""
     pages: bool = False
     device: str = "auto"
     output_dir: Path = Path("outputs")
@@ -185,6 +187,10 @@ class ReproduceOptions:
     def __post_init__(self) -> None:
         if self.claim and self.all:
             raise UserError("claim=… and all=true exclude each other; drop one")
+        if self.submit and self.reduced:
+            raise UserError("reduced=true gives no outcome to send; drop it, or submit=true")
+        if self.submit and not (self.claim or self.all):
+            raise UserError("submit=true needs a claim; set claim=…, or all=true")
         seconds_of(self.budget or "1s")
         for name in self.claim:
             check_claim(name)

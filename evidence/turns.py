@@ -20,7 +20,7 @@ Round = TypeVar("Round")
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:
     """Return the loop as a block that returns its seconds, the device's work included."""
-    from trainer.profiling.profiler import synchronise
+    from trainer.devices import synchronise
 
     def block(steps: int) -> float:
         synchronise(device)

@@ -19,6 +19,7 @@ from recipes.data.text.source import TextDatasets, TokenData
 from recipes.language import LanguageRecipe, TokenWindows
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
+from trainer.devices import synchronise
 from trainer.errors import UserError
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
@@ -171,6 +172,5 @@ def _length(token: str) -> int:
 
 def _now(device: torch.device) -> float:
     """Return the time when the device has done what was requested so far."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     return time.perf_counter()

@@ -56,9 +56,8 @@ class Finding:
         return self.module or "(the model itself, or the loss)"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types; ``rung`` is the format."""
-        facts = asdict(self) | {"shape": list(self.shape)}
-        return facts | {"rung": facts.pop("format")}
+        """Return plain JSON types."""
+        return asdict(self) | {"shape": list(self.shape)}
 
     def lines(self) -> list[str]:
         """Return the finding as text for a terminal, two spaces before all lines but the first."""

@@ -1,4 +1,4 @@
-"""One optimizer step that can be taken again in any format, and that changes nothing of what it came from."""
+"""One optimizer step that can be replayed in any format, and that changes nothing of what it came from."""
 
 from __future__ import annotations
 

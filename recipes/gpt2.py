@@ -37,7 +37,7 @@ SHAPES = {
 }
 
 FAST_TFLOPS = 0.2
-"""From this rate of a CPU's products on, 200 steps of 16 samples take minutes. Of two cores those with instructions for
+"""From this rate of a CPU's matmuls on, 200 steps of 16 samples take minutes. Of two cores those with instructions for
 bf16 were above it, others below."""
 
 # In one kernel each, where transformers' gelu_new, the name that GPT-2's own config has, takes eight.
@@ -54,7 +54,7 @@ class GPT2(LanguageRecipe):
     shapes = SHAPES
     on_cpu = "mini"
     on_gpu = "124M"
-    cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes, where products are fast
+    cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes, where matmuls are fast
     slow_cpu_sizes = Sizes(steps=200, batch_size=4, micro_batch_size=16)  # a few minutes, where they are not
     gpu_sizes = Sizes(steps=2000, batch_size=480, micro_batch_size=16)  # the published half a million tokens a step
     longest = 1024
@@ -75,7 +75,7 @@ class GPT2(LanguageRecipe):
             )
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        """Return those of the device; for the CPU's own model those that suit the measured rate of its products.
+        """Return those of the device; for the CPU's own model those that suit the measured rate of its matmuls.
 
         That is bf16's, or fp32's where bf16 uses fp32 arithmetic, of one thread's own time: what else runs here does
         not count. It is the same in all precisions, so that all train the same.

@@ -31,7 +31,7 @@ class LossHead(nn.Linear):
     Args:
         weight: padded vocabulary × width; may be the embedding's.
         chunked: let torch compute the loss in pieces, so that the logits (tokens × vocabulary, in fp32)
-            never exist completely; needs a second product with the weight in the backward pass.
+            never exist completely; needs a second matmul with the weight in the backward pass.
         vocabulary: how many rows of ``weight`` are token ids; the rest are padding, which the loss leaves out.
             None: all.
     """
@@ -61,7 +61,7 @@ class LossHead(nn.Linear):
         weight = self.weight
         if torch.is_autocast_enabled(device):
             hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
-        # Of 16-bit logits one loss per token, summed in fp32, though that takes the product once more: torch's own sum
+        # Of 16-bit logits one loss per token, summed in fp32, though that takes the matmul once more: torch's own sum
         # is 16-bit, which overflows in fp16 and in bf16 was wrong by 16 % of 4,096 tokens (torch 2.15, on a CPU).
         reduction = "sum" if hidden.dtype == torch.float32 else "none"
         losses = F.linear_cross_entropy(

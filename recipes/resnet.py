@@ -272,7 +272,7 @@ class Normalise:
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        # In units of the uint8 pixels, so that it takes one subtraction and one product.
+        # In units of the uint8 pixels, so that it takes one subtraction and one multiplication.
         self.mean = torch.tensor(mean, device="cpu").reshape(1, 3, 1, 1) * 255
         self.factor = 1 / (torch.tensor(std, device="cpu").reshape(1, 3, 1, 1) * 255)
 

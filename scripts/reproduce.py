@@ -6,6 +6,8 @@
 
   budget=25min       end after this time (also 90s, 1h), with the run that is under way; the next call continues
   reduced=true       run at a tiny size, to check that it works; no verdict and no record
+  submit=true        with claim=… or all=true: also write each outcome as a file to send (see CONTRIBUTING.md)
+  add=FILE           check such a file, and add it to results/
   pages=true         only write docs/results.md and the tables of docs/claims.md and README.md
   device=cpu         as for train.py
   output_dir=…       folder of the runs (default: outputs)

@@ -21,6 +21,7 @@ from torch import nn
 from trainer.config import compose as overrides
 from trainer.config.schema import Config
 from trainer.determinism import random_state, set_random_state
+from trainer.devices import best_type
 from trainer.errors import Interrupted, UserError, is_out_of_memory
 from trainer.precision import attention, kernels
 from trainer.progress import shown_by
@@ -173,8 +174,10 @@ def undisturbed() -> Iterator[None]:
         (cudnn, "benchmark"),
         (torch.utils.deterministic, "fill_uninitialized_memory"),
     ]
-    on_gpu = torch.cuda.is_initialized()
-    device = torch.device("cuda" if on_gpu else "mps" if backends.mps.is_available() else "cpu")
+    here = torch.device(best_type())
+    module: Any = torch.get_device_module(here)
+    begun = getattr(module, "is_initialized", lambda: True)()
+    device = here if begun else torch.device("cpu")
     with ExitStack() as stack:
         restore = stack.callback
         for owner, name in attributes:
@@ -186,10 +189,10 @@ def undisturbed() -> Iterator[None]:
         restore(attention.allow_cudnn, cuda.cudnn_sdp_enabled())
         restore(kernels.clear)
         restore(set_random_state, random_state(device), device)
-        if on_gpu:
-            restore(torch.cuda.set_device, torch.cuda.current_device())
-        elif torch.cuda.is_available():  # a seed that was set before CUDA was first used
-            restore(torch.cuda.manual_seed_all, torch.initial_seed())
+        if not begun:  # a seed that was set before the GPU was first used
+            restore(module.manual_seed_all, torch.initial_seed())
+        elif device.type != "cpu":
+            restore(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
         for logger in map(logging.getLogger, ("mantissa", "mlflow", "alembic", "urllib3.connectionpool")):
             restore(logger.setLevel, logger.level)
             restore(setattr, logger, "propagate", logger.propagate)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mantissa.formats import FORMATS, FP32, NUMBERS
+from trainer.devices import CPU, CUDA, DEVICE_KINDS, DeviceKind, best_type, kind_of
 from trainer.errors import UserError
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
@@ -35,11 +36,16 @@ class Hardware:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether this is a CUDA GPU, on which the published sizes fit."""
-        return self.device.type == "cuda"
+        """Whether this is a GPU with memory of its own (CUDA, ROCm, XPU), on which the published sizes fit."""
+        return self.kind.own_memory
+
+    @property
+    def kind(self) -> DeviceKind:
+        """What holds for all devices of this kind."""
+        return kind_of(self.device)
 
     def support(self, mode: str) -> str:
-        """Return how this device computes matrix products in a mode: native, emulated, not available.
+        """Return how this device computes matmuls in a mode: native, emulated, not available.
 
         Native means that they run in that format's own instructions; emulated, that the results are right but
         computed in another format (usually no faster).
@@ -47,7 +53,7 @@ class Hardware:
         number = FORMATS[mode].number
         if number is FP32:
             return NATIVE
-        if self.capability is not None and not torch.version.hip:
+        if self.capability is not None:
             if self.capability >= number.capability:
                 return NATIVE
             return UNAVAILABLE if number.only_nvidia else EMULATED
@@ -59,40 +65,39 @@ class Hardware:
         """Return what is recorded with every run: plain JSON types."""
         record = asdict(self) | {"device": str(self.device), "cpu_flags": sorted(self.cpu_flags)}
         record["torch"] = torch.__version__
-        record["cuda"] = torch.version.cuda if self.device.type == "cuda" else None
+        record["cuda"] = torch.version.cuda if self.kind is CUDA else None
         record["python"] = platform.python_version()
         record["threads"] = torch.get_num_threads()
         return record
 
 
 def detect(device: str) -> Hardware:
-    """Describe the device named ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or ``mps``.
+    """Describe the device named ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ``xpu`` or ``mps``.
 
     Raises:
         UserError: no such device here.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = best_type()
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise UserError(f"device={device} is not a device; use auto, cpu, cuda, cuda:1 or mps") from None
+        raise UserError(f"device={device} is not a device; use auto, cpu, cuda, cuda:1, xpu or mps") from None
+    if chosen.type not in [kind.type for kind in DEVICE_KINDS]:
+        raise UserError(f"device={device} is not supported; use auto, cpu, cuda, xpu or mps")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(f"device={device}: torch finds no CUDA GPU here; use device=cpu or device=auto")
+    kind = kind_of(chosen)
+    if kind is not CPU:
+        if best_type() != chosen.type:
+            raise UserError(f"device={device}: torch finds no {kind.words[3:]} here; use device=cpu or device=auto")
         if chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-        if chosen.index >= torch.cuda.device_count():
-            raise UserError(
-                f"device={device}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0"
-            )
-        properties = torch.cuda.get_device_properties(chosen)
-        return Hardware(chosen, properties.name, properties.total_memory, cores, (properties.major, properties.minor))
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device=mps: torch finds no Apple GPU here; use device=cpu or device=auto")
-    if chosen.type not in ("cpu", "mps"):
-        raise UserError(f"device={device} is not supported; use auto, cpu, cuda or mps")
+            chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
+        if chosen.index >= (count := torch.accelerator.device_count()):
+            raise UserError(f"device={device}: this machine has {count} GPU(s), counted from {chosen.type}:0")
+    if kind.own_memory:
+        properties = torch.get_device_module(chosen).get_device_properties(chosen)
+        capability = (properties.major, properties.minor) if kind.nvidia else None
+        return Hardware(chosen, properties.name, properties.total_memory, cores, capability)
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return Hardware(chosen, name, _ram_bytes(), cores, None, _cpu_flags())
 
@@ -110,17 +115,17 @@ def threads(count: int | None) -> Iterator[None]:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak, so that consecutive runs in one process are measured separately."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if kind_of(device).own_memory:
+        torch.accelerator.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):  # Linux only; elsewhere the peak is that of the process
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak since the last reset: allocated on a CUDA device, else the resident set of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Return the peak since the last reset: allocated on a GPU, or the resident set of this process."""
+    if kind_of(device).own_memory:
+        return torch.accelerator.max_memory_allocated(device)
     with suppress(OSError):
         return held_bytes("VmHWM")
     import psutil
@@ -187,8 +192,8 @@ def _cpu_flags() -> frozenset[str]:
 
 def available_bytes(device: torch.device) -> int:
     """Return how much more this process could allocate: what the device, the machine and its own limits leave."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if kind_of(device).own_memory:
+        return torch.accelerator.get_memory_info(device)[0]
     import psutil
 
     left = min([int(psutil.virtual_memory().available), *(limit - used for limit, used in control_groups())])

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainer.devices import kind_of
 from trainer.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -179,7 +180,6 @@ class Metrics:
 
     def _ready(self, metric: Metric) -> Metric:
         """Return a metric on the device, with states in fp64 where there is any, and without an exchange of its own."""
-        import torch
         from torchmetrics import MetricCollection
         from torchmetrics.wrappers import MetricTracker, Running
 
@@ -192,8 +192,7 @@ class Metrics:
                 part._enable_compute_groups = False
         for part in _parts(metric):
             part.distributed_available_fn = None
-            if self._device.type != "mps":
-                part.set_dtype(torch.float64)
+            part.set_dtype(kind_of(self._device).wide)
         return metric.to(self._device)
 
 

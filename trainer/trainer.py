@@ -16,6 +16,7 @@ from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
 from trainer.determinism import random_state, seed_everything, set_determinism, set_random_state
+from trainer.devices import select
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 from trainer.metrics import Metrics, averages, reported
@@ -83,8 +84,7 @@ class Trainer(Generic[Config]):
         self.plan = plan
         self.hardware = hardware
         self.device = hardware.device
-        if self.device.type == "cuda":  # calls without a device (streams, synchronisation) use this one
-            torch.cuda.set_device(self.device)
+        select(self.device)
         in_fp32 = partial(config.precision.in_fp32_arithmetic, hardware, config.deterministic)
         self.in_fp32_arithmetic = world.on_first(partial(in_fp32, config.recipe.convolves))
         """The operators that multiply 16-bit operands in fp32 arithmetic, see ``precision.kernels``."""

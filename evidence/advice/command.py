@@ -18,9 +18,9 @@ from rich.console import Console
 
 from evidence.advice.candidates import COMPILE, space_of
 from evidence.advice.checkup import check
-from evidence.advice.commands import comparison, overrides_of, training
+from evidence.advice.commands import overrides_of
 from evidence.advice.publish import publish
-from evidence.advice.report import picture, print_advice, sentence
+from evidence.advice.report import print_advice, sentence, write_report
 from evidence.advice.schema import BUDGET, SPEED, Advice, Entry, read
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
@@ -38,9 +38,7 @@ from trainer.files import PROJECT, check_output_dir, in_use, make_folder, write_
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.run.provenance import git_facts, versions
 
-ANSWER, OUTCOMES, PAGE, PICTURE = "advice.json", "outcomes.jsonl", "advice.txt", "advice.png"
-PAGE_WIDTH = 120
-"""Columns."""
+ANSWER, OUTCOMES = "advice.json", "outcomes.jsonl"
 BLOCKS = 600
 """Blocks that fit into a budget, about: a twentieth of a second to a second each."""
 _CODE = ("mantissa", "trainer", "recipes", "conf")
@@ -86,19 +84,10 @@ def main(arguments: list[str]) -> int:
             if known:
                 advice.entries, advice.spent_s = known.entries, known.spent_s
             _search(advice, overrides, options, hardware, folder, console)
-        said = sentence(advice)
-        commands = f"  {training(advice)}\n"
-        if advice.winner != advice.baseline:
-            commands += f"\nDoes it train as well? {comparison(advice)}"
-        with (folder / PAGE).open("w", encoding="utf-8") as page:
-            print_advice(advice, Console(file=page, width=PAGE_WIDTH))
-            print(commands, file=page)
         print_advice(advice, console)
-        print(commands)
-        made = [folder / ANSWER, folder / PAGE, picture(advice, folder / PICTURE)]
-        files = [path for path in made if path is not None]
+        files = [write_report(advice, folder), folder / ANSWER]
         print("\n".join(map(str, files)))
-        if sent := publish(advice, config, said, files):
+        if sent := publish(advice, config, sentence(advice), files):
             print(sent)
     return 0
 

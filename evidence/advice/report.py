@@ -1,4 +1,4 @@
-"""The advice for people: one sentence, a table, and a picture of speed against memory."""
+"""The advice for people: one sentence, a table, a plot of speed against memory; for a terminal and as a page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evidence.advice.commands import comparison, training
 from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, UNDECIDED, Advice, Entry
+from evidence.page import Plot, Section, measured_on, page
 from mantissa.display import duration, size
-from mantissa.page import COLORS, NOISE
 from mantissa.statistics import Interval
+from trainer.files import write_text
 from trainer.profiling.ledger import MIB
-from trainer.tracking.plots import INK, QUIET, bare_figure
+from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
 ENDED = {
     AHEAD: "one setting is ahead",
@@ -75,32 +77,71 @@ def _memory(entry: Entry, base: Entry) -> str:
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """Print the sentence, the table, what was not measured, and the notes."""
+    """Print the sentence, the table, what was not measured, the notes, and the commands."""
 
     def say(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     say(f"\n{sentence(advice)}\n", "bold")
     console.print(table(advice))
-    for entry in advice.entries:
-        if entry.status != MEASURED:
-            say(f"{entry.status}: {entry.label} ({entry.reason})", "dim")
-        elif entry.candidate.compiles:
-            pays = f" and pays after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""
-            say(f"compiling took {entry.compile_s:.1f} s{pays}: {entry.label}", "dim")
+    for line in remarks(advice):
+        say(line, "dim")
     for note in advice.notes:
         say(f"Note: {note}.")
-    say(f"Measured for {duration(advice.spent_s)} min on {advice.hardware['name']}: {ENDED[advice.stopped]}.")
-    say("")
+    say(f"{_ended(advice)}\n")
+    say(f"  {training(advice)}\n")
+    if advice.winner != advice.baseline:
+        say(f"Does it train as well? {comparison(advice)}")
 
 
-def table(advice: Advice) -> Table:
-    """Return the measured entries, the advised one first. A speed without an interval is of one process."""
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    shown.add_column("setting", min_width=16, overflow="fold")
+def write_report(advice: Advice, folder: Path) -> Path:
+    """Write ``report.html``, and return it.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    plots = [drawn] if (drawn := plot(advice)) else []
+    better = [Section("Does it train as well?", text=comparison(advice))] * (advice.winner != advice.baseline)
+    notes = [*remarks(advice), *(f"Note: {note}." for note in advice.notes)]
+    text = page(
+        "Advice",
+        f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}",
+        [f"{sentence(advice)}."],
+        advice.command,
+        measured_on(advice.hardware, advice.versions, advice.git),
+        [
+            Section("Train with it", text=training(advice)),
+            *better,
+            Section("What was measured", [_ended(advice)], notes, rows(advice), plots=plots),
+        ],
+    )
+    write_text(folder / "report.html", text)
+    return folder / "report.html"
+
+
+def remarks(advice: Advice) -> list[str]:
+    """Return what was not measured and why, and what compiling took."""
+    found = []
+    for entry in advice.entries:
+        if entry.status != MEASURED:
+            found.append(f"{entry.status}: {entry.label} ({entry.reason})")
+        elif entry.candidate.compiles:
+            pays = f" and pays after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""
+            found.append(f"compiling took {entry.compile_s:.1f} s{pays}: {entry.label}")
+    return found
+
+
+def _ended(advice: Advice) -> str:
+    return f"Measured for {duration(advice.spent_s)} min on {advice.hardware['name']}: {ENDED[advice.stopped]}."
+
+
+def rows(advice: Advice) -> list[list[str]]:
+    """Return the head of the table, and the measured entries, the advised one first.
+
+    A speed without an interval is of one process.
+    """
     whole = [f"run of {advice.steps}"] * advice.mixed
-    for name in ("speed", *whole, "step, ms", "memory"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    found = [["setting", "speed", *whole, "step, ms", "memory"]]
     for entry in advice.entries:
         if not entry.timed:
             continue
@@ -111,40 +152,47 @@ def table(advice: Advice) -> Table:
             f"not clearly {'larger' if advice.goal == MEMORY else 'slower'}": entry.label in advice.equal,
         }
         said = ", ".join(role for role, has in roles.items() if has)
-        cells = [
-            escape(entry.label + f" ({said})" * bool(said)),
-            "1x" if base else _times(entry.interval) if entry.interval else f"about {entry.speed:.3g}x",
-            *([f"{entry.run_speed:.3g}x"] if whole else []),
-            f"{1e3 * statistics.median(entry.step_s):.4g}",
-            size(entry.memory_bytes) if entry.memory_bytes else "",
-        ]
-        shown.add_row(*cells, style="bold" if entry.label == advice.winner else None)
-    if whole:
-        shown.caption = f"{whole[0]}: speed in a run of {advice.steps} steps, compile time included"
+        found.append(
+            [
+                entry.label + f" ({said})" * bool(said),
+                "1x" if base else _times(entry.interval) if entry.interval else f"about {entry.speed:.3g}x",
+                *([f"{entry.run_speed:.3g}x"] if whole else []),
+                f"{1e3 * statistics.median(entry.step_s):.4g}",
+                size(entry.memory_bytes) if entry.memory_bytes else "",
+            ]
+        )
+    return found
+
+
+def table(advice: Advice) -> Table:
+    """Return the measured entries for a terminal."""
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    head, *below = rows(advice)
+    shown.add_column(head[0], min_width=16, overflow="fold")
+    for name in head[1:]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in below:
+        shown.add_row(*map(escape, row), style="bold" if row is below[0] else None)
+    if advice.mixed:
+        shown.caption = f"{head[2]}: speed in a run of {advice.steps} steps, compile time included"
         shown.caption_justify = "left"
     return shown
 
 
-def picture(advice: Advice, path: Path) -> Path | None:
-    """Draw peak memory to the right and throughput upwards into a PNG; None: too little was measured.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def plot(advice: Advice) -> Plot | None:
+    """Draw peak memory to the right and throughput upwards; None: too little was measured."""
     shown = [entry for entry in advice.entries if entry.timed and entry.speed and entry.memory_bytes]
     if len(shown) < 2:
         return None
-    figure, axes = bare_figure(9, 5)
-    axes.set_title(f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}", loc="left", color=INK)
+    figure, axes = bare_figure(4.8, 3.4)
     axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
-    axes.set_ylabel(f"throughput of steps, times that of {advice.baseline}", color=QUIET)
-    axes.grid(color="#e8eaed", linewidth=0.8)
-    named = {advice.baseline: COLORS[0], advice.winner: COLORS[2]}
+    axes.set_ylabel(f"speed / {advice.baseline}", color=QUIET)
+    axes.grid(color=RULE, linewidth=0.8)
+    named = {advice.winner: COLORS[2], advice.baseline: COLORS[0]}
     for entry in shown:
         point = (entry.memory_bytes or 0) / MIB, entry.speed or 0.0
         axes.plot(*point, "o", color=named.get(entry.label, NOISE))
         if entry.label in named:
             axes.annotate(entry.label, point, xytext=(6, 6), textcoords="offset points", color=INK)
     axes.margins(x=0.2, y=0.1)
-    figure.savefig(path)
-    return path
+    return f"Speed and memory of each setting: {advice.recipe}", figure

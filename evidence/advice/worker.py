@@ -178,15 +178,15 @@ class Subject:
 
     def _held(self) -> int:
         device = self.trainer.device
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            return min(total - free, torch.cuda.memory_reserved(device) + 2**30)  # the context and its kernels
+        if self.trainer.hardware.is_gpu:
+            free, total = torch.accelerator.get_memory_info(device)
+            return min(total - free, torch.accelerator.memory_reserved(device) + 2**30)  # the context and its kernels
         return int(psutil.Process().memory_info().rss)
 
     def memory(self) -> int:
-        """Return the peak bytes of one step: on CUDA by the allocator, elsewhere by the ledger, not compiled."""
+        """Return the peak bytes of one step: on a GPU by the allocator, elsewhere by the ledger, not compiled."""
         trainer = self.trainer
-        if trainer.device.type == "cuda":
+        if trainer.hardware.is_gpu:
             reset_peak_memory(trainer.device)
             self.block(1)
             return peak_memory_bytes(trainer.device)

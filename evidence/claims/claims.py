@@ -19,6 +19,7 @@ from evidence.measures import MEASURES, PROBE_MEASURES, TIMED
 from evidence.options import CLAIMS, check_claim
 from evidence.runs import NULL_SHIFT, Arm, Outcome
 from trainer.config.compose import key_of
+from trainer.devices import CUDA
 from trainer.errors import UserError, first_line, nearest
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
@@ -177,12 +178,12 @@ class Claim:
         return [name for name in self.arms if name in useful] if decided else []
 
     def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
-        """Return the arms of these names as command lines, the null arm last; ``device`` is ``cpu`` or ``cuda``."""
+        """Return the arms of these names as command lines, the null arm last; ``device`` is torch's type."""
         quiet = (*QUIET, "profiler=memory" if memory_ledger else "profiler=none")
         asked = [override for override in given if key_of(override) in self.asks]
         arms = []
         for name in names:
-            words = [*self.words(name, device == "cuda"), f"device={device}"]
+            words = [*self.words(name, device == CUDA.type), f"device={device}"]
             if words[0].startswith(PROBE):
                 arms.append(Arm(name, (words[0].removeprefix(PROBE), *words[1:]), script="benchmarks/probe.py"))
             else:
@@ -231,12 +232,12 @@ def lacking(needs: list[str], hardware: Hardware) -> list[str]:
 
 _MEMORY_IS_SOLD_AS = 0.92
 NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
-    "cuda": (lambda here: here.is_gpu, "an NVIDIA GPU"),
+    "cuda": (lambda here: here.kind is CUDA, "an NVIDIA GPU"),
     "cpu": (lambda here: here.device.type == "cpu", "a CPU: set device=cpu"),
     "tf32": (lambda here: here.support("tf32") != UNAVAILABLE, "TF32 (an NVIDIA GPU from Ampere on)"),
     "native_bf16": (lambda here: here.support("bf16") not in (EMULATED, UNAVAILABLE), "bf16 in hardware"),
     "native_fp16": (lambda here: here.support("fp16") not in (EMULATED, UNAVAILABLE), "fp16 in hardware"),
-    "hopper": (lambda here: here.is_gpu and (here.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
+    "hopper": (lambda here: (here.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
     "torchao": (lambda _: find_spec("torchao") is not None, "torchao: pip install torchao"),
     "avx512_bf16": (lambda here: "avx512_bf16" in here.cpu_flags, "a CPU with avx512_bf16"),
     "amx": (lambda here: "amx_bf16" in here.cpu_flags, "a CPU with AMX"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evidence.claims import results
+from evidence.claims import results, submission
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
 from evidence.claims.reproduce import Reproduction, machine_name, ordered, save
@@ -32,7 +33,9 @@ def main(arguments: list[str]) -> int:
         UserError: an unknown claim or option, or a claim that needs another machine.
     """
     options, given = parse(arguments, ReproduceOptions, "overrides")
-    if options.pages:
+    if options.add:
+        print(f"appended to {submission.add(Path(options.add), results.RESULTS)}")
+    if options.pages or options.add:
         print("\n".join(f"written: {path}" for path in results.update()) or "the pages are up to date")
         return 0
     claims = {name: load(name) for name in names()}
@@ -53,9 +56,17 @@ def main(arguments: list[str]) -> int:
             _check(load(name), hardware, given, options)
     folder = options.output_dir.absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, until=until)
-    if options.all and not options.reduced:
-        reproduction.done |= _known(claims, {name: outcomes[-1] for name, outcomes in here.items()})
-    return _run(wanted, claims, reproduction, here)
+    if options.submit and reproduction.git.get("dirty") != "false":
+        raise UserError("submit=true needs a commit without changes, which others can run; see git status")
+    if (options.all or options.submit) and not options.reduced:
+        latest = {name: outcomes[-1] for name, outcomes in here.items()}
+        reproduction.done |= _known(claims, latest, reproduction.git if options.submit else None)
+    code = _run(wanted, claims, reproduction, here)
+    if options.submit:
+        for record in (reproduction.done[name] for name in wanted if name in reproduction.done):
+            if record["verdict"] != NOT_HERE:
+                print(f"to send: {submission.write(record, options.output_dir.absolute() / 'submit')}")
+    return code
 
 
 def _run(
@@ -118,12 +129,18 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
                 raise UserError(f"evidence/claims/published/{claim.id}.yaml: arm {arm.label}: {error}") from None
 
 
-def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the outcomes that are still valid: of the present files of the claims, without a failed run."""
+def _known(
+    claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]], git: dict[str, str] | None
+) -> dict[str, dict[str, Any]]:
+    """Return the outcomes that are still valid: of the present files of the claims, without a failed run.
+
+    ``git``: only those of this commit. They were made in this checkout: those that came with it are of earlier commits.
+    """
     return {
         name: record
         for name, record in outcomes.items()
         if name in claims
+        and record["git"] == (git or record["git"])
         and record["claim_sha256"] == claims[name].digest
         and record["verdict"] != NOT_HERE
         and not record.get("failures")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import errno
+import getpass
 import hashlib
 import json
 import math
 import os
 import re
+import socket
 from collections.abc import Collection, Container, Iterable
+from contextlib import suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +25,14 @@ from evidence.claims.reasons import reasons
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner
 from trainer.config.compose import key_of
-from trainer.errors import UserError
+from trainer.errors import UserError, redacted
 from trainer.files import PROJECT, make_folder
 from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions
 
 OUTCOMES = "claims.jsonl"
 """Of a machine: every outcome of a claim, one a line, the newest last."""
+_PATH = re.compile(r"(?<![\w.~/])(?:/[^\s/'\":,;]+){2,}")
 ORDER = PROJECT / "evidence" / "claims" / "order.yaml"
 
 
@@ -103,12 +107,17 @@ class Reproduction:
         )
 
     def _public(self, text: str) -> str:
-        """Remove the user's own values and the paths of this machine from a message."""
+        """Remove the user's own values, and this machine's paths and names, from a message."""
         private = {override.partition("=")[2].strip("'\""): "…" for override in self.given}
         private |= {str(self.folder): "outputs", str(PROJECT): ".", str(Path.home()): "~"}
         for place in sorted(private, key=len, reverse=True):
             text = text.replace(place, private[place]) if len(place) > 1 else text
-        return text
+        names = [socket.gethostname()]
+        with suppress(KeyError, OSError):  # a container's user without a name
+            names.append(getpass.getuser())
+        for name in names:
+            text = re.sub(rf"\b{re.escape(name)}\b", "…", text)
+        return _PATH.sub("…", redacted(text))
 
     def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
         asked = [f"{key}=…" for key in claim.asks]
@@ -120,7 +129,7 @@ class Reproduction:
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "machine": machine_name(self.hardware),
             "hardware": self.hardware.facts(),
-            "versions": versions(),
+            "versions": versions() | ({"driver": _driver()} if self.hardware.is_gpu else {}),
             "command": " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *asked]),
         }
         return record | measured_here
@@ -132,6 +141,16 @@ class Reproduction:
         parts = [claim.digest, self.git.get("commit"), machine_name(self.hardware), torch_version, threads, given]
         digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
         return f"{claim.id}-{'reduced-' * self.reduced}{digest[:10]}"
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver; None: it cannot be read."""
+    import pynvml
+
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    return None
 
 
 def ordered(claims: Collection[str], tested: Collection[str]) -> list[str]:
@@ -156,7 +175,7 @@ def machine_name(hardware: Hardware) -> str:
 
 
 def bf16_instructions(cpu_flags: Container[str]) -> str:
-    """Return what a CPU computes bf16 products with, which the names of some do not tell; empty: nothing."""
+    """Return what a CPU computes bf16 matmuls with, which the names of some do not tell; empty: nothing."""
     names = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16"}
     return next((name for flag, name in names.items() if flag in cpu_flags), "")
 
@@ -216,6 +235,7 @@ def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
         "script": Path(arm.script).name,
         "overrides": overrides,
         "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
+        "others_cpu": [outcome.others_cpu for outcome in mine],
         "measures": {
             name: _finite(found) for name, found in values.items() if any(value is not None for value in found)
         },

@@ -70,9 +70,10 @@ def runs_of(record: Record) -> list[Outcome]:
             # JSON has no infinity: a run that ended without a loss had one that was not finite.
             measures |= {loss: math.inf for loss in ("loss", "best_loss") if measures.get(loss, 0) is None}
             summary = {"status": "FINISHED", "measures": measures}
-            summary["fp32_arithmetic"] = record.get("not_timed", {}).get(name)
+            summary |= {"fp32_arithmetic": record.get("not_timed", {}).get(name), "hardware": record["hardware"]}
             failure = failures.get(f"{name}, seed {seed}", "")
-            runs.append(Outcome(name, seed, Path(), int(bool(failure)), failure, summary=summary))
+            others = arm["others_cpu"][place] if "others_cpu" in arm else None
+            runs.append(Outcome(name, seed, Path(), int(bool(failure)), failure, summary=summary, others_cpu=others))
     return runs
 
 
@@ -91,7 +92,7 @@ def judged(record: Record, claim: Claim) -> tuple[str, list[dict[str, Any]], str
         return then, findings, ""
     bounds = dict.fromkeys(finding["bounds"] for finding in findings if finding["verdict"] not in ("", NOT_HERE))
     remark = f"recorded as {then} by an earlier file" + (f", with {', '.join(bounds)}" if bounds else "")
-    if _has_the_arms(record, claim):
+    if has_the_arms(record, claim):
         now, found = claim.judge(runs_of(record), machine_of(record))
         return now, list(map(plain, found)), remark
     now = RELATED if claim.only_related(machine_of(record)) else UNJUDGED
@@ -99,7 +100,7 @@ def judged(record: Record, claim: Claim) -> tuple[str, list[dict[str, Any]], str
     return now, left, f"{remark}, of other arms"
 
 
-def _has_the_arms(record: Record, claim: Claim) -> bool:
+def has_the_arms(record: Record, claim: Claim) -> bool:
     """Whether the recorded runs are those of the claim's present file, and all that decide there."""
     if not all(_is_arm(name, arm, record, claim) for name, arm in record["arms"].items()):
         return False

@@ -10,11 +10,10 @@ from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult
 from evidence.measures import LOSS
 from mantissa.display import mebibytes
-from mantissa.page import COLORS, NOISE
 from trainer.profiling.ledger import CATEGORIES, MIB
-from trainer.tracking.plots import INK, QUIET, bare_figure
+from trainer.tracking.plots import COLORS, INK, MARGIN, NOISE, PAPER, QUIET, RULE, bare_figure
 
-SIZE = (6.4, 3.8)
+SIZE = (4.6, 3.2)
 """Inches."""
 PARTS = dict(
     zip(
@@ -28,7 +27,10 @@ PARTS = dict(
 def figures(result: Result) -> dict[str, tuple[str, Any]]:
     """Return (title, matplotlib figure) by file name; what was not measured is left out."""
     drawn = {
-        "answers": (f"Speed, memory and validation loss, relative to {result.comparison.baseline}", answers(result)),
+        "answers": (
+            f"Speed, memory and validation loss, relative to {result.comparison.baseline}",
+            answers({"": result}),
+        ),
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
@@ -43,15 +45,28 @@ def _color(result: Result, arm: ArmResult) -> str:
     return COLORS[labels.index(arm.label) % len(COLORS)]
 
 
-def answers(result: Result) -> Any:
-    """Return the figure with the three answers side by side, a row for each arm; None if no speed is to be shown."""
-    arms = _timed(result)
-    if not arms:
-        return None
+def answers(results: dict[str, Result]) -> Any:
+    """Return the figure with the three answers side by side, a row for each arm; None if no speed is to be shown.
+
+    Args:
+        results: by what is written above each, such as its machine.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.4, 1 + 0.38 * len(arms)), dpi=200, layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    arms = {title: _timed(result) for title, result in results.items()}
+    if not any(arms.values()):
+        return None
+    heights = [1 + 0.38 * len(each) for each in arms.values() if each]
+    figure = Figure(figsize=(5.4, sum(heights)), dpi=200, layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, title in zip(parts, [title for title, each in arms.items() if each], strict=True):
+        if title:
+            part.suptitle(title, fontsize=9, color=QUIET)
+        _draw_answers(part.subplots(1, 3, sharey=True), results[title], arms[title])
+    return figure
+
+
+def _draw_answers(panels: Any, result: Result, arms: list[ArmResult]) -> None:
     base, margin = result.comparison.baseline, 100 * result.comparison.margin
     heads = (
         ("Fastest?", f"speed / {base}"),
@@ -61,39 +76,39 @@ def answers(result: Result) -> Any:
     for axes, (title, label) in zip(panels, heads, strict=True):
         axes.set_title(title, fontsize=11, weight="bold", color=INK, loc="left")
         axes.set_xlabel(label, color=QUIET, fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines["bottom"].set_color("#dadce0")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(RULE)
         axes.tick_params(length=0, colors=QUIET, labelsize=10)
+        axes.grid(axis="x", color=RULE)
         axes.set_axisbelow(True)
-    panels[2].axvspan(-margin, margin, color="#e6f4ea", zorder=0)
+    panels[2].axvspan(-margin, margin, color=MARGIN, zorder=0)
     for row, arm in enumerate(arms):
-        color = _color(result, arm)
-        for axes, quantity in zip(panels, (arm.speed, arm.memory), strict=False):
-            if (ratio := quantity.ratio) and not quantity.why:
-                ends = [[ratio.mean - ratio.low], [ratio.high - ratio.mean]]
-                axes.errorbar(ratio.mean, row, xerr=ends, color=INK, capsize=3, linewidth=1)
-            elif arm.label != base:
-                continue
-            axes.barh(row, ratio.mean if ratio else 1, color=color, height=0.62)
-            shown = f"{ratio.mean:.2f}x" if ratio else "1"
-            axes.annotate(
-                shown, (0, row), xytext=(5, 0), textcoords="offset points", va="center", color="white", weight="bold"
-            )
-        if arm.label == base:
-            panels[2].plot(0, row, "D", color=color)
-        elif arm.quality.test:
-            mean, low, high = (100 * getattr(arm.quality.test.difference, end) for end in ("mean", "low", "high"))
-            panels[2].errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=4)
-            verdict = "noise" if arm.is_null else arm.quality.verdict
-            panels[2].annotate(
-                verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
-            )
-    panels[2].margins(x=0.15)
-    _rows(panels[0], arms)
+        _draw_arm(panels, row, arm, _color(result, arm), is_base=arm.label == base)
     for axes in panels:
-        axes.spines["left"].set_visible(False)
-        axes.grid(axis="x", color="#e8eaed")
-    return figure
+        axes.margins(x=0.4)
+    _rows(panels[0], arms)
+
+
+def _draw_arm(panels: Any, row: int, arm: ArmResult, color: str, is_base: bool) -> None:
+    for axes, quantity in zip(panels, (arm.speed, arm.memory), strict=False):
+        if (ratio := quantity.ratio) and not quantity.why:
+            ends = [[ratio.mean - ratio.low], [ratio.high - ratio.mean]]
+            axes.errorbar(ratio.mean, row, xerr=ends, color=INK, capsize=3, linewidth=1)
+        elif not is_base:
+            continue
+        axes.barh(row, ratio.mean if ratio else 1, color=color, height=0.62)
+        shown = f"{ratio.mean:.2f}x" if ratio else "1"
+        end = (ratio.high if ratio else 1, row)
+        axes.annotate(shown, end, xytext=(5, 0), textcoords="offset points", va="center", color=INK)
+    if is_base:
+        panels[2].plot(0, row, "D", color=color)
+    elif arm.quality.test:
+        mean, low, high = (100 * getattr(arm.quality.test.difference, end) for end in ("mean", "low", "high"))
+        panels[2].errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=4)
+        verdict = "noise" if arm.is_null else arm.quality.verdict
+        panels[2].annotate(
+            verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
+        )
 
 
 def _timed(result: Result) -> list[ArmResult]:
@@ -121,7 +136,7 @@ def _loss(result: Result) -> Any:
         return None
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.set_ylabel("validation loss", color=QUIET)
-    axes.grid(axis="y", color="#e8eaed")
+    axes.grid(axis="y", color=RULE)
     axes.legend(frameon=False, labelcolor=INK)
     return figure
 
@@ -140,13 +155,11 @@ def _speed(result: Result) -> Any:
         if arm.speed.value:
             half = (arm.speed.value.high - arm.speed.value.low) / 2
             axes.errorbar(middle, row + 0.18, xerr=half, color=INK, capsize=3, linewidth=1)
-        axes.plot(values, [row + 0.18] * len(values), "o", color="white", markeredgecolor=INK, markersize=4)
+        axes.plot(values, [row + 0.18] * len(values), "o", color=PAPER, markeredgecolor=INK, markersize=4)
         shown = (
             f"{arm.speed.ratio.mean:.2f}x" if arm.speed.ratio and not arm.speed.why else EngFormatter(places=1)(middle)
         )
-        axes.annotate(
-            shown, (0, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
-        )
+        axes.annotate(shown, (middle, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
     axes.set_xlim(0, 1.2 * max(max(arm.speed.values) for arm in arms))  # with few seeds the interval may be far wider
     _rows(axes, arms)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -181,7 +194,7 @@ def _memory(result: Result) -> Any:
     axes.margins(x=0.12)
     axes.set_xlabel("MiB", color=QUIET)
     if any(arm.ledger for arm in arms):
-        figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=9)
     return figure
 
 
@@ -189,4 +202,4 @@ def _rows(axes: Any, arms: list[ArmResult]) -> None:
     axes.set_yticks(range(len(arms)), [arm.label for arm in arms], color=INK)
     axes.invert_yaxis()
     axes.spines["left"].set_visible(False)
-    axes.grid(axis="x", color="#e8eaed")
+    axes.grid(axis="x", color=RULE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,10 @@ from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import NOT_JUDGED, PAIRS, ArmResult, Ratio
 from evidence.measures import IN_USE
+from evidence.page import Plot, Section, measured_on, page
 from mantissa.display import columns, loss, mebibytes
-from mantissa.page import document, items, paragraphs, plots, wide_table
-from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, look_level, mean_interval
+from mantissa.statistics import EQUIVALENT, Interval, look_level, mean_interval
+from trainer.devices import kind_of
 from trainer.files import write_text
 
 ENERGY = "energy"
@@ -22,7 +22,6 @@ QUALITY = ("quality", "difference", "valid. loss")
 COST = ("speedup", "memory ratio", ENERGY, "throughput", "peak memory")
 HEAD = ("arm", *QUALITY, *COST)
 """The verdicts first: they are in sight wherever a table ends."""
-VERDICTS = (EQUIVALENT, BETTER, WORSE, INCONCLUSIVE)
 
 
 def write_report(result: Result, command: list[str]) -> list[Path]:
@@ -33,7 +32,7 @@ def write_report(result: Result, command: list[str]) -> list[Path]:
         figure.savefig(folder / f"{name}.png")
     images = "".join(f"![{title}]({name}.png)\n\n" for name, (title, _) in figures.items())
     write_text(folder / "report.md", markdown(result, command, images))
-    write_text(folder / "report.html", page(result, command, figures))
+    write_text(folder / "report.html", _page(result, command, list(figures.values())))
     return [folder / name for name in ("report.html", "report.md", *(f"{name}.png" for name in figures))]
 
 
@@ -192,15 +191,11 @@ def _failures(arm: ArmResult) -> list[str]:
 def method(result: Result) -> list[str]:
     """Return the paragraphs on how it was measured."""
     facts, seeds = result.facts, ", ".join(map(str, result.comparison.seeds))
-    hardware, git = facts["hardware"], facts["git"]
-    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] == 'true' else ''}" if git else ""
-    memory, warmup = "the peak that CUDA's allocator has allocated", "first step"
-    if not str(hardware["device"]).startswith("cuda"):
+    memory, warmup = "the peak that the GPU's allocator has allocated", "first step"
+    if not kind_of(facts["hardware"]["device"]).own_memory:
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
         warmup = "first log interval"
-    where = f"{hardware['name']}, {hardware['device']}, threads {hardware['threads']}"
     return [
-        f"Machine: {where}; torch {facts['versions']['torch']}{commit}.",
         f"{facts['steps']} optimizer steps, seeds {seeds}. The arms of a seed have the same "
         "initial weights and data order, and run one after another, each in a fresh process, in an order that "
         "alternates from seed to seed.",
@@ -224,25 +219,28 @@ def markdown(result: Result, command: list[str], images: str) -> str:
     head, *below = rows(result)
     lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in below]
-    lines += ["", *_unmeasured(result), "", images, "## How it was measured", "", *method(result), ""]
+    lines += ["", *_unmeasured(result), "", images, "## How it was measured", "", _origin(result), *method(result), ""]
     return "\n".join(lines)
 
 
-def page(result: Result, command: list[str], figures: dict[str, tuple[str, Any]]) -> str:
-    """Return ``report.html``: styles and plots inside, no script, no address."""
-    name = result.comparison.name
-    head, *below = rows(result)
-    return document(
-        name,
-        _STYLE,
-        f"<h1>{html.escape(name)}</h1>\n{paragraphs(lead(result))}<pre>{html.escape(shlex.join(command))}</pre>\n"
-        f"{items(sentences(result))}\n{wide_table(head, below, VERDICTS)}\n"
-        f"{paragraphs(_unmeasured(result))}{plots(figures.values())}\n"
-        f"<h2>How it was measured</h2>\n{paragraphs(method(result))}",
+def _page(result: Result, command: list[str], plots: list[Plot]) -> str:
+    return page(
+        "Comparison",
+        result.comparison.name,
+        lead(result),
+        shlex.join(command),
+        _origin(result),
+        [
+            Section("Results", table=rows(result)),
+            Section("Plots", plots=plots),
+            Section("In numbers", items=sentences(result)),
+            Section("How it was measured", [*method(result), *_unmeasured(result)]),
+        ],
     )
 
 
-_STYLE = ".EQUIVALENT, .BETTER { color: #137333 } .WORSE { color: #c5221f } .INCONCLUSIVE { color: #7a4f00 }\n"
+def _origin(result: Result) -> str:
+    return measured_on(*(result.facts[key] for key in ("hardware", "versions", "git")))
 
 
 def _mean(interval: Interval | None, values: list[float], show: Callable[[float], str]) -> str:

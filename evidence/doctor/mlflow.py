@@ -12,7 +12,7 @@ from trainer.tracking.mlflow.store import connect, cut
 from trainer.tracking.sync import send
 from trainer.tracking.ui import shown_at
 
-TAGS = ("verdict", "step", "kind", "module", "op", "direction", "rung")
+TAGS = ("verdict", "step", "kind", "module", "op", "direction", "format")
 """Below ``doctor.``; from the kind on they are those of the first finding."""
 
 
@@ -62,5 +62,5 @@ def tags(diagnosis: Diagnosis) -> dict[str, str]:
     if diagnosis.findings:
         first = diagnosis.findings[0]
         found |= {"kind": first.kind, "module": first.place, "op": first.op}
-        found |= {"direction": first.direction, "rung": first.format}
+        found |= {"direction": first.direction, "format": first.format}
     return {f"doctor.{name}": cut(value, 500) for name, value in found.items() if value}

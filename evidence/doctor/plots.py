@@ -8,23 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from evidence.page import Plot
 from mantissa.doctor.diagnosis import Diagnosis
 from mantissa.doctor.divergence import TIMES, Divergence
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents
 from mantissa.doctor.pairs import LocalError
 from mantissa.finding import BACKWARD, FORWARD
-from mantissa.page import COLORS, NOISE
-from trainer.tracking.plots import ALARM, INK, QUIET, bare_figure
+from trainer.tracking.plots import ALARM, COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
 MOST = 40
 """Modules, or gradients, of one plot."""
-_LONGEST = 48
+_LONGEST = 30
 """Characters of a name; of a longer one the middle is left out."""
-_WIDTH, _HEIGHT = 6.4, 3.8
+_WIDTH, _HEIGHT = 4.8, 3.2
 """Inches."""
-
-Plot = tuple[str, Any]
-"""A title and a matplotlib figure."""
 
 
 def figures(diagnosis: Diagnosis) -> list[Plot]:
@@ -52,6 +49,8 @@ def _errors(direction: str, rows: Iterable[LocalError]) -> Plot:
     def nearness(row: LocalError) -> tuple[float, float]:
         return row.ratio, row.e / row.bound
 
+    from matplotlib.ticker import NullFormatter
+
     worst: dict[str, LocalError] = {}
     for row in rows:
         worst[row.module] = max(worst.get(row.module, row), row, key=nearness)
@@ -66,9 +65,12 @@ def _errors(direction: str, rows: Iterable[LocalError]) -> Plot:
     ):
         axes.plot(values, range(len(shown)), marker, color=color, markersize=7, label=label)
     axes.set_xscale("log")
-    axes.grid(axis="x", color="#e8eaed")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_xlim()
+    axes.set_xlim(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high)))
+    axes.grid(axis="x", color=RULE)
     axes.set_xlabel("relative error", color=QUIET)
-    _legend(figure, 4)
+    _legend(figure, 2)
     of = f", the {MOST} of {len(worst)} modules nearest to their bounds" if len(worst) > MOST else ""
     return f"Error by module, {direction}{of}", figure
 
@@ -124,7 +126,7 @@ def _divergence(found: Divergence, own: str, step: int) -> Plot:
     axes.set_yscale("log")
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.locator_params(axis="x", integer=True, nbins=8)
-    axes.grid(axis="y", color="#e8eaed")
+    axes.grid(axis="y", color=RULE)
     _legend(figure, 2)
     return f"Distance of the loss from that of fp32, whose weights are changed by {own}'s rounding", figure
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from evidence.doctor.plots import figures
 from evidence.doctor.step import TrainerStep
+from evidence.page import Section, measured_on, page
 from mantissa.doctor.diagnosis import Diagnosis
-from mantissa.doctor.report import facts, page, tables
+from mantissa.doctor.report import facts, lines, opening, tables
+from mantissa.finding import MEANINGS
 from trainer.files import make_folder, remove_folder, write_json, write_text
 from trainer.run.provenance import git_facts, versions
 
@@ -51,7 +53,7 @@ def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:
         "git": git_facts(),
         "command": shlex.join(command),
     }
-    texts = {PAGE: page(diagnosis, record, figures(diagnosis))}
+    texts = {PAGE: _page(diagnosis, record)}
     texts |= {f"{name}.csv": _csv(rows) for name, rows in tables(diagnosis).items()}
     remove_folder(folder)
     make_folder(folder)
@@ -59,6 +61,26 @@ def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:
         write_text(folder / name, text)
     write_json(folder / VERDICT, record)
     return [folder / name for name in (*texts, VERDICT)]
+
+
+def _page(diagnosis: Diagnosis, record: dict[str, Any]) -> str:
+    replay, checked = diagnosis.replay, tables(diagnosis)
+    found = [f"{each.kind.capitalize()} in {each.place}, {each.direction}." for each in diagnosis.findings]
+    means = dict.fromkeys(MEANINGS[finding.kind] for finding in diagnosis.findings)
+    sections = [Section("Diagnosis", text="\n".join([opening(replay), *lines(diagnosis)]))]
+    if plots := figures(diagnosis):
+        sections.append(Section("Plots", plots=plots))
+    if rows := checked.get("manifest"):
+        cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+        sections.append(Section(f"What ran in which format ({len(rows):,} rows)", table=cells, folded=True))
+    return page(
+        "Doctor",
+        f"{diagnosis.verdict}: {record['recipe']} {replay.precision}, step {replay.step.number}",
+        [*found, *means] or [f"No fault: {opening(replay)}."],
+        record["command"],
+        measured_on(record["hardware"], record["versions"], record["git"]),
+        sections,
+    )
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:

@@ -71,10 +71,10 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     meta_model(config.recipe, datasets)
     torch.ones(_WARM_UP).exp_().sum()
     reset_peak_memory(hardware.device)
-    before = 0 if hardware.device.type == "cuda" else peak_memory_bytes(hardware.device)
+    before = 0 if hardware.is_gpu else peak_memory_bytes(hardware.device)
     enforced = limit_bytes is not None and _limit(hardware, limit_bytes)
     del datasets  # the trainer opens its own
-    tracked = hardware.device.type != "cuda" and (ledger or limit_bytes is not None) and not enforced
+    tracked = not hardware.is_gpu and (ledger or limit_bytes is not None) and not enforced
     try:
         tracked_bytes = _two_steps(config, hardware, tracked, copied=limit_bytes is not None)
     except Exception as error:
@@ -111,9 +111,9 @@ def _two_steps(config: Config, hardware: Hardware, tracked: bool, copied: bool) 
 
 def _limit(hardware: Hardware, limit_bytes: int) -> bool:
     """Make allocations beyond the limit fail; return False where the system cannot do that."""
-    if hardware.device.type == "cuda":
+    if hardware.is_gpu:
         fraction = min(1.0, limit_bytes / hardware.memory_bytes)
-        torch.cuda.set_per_process_memory_fraction(fraction, hardware.device)
+        torch.get_device_module(hardware.device).set_per_process_memory_fraction(fraction, hardware.device)
         return True
     if sys.platform != "linux" or hardware.device.type != "cpu":
         return False

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from evidence.options import FIRST, RangeOptions
-from mantissa.page import COLORS
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
@@ -23,7 +22,7 @@ from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.optim.schedule import Schedule
 from trainer.run_folder import RunFolder
-from trainer.tracking.plots import INK, QUIET, bare_figure
+from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure
 from trainer.trainer import StepRecord, Trainer
 
 SMOOTHING = 0.9
@@ -180,7 +179,7 @@ def draw(curves: list[Curve], title: str) -> Any:
     axes.set_xscale("log")
     axes.set_xlabel("learning rate", color=QUIET)
     axes.set_ylabel("training loss", color=QUIET)
-    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
         smoothed = np.array(curve.smoothed)

@@ -1,23 +1,29 @@
-"""What a search prints at its end, and its parent run in MLflow, which the trials' runs are below."""
+"""What a search prints at its end, its page, and its parent run in MLflow, which the trials' runs are below."""
 
 from __future__ import annotations
 
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import CategoricalDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from evidence.page import Plot, Section, measured_on, page
 from evidence.search.space import overrides_of, shown
 from evidence.search.study import Search
 from mantissa.display import columns, loss
 from trainer.config.schema import Config
 from trainer.errors import first_line
+from trainer.files import write_text
+from trainer.run.provenance import git_facts, versions
 from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.mlflow.store import connect, publish
+from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
 AT_STEP, WHY = "at_step", "why"
 """Attributes of Optuna's trials: of the best score; why a trial was pruned or has failed."""
@@ -34,25 +40,97 @@ _NAMES = {
 
 def lines(search: Search, metric: str, overrides: list[str]) -> list[str]:
     """Return the table of the trials, best first, and what follows from it."""
-    trials = search.counted()
-    sign = -1 if search.study.direction == StudyDirection.MAXIMIZE else 1
-    order = list(_NAMES)
-    trials.sort(key=lambda trial: (order.index(trial.state), sign * (trial.value or 0.0), trial.number))
-    headings = ["trial", *search.space, metric, "at step", "state", "run"]
-    said = [columns([headings, *([*_cells(trial, list(search.space)), search.run_of(trial)] for trial in trials)])]
+    said = [columns(rows(search, metric))]
+    trials = ranked(search)
     if running := sum(trial.state == TrialState.RUNNING for trial in trials):
         said.append(f"\n{running} of {len(trials)} trials are still running in another process")
-    values = [trial.value for trial in trials if trial.state == TrialState.COMPLETE]
-    if len(values) >= FEWEST and len(set(values)) > 1 and len(search.space) > 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # scikit-learn's, about its own versions
-            weights = optuna.importance.get_param_importances(search.study)
+    if weights := importance(search):
         said.append("\nimportance: " + ", ".join(f"{key} {weight:.2f}" for key, weight in weights.items()))
-    if values:
-        best = overrides_of(trials[0].params)
-        said.append(f"\nbest: trial {trials[0].number}; paste:\n{shlex.join(best)}")
+    if complete := _complete(search):
+        best = overrides_of(complete[0].params)
+        said.append(f"\nbest: trial {complete[0].number}; paste:\n{shlex.join(best)}")
         said.append(f"\n{shlex.join(['python', 'scripts/train.py', *overrides, *best])}")
     return said
+
+
+def ranked(search: Search) -> list[FrozenTrial]:
+    """Return the trials, best first."""
+    order, sign = list(_NAMES), -1 if search.study.direction == StudyDirection.MAXIMIZE else 1
+    return sorted(
+        search.counted(), key=lambda trial: (order.index(trial.state), sign * (trial.value or 0.0), trial.number)
+    )
+
+
+def _complete(search: Search) -> list[FrozenTrial]:
+    return [trial for trial in ranked(search) if trial.state == TrialState.COMPLETE]
+
+
+def rows(search: Search, metric: str) -> list[list[str]]:
+    """Return the head of the table, and a row for each trial, best first."""
+    head = ["trial", *search.space, metric, "at step", "state", "run"]
+    return [head, *([*_cells(trial, list(search.space)), search.run_of(trial)] for trial in ranked(search))]
+
+
+def importance(search: Search) -> dict[str, float]:
+    """Return how much each option matters; nothing where too few trials are complete."""
+    values = [trial.value for trial in _complete(search)]
+    if len(values) < FEWEST or len(set(values)) < 2 or len(search.space) < 2:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn's, about its own versions
+        return optuna.importance.get_param_importances(search.study)
+
+
+def write_report(
+    search: Search, metric: str, overrides: list[str], command: list[str], hardware: Mapping[str, Any]
+) -> Path:
+    """Write ``report.html`` into the search's folder, and return it."""
+    complete, answer, train = _complete(search), "No trial is complete.", []
+    if complete:
+        found = overrides_of(complete[0].params)
+        score = f"{metric} {loss(complete[0].value)}"
+        answer = f"Trial {complete[0].number} of {len(search.counted())} is best: {score} with {' '.join(found)}."
+        plots = [_plot(complete, key, metric) for key in search.space]
+        train = [
+            Section("Train with it", text=shlex.join(["python", "scripts/train.py", *overrides, *found])),
+            Section(f"{metric} by option", plots=plots),
+        ]
+    weights = [f"{key}: {weight:.2f}" for key, weight in importance(search).items()]
+    text = page(
+        "Search",
+        search.study.study_name,
+        [answer],
+        shlex.join(command),
+        measured_on(hardware, versions(), git_facts()),
+        [
+            *train,
+            *([Section("Importance of the options", items=weights)] if weights else []),
+            Section("Trials", table=rows(search, metric)),
+        ],
+    )
+    write_text(search.folder / "report.html", text)
+    return search.folder / "report.html"
+
+
+def _plot(complete: list[FrozenTrial], key: str, metric: str) -> Plot:
+    """Draw the score of each complete trial, the best one first, over one option."""
+    figure, axes = bare_figure(4.6, 3.2)
+    distribution = complete[0].distributions[key]
+    given = [trial.params[key] for trial in complete]
+    if isinstance(distribution, CategoricalDistribution):
+        axes.set_xticks(range(len(distribution.choices)), [shown(choice) for choice in distribution.choices])
+        given = [distribution.choices.index(value) for value in given]
+        axes.set_xlim(-0.5, len(distribution.choices) - 0.5)
+    elif getattr(distribution, "log", False):
+        axes.set_xscale("log")
+    scores = [trial.value for trial in complete]
+    axes.plot(given[1:], scores[1:], "o", color=NOISE)
+    axes.plot(given[:1], scores[:1], "o", color=COLORS[2], markersize=8)
+    axes.annotate("best", (given[0], scores[0]), xytext=(8, 4), textcoords="offset points", color=INK)
+    axes.set_xlabel(key, color=QUIET)
+    axes.set_ylabel(metric, color=QUIET)
+    axes.grid(axis="y", color=RULE)
+    return f"{metric} of the complete trials over {key}", figure
 
 
 def _cells(trial: FrozenTrial, keys: list[str]) -> list[str]:
@@ -70,7 +148,7 @@ def _cells(trial: FrozenTrial, keys: list[str]) -> list[str]:
 
 
 def publish_search(
-    config: Config, search: Search, metric: str, status: str, params: Mapping[str, str] = {}
+    config: Config, search: Search, metric: str, status: str, params: Mapping[str, str] = {}, files: Sequence[Path] = ()
 ) -> tuple[str | None, str]:
     """Create the run of the whole search in MLflow, or bring it up to date. Several processes share it.
 
@@ -80,6 +158,7 @@ def publish_search(
         metric: what is searched for.
         status: RUNNING, or how this process ended: FINISHED or KILLED.
         params: of the run.
+        files: of the report.
 
     Returns:
         MLflow's id of it, or None; and why MLflow could not take it, in which case the search continues.
@@ -105,6 +184,7 @@ def publish_search(
                 started_s=known["began_s"],
                 params=params,
                 step=len(trials),
+                files=files,
                 status="RUNNING" if others_work else status,
                 **found,
             )

@@ -14,7 +14,8 @@ import optuna
 import torch
 from optuna.trial import TrialState
 
-from evidence.search.report import AT_STEP, WHY, lines, publish_search
+from evidence.runs import recorded
+from evidence.search.report import AT_STEP, WHY, lines, publish_search, write_report
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space
 from evidence.search.study import Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
@@ -43,7 +44,8 @@ def main(arguments: list[str]) -> int:
     first = check_space(space, overrides)
     check_output_dir(first.output_dir)
     name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
-    resolved = first.resolve(detect(first.device))
+    hardware = detect(first.device)
+    resolved = first.resolve(hardware)
     plan, recipe = resolved.plan, resolved.config.recipe
     datasets = None if type(recipe).metrics is Recipe.metrics else resolved.config.open_datasets()
     metrics = Metrics(recipe, datasets, first.metrics, torch.device("cpu"))
@@ -63,16 +65,19 @@ def main(arguments: list[str]) -> int:
     )
     shown = {"space": " ".join(typed), "options": " ".join(kept), "metric": options.metric, "pruner": options.pruner}
     parent, problem = publish_search(first, search, options.metric, "RUNNING", shown)
-    status = "KILLED"
+    status, files = "KILLED", []
     try:
         run_trials(search, overrides, options.metric, parent)
+        command = ["python", "scripts/search.py", *recorded(arguments)]
+        files.append(write_report(search, options.metric, overrides, command, hardware.facts()))
         status = "FINISHED"
     finally:
         if parent:
-            _, problem = publish_search(first, search, options.metric, status)
+            _, problem = publish_search(first, search, options.metric, status, files=files)
         if problem:
             print(f"MLflow has not taken the search ({problem}); its trials are in {output_dir}")
     print("\n" + "\n".join(lines(search, options.metric, overrides)))
+    print(f"\nreport {files[0]}")
     return int(not any(trial.state == TrialState.COMPLETE for trial in search.counted()))
 
 

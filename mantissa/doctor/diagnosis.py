@@ -29,7 +29,7 @@ from mantissa.updates import Counts, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
-SWEEP = "ladder"
+SWEEP = "formats"
 """The name of the format sweep among the checks."""
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Examined)
@@ -194,10 +194,10 @@ def diagnose(
         result.verdict = FOUND
     elif replay.failed and replay.finite:
         result.verdict = NOT_REPRODUCED
-        result.notes.append("the run failed at this step, and taken again it is finite; train with deterministic=true")
+        result.notes.append("the run failed at this step, but its replay is finite; train with deterministic=true")
     elif not replay.finite and result.own is not None and result.own.scale == result.own.scales[0]:
         result.verdict = NOT_REPRODUCED
-        result.notes.append("the step is not finite as the run takes it, and finite in every rung that was examined")
+        result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
     return result
 
 
@@ -238,7 +238,7 @@ def _sweep(result: Diagnosis) -> None:
     if broken is None and 1 < step.ranks <= len(step.microbatches):
         result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
-        trials, findings = budget.run("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
+        trials, findings = budget.run("compiled formats", lambda: compiled_trials(step, budget.left)) or ([], [])
         result.sweep += trials
         result.findings += findings
     if broken is not None and broken.name == FP32:

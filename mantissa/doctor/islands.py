@@ -142,8 +142,8 @@ def price(step: Step, result: Islands) -> None:
             side.start()
             began = time.perf_counter()
             side.gradients(side.microbatches)
-            if step.device.type == "cuda":
-                torch.cuda.synchronize(step.device)
+            if step.device.type != "cpu":
+                torch.accelerator.synchronize(step.device)
             seconds.append(time.perf_counter() - began)
         ratios.append(seconds[1] / seconds[0])
     result.time_ratio = statistics.median(ratios)

@@ -1,7 +1,7 @@
 """Local errors: the own operators of each module, in the run's format and in the reference's, from the same inputs.
 
 An error is compared with what rounding makes unavoidable: the reference's own change when inputs, weights and
-gradients are rounded (the condition), or one rounding for each matrix product in series, whose errors add up like
+gradients are rounded (the condition), or one rounding for each matmul in series, whose errors add up like
 random numbers (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019).
 """
 
@@ -63,7 +63,7 @@ class LocalError:
     cond: float
     """The same for the reference with rounded inputs, weights and gradients."""
     d: int
-    """Rounded matrix products."""
+    """Rounded matmuls."""
     bound: float
     accumulated: float
     """That of the low precision's own run, forward only: to be seen, not judged."""
@@ -187,7 +187,7 @@ class _Comparison:
         return found._replace(gradients={name: g.to(dtype) / scale for name, g in found.gradients.items()})
 
     def _rounded(self) -> Evaluated:
-        """Round what the low precision rounds: its 16-bit tensors, and where there are products all others, too."""
+        """Round what the low precision rounds: its 16-bit tensors, and where there are matmuls all others, too."""
         number = self._number
         everything = self._products.forward > 0
 
@@ -264,7 +264,7 @@ def _rounded_weights(module: nn.Module, number: Number) -> Iterator[None]:
 
 
 class _Products(TorchDispatchMode):
-    """Counts the roundings of matrix products, in series: one each, fused attention has two; in fp32, each summand.
+    """Counts the roundings of matmuls, in series: one each, fused attention has two; in fp32, each summand.
 
     The sums of 16-bit and TF32 numbers are in fp32, and do not matter.
     """
@@ -297,7 +297,7 @@ _ATTENTION = "_scaled_dot_product"
 
 
 def _summands(name: str, of: list[Tensor]) -> int:
-    """Return how many numbers a product adds up for one of its results, from its floating-point inputs."""
+    """Return how many numbers a matmul adds up for one of its results, from its floating-point inputs."""
     if name == "convolution":
         return of[1].numel() // of[1].shape[0]
     if name == "convolution_backward":

@@ -1,28 +1,22 @@
-"""A diagnosis as text for a terminal, as JSON, as tables, and as a page that shows the same text with plots."""
+"""A diagnosis as text for a terminal, as JSON and as tables."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict
-from html import escape
 from typing import Any
 
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, Replay
 from mantissa.doctor.fp16_range import LOWEST, Exponents
-from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
-from mantissa.page import document, items, plots, wide_table
-
-_MEASURED_WITH = ("command", "run", "hardware", "versions", "git", "budget_s", "seconds")
+from mantissa.finding import FORWARD, OVERFLOW
 
 
 def opening(replay: Replay) -> str:
-    """Return what was taken again, and how it ended."""
+    """Return what was replayed, and how it ended."""
     number = replay.step.number
     how = f"loss {replay.loss:.6g}, gradient norm {replay.grad_norm:.4g}" + (", skipped" if replay.skipped else "")
     if replay.failed:
-        outcome = "taken again and finite" if replay.finite else "reproduced"
+        outcome = "replayed and finite" if replay.finite else "reproduced"
         return f"step {number} {outcome} ({how}) from {replay.began}"
     place = f"one more step ({number}) after the last, taken" if replay.finished else f"step {number} taken"
     return f"{place} from {replay.began} ({how})"
@@ -62,7 +56,7 @@ def facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "grad_norm": _number(replay.grad_norm),
         "skipped": replay.skipped,
         "loss_scale": replay.step.scale,
-        "ladder": [
+        "formats": [
             {name: getattr(trial, name) for name in ("name", "status", "scale", "harmed", "why")}
             | {"loss": _number(trial.loss)}
             for trial in diagnosis.sweep
@@ -98,24 +92,3 @@ def _exponents(layer: Exponents) -> dict[str, Any]:
     counts = {f"2^{LOWEST + place}": int(count) for place, count in enumerate(layer.counts.tolist())}
     place = {"module": layer.module, "tensor": layer.tensor, "fp16": layer.half, "amax": layer.amax}
     return place | {"zeros": layer.zeros} | counts
-
-
-def page(diagnosis: Diagnosis, record: dict[str, Any], drawn: Iterable[tuple[str, Any]]) -> str:
-    """Return ``report.html``.
-
-    Args:
-        diagnosis: of the step.
-        record: the content of ``verdict.json``.
-        drawn: titles and matplotlib figures.
-    """
-    title = f"{diagnosis.verdict}: {record['recipe']} {record['precision']}, step {record['step']}"
-    said = "\n".join([opening(diagnosis.replay), *lines(diagnosis)])
-    body = f"<h1>{escape(title)}</h1><pre>{escape(said)}</pre>"
-    if kinds := dict.fromkeys(finding.kind for finding in diagnosis.findings):
-        body += items(f"{kind}: {MEANINGS[kind]}" for kind in kinds)
-    body += plots(drawn)
-    if rows := tables(diagnosis).get("manifest"):
-        table = wide_table(list(rows[0]), ([str(value) for value in row.values()] for row in rows))
-        body += f"<details><summary>What ran in which format ({len(rows):,} rows)</summary>{table}</details>"
-    measured_with = json.dumps({name: record[name] for name in _MEASURED_WITH}, indent=1)
-    return document(title, "", f"{body}<h2>How it was measured</h2><pre>{escape(measured_with)}</pre>")

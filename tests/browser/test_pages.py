@@ -1,4 +1,4 @@
-"""What a user sees: MLflow's pages of runs made with the tracker, in a real browser."""
+"""What a user sees in a real browser: MLflow's pages of runs made with the tracker, and the page of a report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from evidence.page import Section, page
 from tests.serving import served
 from tests.tracked import open_tracker, tracked
+from trainer.tracking.plots import bare_figure
 from trainer.tracking.ui import comparison_address, curves_address, newest_runs, share_view, table_address
 
 if TYPE_CHECKING:
@@ -133,3 +135,18 @@ def test_all_experiments_are_one_table_of_what_differs(browser: Chrome, server: 
     cells = "[...document.querySelectorAll('.ag-cell')].filter(c => c.querySelector('a'))"
     found = f"return {cells}.filter(c => [c, ...c.querySelectorAll('*')].some({cut})).map(c => c.innerText)"
     assert not set(names) & set(browser.execute_script(found))
+
+
+def test_a_report_does_not_scroll_sideways_on_a_phone(browser: Chrome, tmp_path: Path) -> None:
+    name = "encoder.block.0.layer.1.DenseReluDense.wo" * 3
+    table = [[name] * 12] * 3
+    details = Section("Details", [name], [name], table, f"  {name} = {name}", [(name, bare_figure(5, 3)[0])])
+    (tmp_path / "report.html").write_text(page("Report", name, [name], name, name, [details]), encoding="utf-8")
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        assert_shows(browser, (tmp_path / "report.html").as_uri(), "Details")
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+        assert browser.execute_script("const e = document.querySelector('.wide'); return e.scrollWidth") > 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -21,13 +21,14 @@ GPT2 = (*TEXT, "data=synthetic", "data.vocab_size=300")
 BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=16")
 IMAGES = ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "loader.workers=0")
 
-# What a choice needs besides itself. A new YAML that is not here has to run with bignet as it is.
+# What a choice needs besides itself. A new YAML that is not here has to run as it is; with bignet, if it is no recipe.
 NEEDS: dict[str, tuple[str, ...]] = {
-    "recipe/gpt2": GPT2,
-    "recipe/bert": ("recipe=bert", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    "recipe/llama": ("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    "recipe/t5": ("recipe=t5", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    "recipe/resnet": ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5"),
+    "recipe/bignet": BIGNET[1:],
+    "recipe/gpt2": GPT2[1:],
+    "recipe/bert": ("recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/llama": ("recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/t5": ("recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/resnet": ("recipe.arch=shufflenet_v2_x0_5",),
     "augment/imagenet": IMAGES,
     "augment/light": IMAGES,
     "augment/randaugment": (*IMAGES, "augment.mixup=0.2", "augment.cutmix=1", "augment.erasing=0.5"),
@@ -69,9 +70,10 @@ REFUSED = {
 
 
 def tiny(choice: str) -> list[str]:
-    base = [] if choice in NEEDS and NEEDS[choice][0].startswith("recipe=") else BIGNET
     group, name = choice.split("/")
-    return [*base, *([] if group == "recipe" else [f"{group}={name}"]), *NEEDS.get(choice, ()), *SHORT]
+    needs = NEEDS.get(choice, ())
+    base = () if group == "recipe" or any(each.startswith("recipe=") for each in needs) else BIGNET
+    return [*base, f"{group}={name}", *needs, *SHORT]
 
 
 def read(path: Path) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import PROJECT, SHIPPED
 
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+PAGES = [*sorted(PROJECT.glob("*.md")), *sorted((PROJECT / "docs").glob("*.md"))]
 FILES = [*PAGES, *SHIPPED, *sorted((PROJECT / "scripts").glob("*.py")), PROJECT / "trainer/config/help.py"]
 COMMAND = re.compile(
     r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*"

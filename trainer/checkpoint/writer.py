@@ -18,6 +18,7 @@ from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
+from trainer.devices import kind_of
 from trainer.errors import NonFiniteError
 from trainer.parallel.shards import local_part
 from trainer.parallel.world import World
@@ -136,16 +137,16 @@ class CheckpointWriter:
         for file, tensors in snapshot.files.items():
             files[file] = {}
             for name, tensor in tensors.items():
-                on_gpu = tensor.device.type == "cuda"
+                pinned = kind_of(tensor.device).pinned
                 host = self._host.get(f"{file}/{name}")
                 if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                     self._host[f"{file}/{name}"] = host
-                host.copy_(tensor, non_blocking=on_gpu)
-                waits |= on_gpu
+                host.copy_(tensor, non_blocking=pinned)
+                waits |= pinned
                 files[file][name] = host
         if waits:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         return replace(snapshot, files=files)
 
     def _flush_log(self, run: dict[str, Any]) -> None:

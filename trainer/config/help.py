@@ -90,7 +90,7 @@ def markdown() -> str:
     for group, rows in tables.items():
         lines += ["", f"## {group or 'Keys without a group'}", ""]
         if group:
-            lines += [_groups()[group], "", "| choice | |", "| --- | --- |"]
+            lines += [_groups()[group], "", "| choice | meaning |", "| --- | --- |"]
             lines += [f"| `{group}={name}` | {_cell(about)} |" for name, about in _choices(group)]
         lines += [""] * bool(group and rows) + [
             "| key | type | default | meaning |",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.loader import Loader, to_device
+from trainer.devices import kind_of
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 
@@ -56,7 +57,7 @@ class Evaluation:
             count_targets: takes a batch on the host.
             watch: see ``Watch``.
         """
-        wide = torch.float32 if self._device.type == "mps" else torch.float64  # sums of thousands of batches
+        wide = kind_of(self._device).wide  # sums of thousands of batches
         targets = 0
         sums: dict[str, Tensor] = {}
         for number, batch in enumerate(self._batches):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.loading import end_with_the_run, forkserver_context, prefetched
+from trainer.devices import select
 from trainer.errors import RunError, UserError, check_number
 from trainer.hardware import Hardware
 
@@ -148,8 +149,7 @@ class Batches:
         return prefetched(batches, self.ahead, self._prepare) if self.ahead else batches
 
     def _prepare(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread: pinning would open a context on GPU 0
+        select(self.device)  # of this thread: pinning would open a context on GPU 0
         torch.set_num_threads(1)  # copies would spread over all cores and hold up the thread that launches kernels
 
 
@@ -248,7 +248,7 @@ class PinnedLoader(Loader):
         check_number("loader.prefetch", self.prefetch)
 
     def _options(self, hardware: Hardware) -> dict[str, object]:
-        options: dict[str, object] = {"pin_memory": hardware.device.type == "cuda"}
+        options: dict[str, object] = {"pin_memory": hardware.kind.pinned}
         if self.workers:
             options |= {"persistent_workers": True, "prefetch_factor": self.prefetch}
         return options

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.devices import kind_of
 from trainer.errors import UserError, nearest
 from trainer.optim.blocks import layer_factors
 from trainer.optim.classes import accepted_options, averages_itself, optimizer_class
@@ -162,11 +163,12 @@ class Optimizer:
         if sharded and self.fused is True:
             raise UserError(f"optimizer.fused=true: {self.name} has no fused form for parallel=fsdp; use auto")
         halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
-        unsound = device.type == "cpu" and not all(fused_is_sound(kernel, dtype) for dtype in halves)
+        tried = () if kind_of(device).fused_amp or not has_fused_kernel(kernel, device) else halves
+        unsound = not all(fused_is_sound(kernel, dtype, device.type) for dtype in tried)
         if unsound and self.fused is True:
             raise UserError(
                 f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
-                "wrongly on a CPU; use optimizer.fused=auto"
+                f"wrongly on {kind_of(device).words}; use optimizer.fused=auto"
             )
         possible = has_fused_kernel(kernel, device) and not (self._dampened or sharded or unsound)
         return self.fused is True or (self.fused == "auto" and possible)

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.devices import kind_of
 from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
@@ -132,13 +133,13 @@ class Update:
         self._sharded = any(map(is_sharded, self.parameters))
         self._unscales_in_place = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
-        self._norm_dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._norm_dtype = kind_of(device).wide
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
-        # and on CUDA take the flag on the device. For all others the host has to read two flags: whether the
+        # and on some devices take the flag there. For all others the host has to read two flags: whether the
         # norm is finite, and whether the step is taken. That is free on a CPU; on a GPU it takes two waits per step.
         self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self._takes_flag = device.type == "cuda" and self._takes_scale
+        self._takes_flag = kind_of(device).fused_amp and self._takes_scale
 
     def backward(self, loss: Tensor, exchanged: bool = False) -> None:
         """Add the gradient of one microbatch's share of the step's loss (fp32 scalar).

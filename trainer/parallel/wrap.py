@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mantissa.formats import BF16, FORMATS, FP16, STOCHASTIC
+from trainer.devices import DEVICE_KINDS, best_type, kind_of
 from trainer.errors import Interrupted, RunError, UserError
 from trainer.parallel.shards import shard_again
 from trainer.parallel.single import Parallel
@@ -31,13 +32,15 @@ class ProcessWorld(World):
         """Join the job that torchrun describes in the environment.
 
         Args:
-            device_type: ``cpu`` (gloo) or ``cuda`` (NCCL for tensors on the GPU, gloo for those on the host).
+            device_type: torch's. Tensors on the host go through gloo, others through the device's own backend.
             timeout_s: seconds to wait for another rank before the job fails.
         """
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-            device = torch.device("cuda", launched_local_rank()[0]) if device_type == "cuda" else None
+            backend, device = "gloo", None
+            if device_type != "cpu":
+                device = torch.device(device_type, launched_local_rank()[0])
+                backend = f"cpu:gloo,{device_type}:{kind_of(device).collectives}"
             timeout = timedelta(seconds=timeout_s)
             # A restarted job can use the same store, which still holds the addresses of the earlier processes.
             meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -116,25 +119,27 @@ class SeveralProcesses(Parallel):
             raise UserError(f"parallel.timeout_s={self.timeout_s} must be a positive number of seconds, such as 1800")
 
     def world(self, device: str) -> World:
-        on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        if not on_gpu and device not in ("auto", "cpu"):
+        device_type = best_type() if device == "auto" else device
+        joined = [kind.type for kind in DEVICE_KINDS if kind.collectives]
+        if device_type not in joined:
             raise UserError(
-                f"device={device} with parallel={self.kind}: each process has its own device; use cuda, cpu or auto"
+                f"device={device} with parallel={self.kind}: each process has its own device; use "
+                f"{', '.join(dict.fromkeys(joined))} or auto"
             )
         if not launched_processes():
             raise UserError(
                 "this parallel mode needs several processes: start them with "
                 "torchrun --nproc-per-node=2 scripts/train.py …, or use parallel=single"
             )
-        if on_gpu:  # before joining: NCCL would fail on a GPU that is not there
+        if device_type != "cpu":  # before joining: NCCL would fail on a GPU that is not there
             number, processes = launched_local_rank()
-            if processes > torch.cuda.device_count():
+            if processes > (count := torch.accelerator.device_count()):
                 raise UserError(
-                    f"torchrun started {processes} processes here, but there are {torch.cuda.device_count()} GPUs; "
-                    f"use --nproc-per-node={torch.cuda.device_count()}"
+                    f"torchrun started {processes} processes here, but there are {count} GPUs; "
+                    f"use --nproc-per-node={count}"
                 )
-            torch.cuda.set_device(number)
-        return ProcessWorld("cuda" if on_gpu else "cpu", self.timeout_s)
+            torch.accelerator.set_device_index(number)
+        return ProcessWorld(device_type, self.timeout_s)
 
 
 @dataclass
@@ -157,7 +162,7 @@ class DDP(SeveralProcesses):
         newer = "forward_sync_buffers"  # in torch 2.15
         replica: nn.parallel.DistributedDataParallel = ddp(
             model,
-            device_ids=[device] if device.type == "cuda" else None,
+            device_ids=[device] if device.type != "cpu" else None,
             bucket_cap_mb=self.bucket_mb,
             gradient_as_bucket_view=True,
             # Training does not read buffers (batch norm's running statistics); evaluation and saving use rank 0's.

@@ -36,7 +36,7 @@ SCALINGS = ("tensorwise", "rowwise")
 class Precision:
     """The ``precision`` config group.
 
-    ``fp32`` is IEEE single precision in every backend, ``tf32`` lets matrix products and convolutions round
+    ``fp32`` is IEEE single precision in every backend, ``tf32`` lets matmuls and convolutions round
     their inputs to TF32, ``bf16`` and ``fp16`` are fp32 weights under torch.autocast of that type. Without autocast:
     ``*_pure`` has weights, gradients and optimizer state in 16 bits, ``*_master`` 16-bit weights and gradients of which
     the optimizer holds fp32 copies, and ``bf16_sr`` 16-bit weights that are rounded at random
@@ -90,7 +90,7 @@ class Precision:
         if hardware.support(self.mode) == UNAVAILABLE:
             major, minor = number.capability
             raise UserError(
-                f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); {self.mode} "
+                f"precision={self.mode} is not available on {hardware.name} ({hardware.kind.name}); {self.mode} "
                 f"needs an NVIDIA GPU of compute capability {major}.{minor} or later. "
                 "Use precision=fp32 or precision=bf16"
             )

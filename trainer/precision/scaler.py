@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mantissa.formats import FP8, Format
+from trainer.devices import kind_of
 from trainer.errors import UserError, check_number
 
 _LARGEST = 3.4028234663852886e38  # of fp32
@@ -27,8 +28,8 @@ class LossScale:
 
     def __init__(self, device: torch.device, scale: float = 1.0) -> None:
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
-        # torch.amp.GradScaler computes in double; so do we, for the same bits. MPS has no double.
-        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        # torch.amp.GradScaler computes in double; so do we, for the same bits, where the device does.
+        self._wide = kind_of(device).wide
 
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, fp32 scalar."""

@@ -1,4 +1,4 @@
-"""The rates of matrix products that makers state for their GPUs."""
+"""Vendor peak throughput of matmuls, by GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ matrices only (H100, H200, L4, B200) are halved.
 
 
 def data_sheet(gpu: str, name: str) -> float | None:
-    """Return what the maker states for products in a number format, in 10^12 FLOP/s; None: not known.
+    """Return the vendor's peak for matmuls in a number format, in 10^12 FLOP/s; None: not known.
 
     Args:
         gpu: its name, such as ``NVIDIA H100 80GB HBM3``. A part of one (MIG) is not known.

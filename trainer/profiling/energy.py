@@ -6,6 +6,8 @@ from contextlib import suppress
 
 import torch
 
+from trainer.devices import kind_of
+
 
 class EnergyMeter:
     """Counts the energy of an NVIDIA GPU (Volta or later) since ``begin``; of other devices, None.
@@ -17,7 +19,7 @@ class EnergyMeter:
         self._handle = None
         self._began_mj: int | None = None
         self._units = 0
-        if device.type != "cuda" or torch.version.hip:
+        if not kind_of(device).nvidia:
             return
         try:
             import pynvml

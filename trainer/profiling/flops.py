@@ -17,7 +17,7 @@ from mantissa.tensors import tensors
 _ATTENTION = "_scaled_dot_product_"
 _LOSS_IN_CHUNKS = "_linear_cross_entropy_batch_chunked"
 _FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2)}
-"""The places of a product's two factors among an operator's arguments, where they are not the first two."""
+"""The places of a matmul's two factors among an operator's arguments, where they are not the first two."""
 _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "torch_nn"}
 """The namespaces of operators without a formula that multiply no matrices; others are of custom kernels."""
 _WITHOUT_FORMULA = (
@@ -30,10 +30,10 @@ _FAMILIES_WITHOUT_FORMULA = ("_fft_", "fft_", "linalg_", "_linalg_", "_triton")
 class ModelFlops(TorchDispatchMode):
     """Counts the model FLOPs of a training step, forward and backward, while it sees the forward pass alone.
 
-    A product of two matrices of 2mnk FLOP has two products of the same size in the backward pass, one for the gradient
-    of each factor, if that factor needs one. Attention has two products, both of whose factors need gradients. So
+    A matmul of 2mnk FLOP has two matmuls of the same size in the backward pass, one for the gradient
+    of each factor, if that factor needs one. Attention has two matmuls, both of whose factors need gradients. So
     nothing that is recomputed counts: not the blocks of activation checkpointing, nor the scores in attention's
-    backward pass, nor logits of a loss in chunks. Only products and convolutions count, and attention counts as if it
+    backward pass, nor logits of a loss in chunks. Only matmuls and convolutions count, and attention counts as if it
     were not causal (Chowdhery et al., "PaLM", 2022, appendix B).
 
     The formulas are those of ``torch.utils.flop_counter``; a custom operator needs one too
@@ -62,7 +62,7 @@ class ModelFlops(TorchDispatchMode):
         if self.unknown:
             unknown = f"torch has no FLOP formula for {', '.join(sorted(self.unknown))}"
         elif not self.total or not units:
-            unknown = f"no matrix products in a forward pass over {units} {unit}"
+            unknown = f"no matmuls in a forward pass over {units} {unit}"
         return {"per_unit": None if unknown else self.total / units, "unit": unit, "unknown": unknown}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +118,7 @@ def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Return the FLOP of attention's two products, of tensors of batch × heads × tokens × width."""
+    """Return the FLOP of attention's two matmuls, of tensors of batch × heads × tokens × width."""
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from trainer.devices import kind_of, synchronise
 from trainer.errors import check_number
 from trainer.profiling.ledger import Ledger, MemoryLedger
 
@@ -91,8 +92,9 @@ class _TorchSession(Session):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(self._folder / "trace.json"))
-        where = "device" if self._device.type == "cuda" else "cpu"
-        table = profile.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=60, max_name_column_width=70)
+        table = profile.key_averages().table(
+            sort_by=f"self_{_where(self._device)}_time_total", row_limit=60, max_name_column_width=70
+        )
         (self._folder / "operators.txt").write_text(table)
         times = operator_times(profile, self._device)
         record = {"device": self._device.type, "steps": self._kept, "self_time_us": times}
@@ -123,15 +125,16 @@ class _MemorySession(Session):
 
     @contextmanager
     def _allocator_history(self) -> Iterator[None]:
-        if self._device.type != "cuda":
+        memory: Any = getattr(torch.get_device_module(self._device), "memory", None)
+        if not hasattr(memory, "_record_memory_history"):
             yield
             return
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
+        memory._record_memory_history(stacks="python", max_entries=1_000_000)
         try:
             yield
-            torch.cuda.memory._dump_snapshot(str(self._folder / "memory_snapshot.pickle"))
+            memory._dump_snapshot(str(self._folder / "memory_snapshot.pickle"))
         finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            memory._record_memory_history(enabled=None)
 
     def finish(self) -> None:
         if self.ledger is None:
@@ -191,7 +194,7 @@ class TorchProfiler(Profiler):
 class MemoryProfiler(Profiler):
     """Record the memory ledger of one step.
 
-    Writes ``profile/ledger.json`` and ``profile/ledger.txt``, and on CUDA the allocator's history over the
+    Writes ``profile/ledger.json`` and ``profile/ledger.txt``, and where torch has it the allocator's history over the
     same step, ``profile/memory_snapshot.pickle`` (open it at https://pytorch.org/memory_viz).
     """
 
@@ -204,30 +207,27 @@ class MemoryProfiler(Profiler):
         check_number("profiler.at_step", self.at_step)
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished its queue."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:
     """Return a profile of a device that is not started; ``options`` are torch's."""
     # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver. Its log level can
     # be set in the environment only.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    activity = torch.profiler.ProfilerActivity
+    activities = {activity.CPU, getattr(activity, device.type.upper() if kind_of(device).profiled else "CPU")}
     # With one cycle there is nothing to drop, of which torch 2.11 warns without acc_events.
     return torch.profiler.profile(activities=activities, acc_events=True, **options)
 
 
 def operator_times(profile: torch.profiler.profile, device: torch.device) -> dict[str, float]:
     """Return the microseconds spent on the device in each of torch's operators itself, by name (``aten::mm``)."""
-    where = "device" if device.type == "cuda" else "cpu"
     # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
     return {
-        row.key: getattr(row, f"self_{where}_time_total")
+        row.key: getattr(row, f"self_{_where(device)}_time_total")
         for row in profile.key_averages()
         if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
     }
+
+
+def _where(device: torch.device) -> str:
+    """Return whose times a profile of this device shows, as torch's columns are named."""
+    return "device" if device.type != "cpu" and kind_of(device).profiled else "cpu"

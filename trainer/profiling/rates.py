@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
 from trainer.cache import cached
+from trainer.devices import CUDA, empty_cache
 from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor, threads
 from trainer.precision import kernels
 
@@ -68,8 +69,7 @@ def measure(number: Number, device: torch.device) -> float:
                 rate = rate_of(number, device, time.thread_time)
             if torch.get_num_threads() > 1:
                 rate = max(rate, rate_of(number, device, time.perf_counter))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the run's own allocations begin afresh
+    empty_cache()  # the run's own allocations begin afresh
     return rate
 
 
@@ -133,7 +133,7 @@ def _largest(device: torch.device) -> int:
 @contextmanager
 def _fp32_matmuls(number: Number, device: torch.device) -> Iterator[None]:
     """Multiply fp32 matrices as fp32 or tf32 does, whatever the precision of the process is."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type == CUDA.type
     backend: Any = torch.backends.cuda.matmul if on_gpu else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = backend.fp32_precision
 
@@ -155,13 +155,12 @@ def _of(hardware: Hardware) -> dict[str, Any]:
     """Return what the rates depend on."""
     if hardware.device.type == "cpu":
         return processor(hardware) | {"threads": torch.get_num_threads(), "cores": hardware.cpu_cores}
-    cuda = hardware.device.type == "cuda"
     variables = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT")
     return {
         "gpu": hardware.name,
         "capability": hardware.capability,
         "memory_bytes": hardware.memory_bytes,
-        "driver": torch._C._cuda_getDriverVersion() if cuda else None,  # type: ignore[attr-defined]
+        "driver": torch._C._cuda_getDriverVersion() if hardware.kind is CUDA else None,  # type: ignore[attr-defined]
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "environment": {name: os.environ[name] for name in variables if name in os.environ},

@@ -1,4 +1,4 @@
-"""MFU, model FLOPs utilisation: the share of the device's products that a run needs for its model."""
+"""MFU, model FLOPs utilisation: the share of the device's matmul throughput that a run needs for its model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Utilisation:
     format: str = "fp32"
     """The number format of the rates."""
     measured_tflops: float | None = None
-    """Products of one device as measured, in 10^12 FLOP/s."""
+    """Matmul throughput of one device as measured, in 10^12 FLOP/s."""
     data_sheet_tflops: float | None = None
-    """As its maker states; None: not known."""
+    """The vendor's peak; None: not known."""
     devices: int = 1
     """That train together."""
 
@@ -53,13 +53,13 @@ class Utilisation:
 
 
 def text(facts: dict[str, Any], processes: int) -> str | None:
-    """Return the row of the summary table: ``41.3 % of 0.0892 TFLOP/s measured here in fp32 products``."""
+    """Return the row of the summary table: ``41.3 % of 0.0892 TFLOP/s measured here in fp32 matmuls``."""
     if facts["unknown"]:
         return f"not known: {facts['unknown']}"
     if facts["mfu"] is None:
         return None
     each = " of each process" if processes > 1 else ""
-    rate = f"{quantity(facts['measured_tflops'])} TFLOP/s{each} measured here in {facts['format']} products"
+    rate = f"{quantity(facts['measured_tflops'])} TFLOP/s{each} measured here in {facts['format']} matmuls"
     row = f"{_percent(facts['mfu'])} of {rate}"
     if facts["mfu_of_data_sheet"] is not None:
         row += f"; {_percent(facts['mfu_of_data_sheet'])} of the data sheet's {quantity(facts['data_sheet_tflops'])}"

@@ -135,9 +135,10 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
 def release_memory() -> None:
     """Give the memory of a run back to the system, or the next one of a sweep would count it as its own peak."""
     gc.collect()  # models may hold themselves: every module whose forward method was replaced does
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if "torch" in sys.modules:
+        from trainer.devices import empty_cache
+
+        empty_cache()
     with suppress(OSError, AttributeError):  # glibc keeps freed memory; elsewhere there is no such call
         ctypes.CDLL(None).malloc_trim(0)
 

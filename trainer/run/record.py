@@ -57,7 +57,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective["arithmetic"] = sentence(config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware) or own
     flops, kernels, modules = ModelFlops(), KernelsTaken(), DtypeRecorder(trainer.model)
     trainer.observe(flops, kernels, modules)
-    if trainer.device.type == "cuda":
+    if trainer.hardware.is_gpu:
         effective["sdpa_taken"] = kernels.rows()
     model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
     return found | {"model_flops": model_flops, "modules": modules.modules()}

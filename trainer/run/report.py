@@ -89,7 +89,7 @@ def labels(config: Config) -> Rows:
 
 
 def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
-    """Return what was asked for and what computes, with the measured rate of products, and beside it fp32's."""
+    """Return what was asked for and what computes, with its measured matmul throughput beside that of fp32."""
     precision, rates = trainer.config.precision, effective["product_tflops"]
     format_name = precision.format.number.name
     matmuls = f"matmuls run in {effective['matmul_dtype']}"
@@ -99,7 +99,7 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
     parts = [
         f"requested {precision.mode}",
         matmuls,
-        f"{effective['arithmetic']} (products {quantity(rates[format_name])} TFLOP/s{beside})",
+        f"{effective['arithmetic']} (matmuls {quantity(rates[format_name])} TFLOP/s{beside})",
         f"weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}",
     ]
     if layers := effective["fp8_modules"]:

@@ -10,7 +10,12 @@ import numpy as np
 
 from trainer.files import METRICS_FILE, read_json_lines
 
-TRAIN, VALID, ALARM, INK, QUIET = "#2a78d6", "#e8710a", "#c5221f", "#202124", "#5f6368"
+INK, QUIET, RULE, PAPER, MARGIN, ALARM = "#202124", "#5f6368", "#dadce0", "#ffffff", "#e6f4ea", "#c5221f"
+"""Text, less important text, lines, background, what counts as equal, what is wrong."""
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", INK)
+"""Distinguishable with any colour vision (Okabe and Ito 2008)."""
+NOISE = "#80868b"
+"""What is not compared."""
 SMOOTH_FROM = 100
 """From this many points on, the raw curve is drawn faintly below its running mean."""
 
@@ -60,7 +65,7 @@ def bare_figure(width: float, height: float) -> tuple[Any, Any]:
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#dadce0")
+    axes.spines[["left", "bottom"]].set_color(RULE)
     axes.tick_params(colors=QUIET, length=0)
     axes.set_axisbelow(True)
     return figure, axes
@@ -71,7 +76,7 @@ def _figure(title: str, y_label: str) -> tuple[Any, Any]:
     axes.set_title(title, loc="left", color=INK, fontsize=12)
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.set_ylabel(y_label, color=QUIET)
-    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.locator_params(axis="x", integer=True, nbins=8)
     return figure, axes
 
@@ -88,7 +93,7 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
     if "valid/loss" in series:
         steps, values = series["valid/loss"]
         best = f", best {np.nanmin(values):.4g}" if np.isfinite(values).any() else ""
-        axes.plot(steps, values, "o-", color=VALID, linewidth=1.8, markersize=4, label=f"validation{best}")
+        axes.plot(steps, values, "o-", color=COLORS[4], linewidth=1.8, markersize=4, label=f"validation{best}")
     axes.legend(frameon=False, labelcolor=INK)
     return figure
 
@@ -110,8 +115,10 @@ def _rate_figure(series: Series, unit: str, title: str) -> Any:
 
 def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, label: str) -> None:
     if len(values) < SMOOTH_FROM:
-        axes.plot(steps, values, "o" if len(values) == 1 else "-", color=TRAIN, linewidth=1.8, label=label)
+        axes.plot(steps, values, "o" if len(values) == 1 else "-", color=COLORS[0], linewidth=1.8, label=label)
         return
     width = max(3, len(values) // 50) | 1
-    axes.plot(steps, values, color=TRAIN, linewidth=0.8, alpha=0.3)
-    axes.plot(steps, running_mean(values, width), color=TRAIN, linewidth=1.8, label=f"{label}, mean of {width} points")
+    axes.plot(steps, values, color=COLORS[0], linewidth=0.8, alpha=0.3)
+    axes.plot(
+        steps, running_mean(values, width), color=COLORS[0], linewidth=1.8, label=f"{label}, mean of {width} points"
+    )

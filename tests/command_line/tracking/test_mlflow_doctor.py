@@ -54,7 +54,7 @@ def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Pa
     assert "http://127.0.0.1:5000/#/experiments/" in first[0]
     sent = ["doctor/step-3/report.html", "doctor/step-3/verdict.json"]
     tags = {"verdict": "FOUND", "step": "3", "kind": "overflow", "module": "wo", "op": "aten.mm",
-            "direction": "forward", "rung": "fp16"}  # fmt: skip
+            "direction": "forward", "format": "fp16"}  # fmt: skip
     assert stored() == ({f"doctor.{name}": value for name, value in tags.items()}, sent, 1)
     assert publish_in(run, HEALTHY, of=run) == first
     assert stored() == ({"doctor.verdict": "HEALTHY", "doctor.step": "3"}, sent, 1)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
-from typing import Any
 
-import pytest
 from rich.console import Console
 
-from evidence.advice import report
-from evidence.advice.report import picture, print_advice, sentence
+from evidence.advice.report import plot, print_advice, sentence
 from evidence.advice.schema import Advice
 from tests.evidence.advice.machine import Machine
 from tests.evidence.advice.made import advice, measured
-from trainer.tracking.plots import bare_figure
 
 
 def printed(of: Advice, width: int = 200) -> str:
@@ -68,13 +63,10 @@ def test_the_page_has_what_was_measured_of_whole_runs_and_what_was_not() -> None
     assert "run of 100" not in printed(found)
 
 
-def test_the_picture_names_the_winner_and_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "advice.png"
-    assert picture(advice(entries=advice().entries[-4:]), path) is None  # the baseline alone
-    figures: list[Any] = []
-    monkeypatch.setattr(report, "bare_figure", lambda *size: figures.append(bare_figure(*size)) or figures[-1])
-    assert picture(advice(), path) == path
-    assert path.read_bytes().startswith(b"\x89PNG")
-    ((_, axes),) = figures
+def test_the_plot_names_the_winner_and_the_default() -> None:
+    assert plot(advice(entries=advice().entries[-4:])) is None  # the baseline alone
+    drawn = plot(advice())
+    assert drawn is not None
+    (axes,) = drawn[1].axes
     assert len(axes.lines) == 3
     assert [text.get_text() for text in axes.texts] == ["bf16 + compile", "fp32"]

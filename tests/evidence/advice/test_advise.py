@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -123,7 +124,7 @@ def test_the_command_answers_writes_and_repeats_its_answer(
 
 
 @pytest.mark.parametrize("winner", ["bf16 + compile", "fp32"])
-def test_the_text_has_the_commands_that_are_printed(
+def test_the_page_has_the_commands_that_are_printed(
     winner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = advice(winner=winner)
@@ -133,13 +134,12 @@ def test_the_text_has_the_commands_that_are_printed(
 
     monkeypatch.setattr(command, "_search", found)
     assert command.main([*SMALL, f"output_dir={tmp_path}", "tracking=local"]) == 0
-    (path,) = tmp_path.glob("advice/bignet-*/advice.txt")
-    commands = [r"\n  (python scripts/train\.py .*)\n", r"\nDoes it train as well\? (python scripts/compare\.py .*)\n"]
-    printed, written = (
-        [re.findall(each, text) for each in commands] for text in (capsys.readouterr().out, path.read_text())
-    )
-    assert [len(each) for each in printed] == [1, winner != "fp32"]
-    assert written == printed
+    (path,) = tmp_path.glob("advice/bignet-*/report.html")
+    printed = capsys.readouterr().out
+    commands = re.findall(r"\n(?:  |Does it train as well\? )(python scripts/\S+ .*)\n", printed)
+    assert [command.split()[1] for command in commands] == ["scripts/train.py", "scripts/compare.py"][: len(commands)]
+    assert len(commands) == 1 + (winner != "fp32")
+    assert re.findall("<pre>(.*)</pre>", html.unescape(path.read_text()))[1:] == commands
 
 
 def test_another_answer_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

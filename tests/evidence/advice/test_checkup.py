@@ -23,7 +23,7 @@ def test_a_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path) ->
     assert (found["faults"], found["healthy"], found["samples"]) == ([], True, 2)
     (report,) = tmp_path.glob("doctor/*/verdict.json")
     verdict = json.loads(report.read_text())
-    assert [rung["name"] for rung in verdict["ladder"]] == ["fp64", "fp32", "bf16"]
+    assert [format["name"] for format in verdict["formats"]] == ["fp64", "fp32", "bf16"]
 
     overflow = [*BIGNET, "precision=fp16", "recipe.loss_weight=1e9", "scaler=none", "scaler.force=true"]
     found = check(overflow, CPU, tmp_path, in_this_process)

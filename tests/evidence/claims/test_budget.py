@@ -63,10 +63,10 @@ def test_claims_come_in_order_of_value_those_without_an_outcome_first() -> None:
     assert ordered(here, ["tf32_matmul", "two_x"]) == ["of_mine", "amp_recipe", "gpt2_ladder", "tf32_matmul", "two_x"]
 
 
-def test_every_claim_has_a_place_and_a_reason() -> None:
+def test_every_place_is_a_claims_and_has_a_reason() -> None:
     lines = [line for line in ORDER.read_text().splitlines() if not line.startswith("#")]
     places = [line.partition(": ") for line in lines]
-    assert sorted(name for name, _, _ in places) == [name for name in claims.names() if not claims.load(name).combines]
+    assert {name for name, _, _ in places} <= {name for name in claims.names() if not claims.load(name).combines}
     assert all(reason for _, _, reason in places)
 
 

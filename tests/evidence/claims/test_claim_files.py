@@ -135,7 +135,7 @@ def test_a_claim_about_more_than_is_tested_gets_no_verdict(name: str) -> None:
     here = load(name)
     words = f"{here.statement}, {here.source}"
     if re.search(r"often|many|typically|generally|\d models|SSD|Llama3-8B", words):
-        assert here.related
+        assert here.related, "say in related: why the test is of less than statement and source say"
     elif gpu := re.search(r"\b[AVH]100\b|\bRTX \d+", words):
         assert here.related or here.speaks_of == [gpu[0], *here.speaks_of[1:]]
     assert here.related or "up to" not in words

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evidence import blocks
-from evidence.claims import results
+from evidence.claims import results, submission
 from evidence.claims.claims import load, names
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, RELATED, Criterion, combine, evaluate
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, RELATED, Criterion
 from evidence.claims.reproduce import save
 from mantissa.statistics import INCONCLUSIVE
 from tests.helpers import PROJECT
@@ -47,21 +46,7 @@ def test_every_recorded_verdict_follows_from_its_values(machine: str, record: di
     assert (record["machine"], record["git"]["dirty"], len(record["git"]["commit"])) == (machine, "false", 40)
     assert datetime.date.fromisoformat(record["date"])
     assert record["command"].startswith(f"python scripts/reproduce.py claim={record['claim']}")
-    runs, verdicts = results.runs_of(record), []
-    for stored in record.get("findings", []):
-        found = evaluate(Criterion(**stored["criterion"]), runs)
-        assert found.verdict == stored["verdict"]
-        verdicts.append(found.verdict)
-        for key in ("values", "median", "low", "high"):
-            now, then = getattr(found, key), stored[key]
-            pairs = zip(now, then, strict=True) if key == "values" else [(now, then)]
-            for one, other in pairs:  # JSON has no infinity
-                assert (other is None and not math.isfinite(one or math.inf)) or one == pytest.approx(other, rel=1e-9)
-    if record["verdict"] != RELATED:
-        assert record["verdict"] == combine(verdicts)
-    claim = load(record["claim"])
-    if record["claim_sha256"] == claim.digest and verdicts:
-        assert claim.judge(runs, results.machine_of(record))[0] == record["verdict"]
+    assert submission.untrue(record) == ""
 
 
 def test_the_machine_that_could_test_most_comes_first(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 def test_a_failed_step_is_reproduced_and_its_cause_found(failing: Path, said: Said) -> None:
     before = {file: file.read_bytes() for file in failing.rglob("*") if file.is_file()}
-    code, lines = said(f"resume={failing}", "check=ladder,manifest,islands")
+    code, lines = said(f"resume={failing}", "check=formats,manifest,islands")
     assert code == 7
     assert lines[0].startswith("step 3 reproduced (loss ")
     assert lines[0].endswith(", skipped) from step-00000002")
@@ -98,7 +98,7 @@ def test_a_step_that_a_failed_run_did_not_reach_is_refused(overflows: Path) -> N
 
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
     shutil.rmtree(failing / "failure")
-    code, lines = said(f"resume={failing}", "check=ladder")
+    code, lines = said(f"resume={failing}", "check=formats")
     assert code == 7
     assert lines[0] == "taking 2 steps again from the beginning …"
     assert lines[1].startswith("step 3 reproduced")
@@ -108,7 +108,7 @@ def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, s
 def test_weights_that_are_infinite_already_are_what_is_found(tmp_path: Path, said: Said) -> None:
     run = failed(tmp_path, "precision=fp32", "optimizer.lr=3e38", "checkpoint=none")
     assert (read_object(run / "failure.json")["step"], (run / "failure" / "step-00000001").is_dir()) == (2, True)
-    code, lines = said(f"resume={run}", "check=ladder")
+    code, lines = said(f"resume={run}", "check=formats")
     assert code == 7
     assert lines[0].endswith("from step-00000001")
     assert any(line.startswith("FOUND input, forward: ") for line in lines), lines
@@ -118,18 +118,18 @@ def test_weights_that_are_infinite_already_are_what_is_found(tmp_path: Path, sai
 def test_an_earlier_step_whose_loss_is_not_finite_is_examined(tmp_path: Path, said: Said) -> None:
     run = failed(tmp_path, "precision=bf16", "optimizer.lr=3e9", "checkpoint=none")  # its gradients are finite
     shutil.rmtree(run / "failure")
-    code, lines = said(f"resume={run}", "check=ladder")
+    code, lines = said(f"resume={run}", "check=formats")
     assert code == 7
     assert any(line.startswith("step 2 reproduced") for line in lines)
     assert "note: the loss is not finite at step 2 already: that step is examined, not step 3" in lines
 
 
 def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: Said) -> None:
-    code, lines = said(f"resume={finished}", "check=ladder,manifest,range,pairs,updates")
+    code, lines = said(f"resume={finished}", "check=formats,manifest,range,pairs,updates")
     assert code == 0
     assert lines[0].startswith("one more step (3) after the last, taken from step-00000002 (loss ")
     assert "HEALTHY at the last step, 2" in lines
-    code, lines = said(f"resume={finished}", "check=ladder", "step=1")
+    code, lines = said(f"resume={finished}", "check=formats", "step=1")
     assert code == 0
     assert lines[0].startswith("step 1 taken from the beginning")
     assert "HEALTHY at step 1" in lines
@@ -137,9 +137,9 @@ def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: S
 
 def test_a_failure_that_does_not_come_again(finished: Path, said: Said) -> None:
     write_json(finished / "failure.json", {"step": 2, "loss_scale": 1.0})
-    code, lines = said(f"resume={finished}", "check=ladder")
+    code, lines = said(f"resume={finished}", "check=formats")
     assert code == 8
-    assert lines[1].startswith("step 2 taken again and finite")
+    assert lines[1].startswith("step 2 replayed and finite")
     assert "NOT REPRODUCED" in lines
     assert any(line.startswith("note: ") and line.endswith("train with deterministic=true") for line in lines)
 
@@ -147,7 +147,7 @@ def test_a_failure_that_does_not_come_again(finished: Path, said: Said) -> None:
 def test_a_run_of_other_software(finished: Path, said: Said) -> None:
     versions = read_object(finished / "summary.json")["versions"]
     change(finished / "summary.json", versions=versions | {"torch": "2.1.0"})
-    code, lines = said(f"resume={finished}", "check=ladder")
+    code, lines = said(f"resume={finished}", "check=formats")
     assert code == 0
     assert any(line.startswith("note: torch: 2.1.0 in the run, ") for line in lines)
 
@@ -164,7 +164,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
 
 
 def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> None:
-    code, lines = said(*BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=ladder,manifest", "step=2")
+    code, lines = said(*BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=formats,manifest", "step=2")
     assert code == 0
     assert lines[0] == "taking 1 step again from the beginning …"
     assert "HEALTHY at step 2" in lines
@@ -175,7 +175,7 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("resume=RUN chekc=ladder", "chekc is not an option; did you mean 'check'?"),
+        ("resume=RUN chekc=formats", "chekc is not an option; did you mean 'check'?"),
         ("resume=RUN step=9", "step=9: RUN has 2 steps; set step=2"),
         ("resume=RUN precision=fp32", "precision=fp32: a run is examined as it was trained; to examine another one"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -81,6 +82,9 @@ def test_a_search_trains_its_trials_and_ends_with_what_to_paste(searched: Callab
     assert f"paste:\noptimizer.lr={rows[0][1]} optimizer={rows[0][2]}\n" in out
     assert (config["optimizer.lr"], config["optimizer.name"].lower()) == (float(rows[0][1]), rows[0][2])
     assert "[I " not in out  # Optuna's own log
+    page = html.unescape((outputs / "search" / "it" / "report.html").read_text())
+    assert f"best: valid/loss {rows[0][3]} with optimizer.lr={rows[0][1]}" in page
+    assert page.count("<svg") == 2
 
     proposed = [trial.params for trial in study(outputs).trials]
     out = searched(LR, "space.optimizer=choice(adamw,sgd)", "trials=4")
@@ -157,6 +161,7 @@ def test_a_pruned_trial_closes_its_run_and_mlflow_has_the_search_above_its_runs(
         assert best.fetchall() == [(study(outputs).best_value,)]
     assert statuses == {"search-it": "FINISHED", "it-t0": "FINISHED", "it-t1": "KILLED"}
     assert dict(parents) == {ids["it-t0"]: ids["search-it"], ids["it-t1"]: ids["search-it"]}
+    assert len([*outputs.parent.glob(f"mlartifacts/**/{ids['search-it']}/artifacts/report.html")]) == 1
 
 
 def test_a_trial_that_turns_non_finite_has_failed_and_the_search_goes_on(outputs: Path) -> None:

@@ -291,12 +291,12 @@ def small_weights() -> nn.Module:
     return model
 
 
-def _forward(kind: str, module: str, rung: str, *also: str) -> Expected:
-    return Expected(kind, FORWARD, module, rung, also)
+def _forward(kind: str, module: str, format: str, *also: str) -> Expected:
+    return Expected(kind, FORWARD, module, format, also)
 
 
-def _backward(kind: str, module: str | tuple[str, ...], rung: str) -> Expected:
-    return Expected(kind, BACKWARD, module, rung)
+def _backward(kind: str, module: str | tuple[str, ...], format: str) -> Expected:
+    return Expected(kind, BACKWARD, module, format)
 
 
 FAULTS = [

@@ -1,4 +1,4 @@
-"""Every planted fault is named exactly: module, direction, kind and rung."""
+"""Every planted fault is named exactly: module, direction, kind and format."""
 
 from __future__ import annotations
 

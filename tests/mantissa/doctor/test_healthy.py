@@ -73,7 +73,7 @@ def test_nothing_is_found(recipe: str, mode: str) -> None:
 
 def test_nothing_is_found_in_a_compiled_model() -> None:
     replay = of_overrides([*overrides_of("bignet", "fp32"), "recipe.layers=2", "compile=default"], 1)
-    diagnosis = diagnose(replay, ("ladder",), budget_s=600)
+    diagnosis = diagnose(replay, ("formats",), budget_s=600)
     assert (diagnosis.verdict, diagnosis.notes) == (HEALTHY, [])
     assert [(trial.name, trial.status) for trial in diagnosis.sweep[-2:]] == [("aot_eager", "ok"), ("inductor", "ok")]
 

@@ -148,7 +148,7 @@ def test_images_go_straight_into_page_locked_memory(pins: bool, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "empty", noted)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(torch.cuda, "set_device", id)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", id)
     found = [batch["image"] for batch in (PinnedLoader if pins else Loader)(0).batches(data, samples, GPU)]
     assert asked == [pins, pins]
     assert all(map(torch.equal, found, expected))
@@ -169,7 +169,7 @@ def test_a_thread_has_one_core_and_the_device_of_its_rank(monkeypatch: pytest.Mo
     """On GPU 0, the default of a new thread, pinning would take memory from rank 0."""
     devices: list[torch.device] = []
     cores: list[int] = []
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
 

@@ -76,8 +76,8 @@ def test_small_updates_are_lost_in_pure_bf16_and_kept_by_masters_and_stochastic_
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_gradients_and_optimizer_have_the_formats_of_the_manifest(mode: str) -> None:
     trainer = conv_trainer(mode)
-    dtype = FORMATS[mode].weights
-    changed = dtype if mode.endswith("_pure") else FP32
+    row = FORMATS[mode]
+    dtype, changed = row.weights, row.weights if row.only_half else FP32
     seen: set[torch.dtype] = set()
     for parameter in trainer.model.parameters():
         parameter.register_hook(lambda gradient: seen.add(gradient.dtype))
@@ -90,8 +90,8 @@ def test_weights_gradients_and_optimizer_have_the_formats_of_the_manifest(mode: 
     names = [str(one).removeprefix("torch.") for one in (dtype, changed)]
     assert list(dtypes_in_use(trainer.model, trainer.optimizer).values()) == [*names, []]
     manifest = manifest_of(trainer.config.precision, trainer.hardware, trainer.fp32_modules)
-    assert manifest["effective"]["matmul_dtype"] == names[0]
-    assert trainer.loss_scale.recovers == mode.startswith("fp16")
+    assert manifest["effective"]["matmul_dtype"] == str(row.half).removeprefix("torch.")
+    assert trainer.loss_scale.recovers == (row.half == FP16)
 
 
 def test_constants_that_are_not_saved_with_the_model_keep_their_format() -> None:
@@ -203,7 +203,7 @@ def pure_update(
 
 
 def needs_fused(name: str) -> None:
-    if not fused_is_sound(getattr(torch.optim, name), FP16):
+    if not fused_is_sound(getattr(torch.optim, name), FP16, "cpu"):
         pytest.skip(f"the fused form of {name} is not used: in this torch it updates 16-bit weights wrongly on a CPU")
 
 

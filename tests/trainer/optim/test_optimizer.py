@@ -162,6 +162,25 @@ def test_the_fused_form_is_taken_where_torch_has_its_kernel(
     assert taken is (name != "Adagrad" and kind != "xpu")
 
 
+class Unscaled(torch.optim.AdamW):
+    """As torch's fused kernels on MPS were: they ignored the scale without a word."""
+
+    def step(self) -> None:
+        self.grad_scale = None
+        super().step()
+
+
+def test_a_kernel_that_ignores_the_scale_is_found_by_its_trial_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fused_is_sound(torch.optim.AdamW, torch.bfloat16, "cpu")
+    assert not fused_is_sound(Unscaled, torch.bfloat16, "cpu")
+    tried: list[str] = []
+    monkeypatch.setattr("trainer.optim.optimizer.has_fused_kernel", lambda cls, device: True)
+    monkeypatch.setattr("trainer.optim.optimizer.fused_is_sound", lambda cls, dtype, device: tried.append(device))
+    halves = list(net().to(torch.bfloat16).parameters())
+    taken = {kind: Optimizer()._takes_fused(torch.optim.AdamW, halves, torch.device(kind)) for kind in ("cuda", "mps")}
+    assert (taken, tried) == ({"cuda": True, "mps": False}, ["mps"])
+
+
 def test_fused_sgd_starts_with_a_momentum_that_a_skipped_first_step_leaves_at_zero() -> None:
     """Torch's own first fused step allocates the buffers and, given found_inf, never writes them."""
     model = nn.Linear(4, 4)
@@ -206,7 +225,7 @@ def test_16_bit_weights_take_the_steps_of_fp32_ones(name: str, options: dict[str
 
 
 def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.optim.optimizer.fused_is_sound", lambda cls, dtype: cls is not torch.optim.SGD)
+    monkeypatch.setattr("trainer.optim.optimizer.fused_is_sound", lambda cls, dtype, device: cls is not torch.optim.SGD)
     half = nn.Linear(4, 4).to(torch.bfloat16)
     assert not Optimizer("SGD").build(half, CPU).defaults["fused"]
     assert Optimizer("SGD").build(nn.Linear(4, 4), CPU).defaults["fused"]
@@ -219,7 +238,7 @@ def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: p
 def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name: str, fused: bool | str) -> None:
     """Every optimizer that is allowed moves a weight by a true gradient of 2^-26, which is 0 in fp16."""
     optimizer, half = Optimizer(name, lr=2.0**10, fused=fused, options={}), net().to(torch.float16)
-    fused_helps = not fused and fused_is_sound(optimizer_class(name), torch.float16)
+    fused_helps = not fused and fused_is_sound(optimizer_class(name), torch.float16, "cpu")
     remedy = r"optimizer\.fused=auto" if fused_helps else "optimizer=adamw"
     with pytest.raises(UserError, match=rf"fp16_pure: {name} gets .* in fp16 .* use {remedy}, or precision=fp16_mas"):
         optimizer.build(half, CPU)

@@ -165,10 +165,10 @@ def test_mfu_is_the_share_of_all_devices_rate() -> None:
     assert facts["mfu_of_data_sheet"] == pytest.approx(0.24)
     assert json.loads(json.dumps(facts)) == facts
     assert utilisation.text(facts, 2) == (
-        "60.0 % of 400 TFLOP/s of each process measured here in bf16 products; 24.0 % of the data sheet's 1000"
+        "60.0 % of 400 TFLOP/s of each process measured here in bf16 matmuls; 24.0 % of the data sheet's 1000"
     )
     alone = replace(known, data_sheet_tflops=None, devices=1).facts(100.0)
-    assert utilisation.text(alone, 1) == "0.15 % of 400 TFLOP/s measured here in bf16 products"
+    assert utilisation.text(alone, 1) == "0.15 % of 400 TFLOP/s measured here in bf16 matmuls"
     assert utilisation.text(known.facts(None), 1) is None  # no step was timed
 
 

@@ -118,14 +118,13 @@ def table(forecasts: Sequence[Forecast], width: int = 120) -> str:
 def required_bytes(config: Config, ledger: Ledger) -> int:
     """Return what a run needs: the ledger's peak, and on a CPU a checkpoint's copy and the next step's samples."""
     copied = ("weights", "buffers", "optimizer") if copies_on_device(config) else ()
-    loaded = ("inputs",) if detect(config.device).device.type != "cuda" else ()
+    loaded = ("inputs",) if not detect(config.device).is_gpu else ()
     return ledger.peak_bytes + sum(ledger.highest[name] for name in (*copied, *loaded))
 
 
 def copies_on_device(config: Config) -> bool:
     """Return whether the host's copy of a checkpoint (weights, buffers, optimizer state) takes the device's memory."""
-    on_host = detect(config.device).device.type != "cuda"
-    return on_host and config.checkpoint.enabled and config.checkpoint.background
+    return not detect(config.device).is_gpu and config.checkpoint.enabled and config.checkpoint.background
 
 
 def meta_model(recipe: Recipe, datasets: Datasets) -> nn.Module:

@@ -1,0 +1,171 @@
+"""Each kind of device, as a fake of torch's accelerator that notes what is called."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+
+from trainer.api import undisturbed
+from trainer.data.loader import PinnedLoader
+from trainer.determinism import random_state, set_random_state
+from trainer.devices import CPU, CUDA, DEVICE_KINDS, MPS, ROCM, XPU, DeviceKind, empty_cache, select, synchronise
+from trainer.errors import UserError
+from trainer.hardware import NATIVE, UNAVAILABLE, available_bytes, detect, peak_memory_bytes, reset_peak_memory
+from trainer.parallel.wrap import DDP
+from trainer.profiling.energy import EnergyMeter
+from trainer.profiling.profiler import new_profile
+
+GPUS = [kind for kind in DEVICE_KINDS if kind.own_memory]
+every_kind = pytest.mark.parametrize("kind", DEVICE_KINDS, ids=lambda kind: kind.name)
+
+
+@dataclass
+class Accelerator:
+    """Two devices of a kind, of which the second is the current one."""
+
+    calls: list[Any] = field(default_factory=list)
+
+    def note(self, name: str, result: Any = None) -> Any:
+        def called(*given: Any) -> Any:
+            self.calls.append((name, *given))
+            return result
+
+        return called
+
+    def taken(self) -> list[Any]:
+        calls, self.calls[:] = self.calls[:], []
+        return calls
+
+
+@pytest.fixture
+def fake(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    here = Accelerator()
+    properties = SimpleNamespace(name="made up", total_memory=2**34, major=9, minor=4)
+    module = SimpleNamespace(
+        get_device_properties=lambda device: properties,
+        get_rng_state=here.note("get_rng_state", torch.zeros(1)),
+        **{name: here.note(name) for name in ("set_rng_state", "empty_cache")},
+    )
+    monkeypatch.setattr(torch.version, "hip", "7.0" if kind is ROCM else None)
+    found = None if kind is CPU else torch.device(kind.type)
+    replaced = {
+        "current_accelerator": lambda check_available=False: found,
+        "device_count": lambda: 2,
+        "current_device_index": lambda: 1,
+        "get_memory_info": here.note("get_memory_info", (5, 9)),
+        "max_memory_allocated": here.note("max_memory_allocated", 7),
+        **{name: here.note(name) for name in ("set_device_index", "synchronize", "reset_peak_memory_stats")},
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    real = torch.get_device_module
+    chosen = {torch.device("cpu"): real("cpu"), "cpu": real("cpu")}
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: chosen.get(device, module))
+    return here
+
+
+@every_kind
+@pytest.mark.usefixtures("fake")
+def test_a_device_is_found_by_its_type_and_by_auto(kind: DeviceKind) -> None:
+    found = detect(kind.type)
+    assert found == detect("auto")
+    assert (found.kind, found.is_gpu) == (kind, kind in GPUS)
+    assert str(found.device) == ("cpu" if kind is CPU else f"{kind.type}:1")
+    assert found.capability == ((9, 4) if kind is CUDA else None)
+    if kind in GPUS:
+        assert (found.name, found.memory_bytes) == ("made up", 2**34)
+        assert found.support("bf16") == NATIVE
+    assert (found.support("tf32"), found.support("fp8")) == ((NATIVE,) if kind is CUDA else (UNAVAILABLE,)) * 2
+    if kind is not CPU:
+        with pytest.raises(UserError, match=f"device={kind.type}:2: this machine has 2 GPU"):
+            detect(f"{kind.type}:2")
+
+
+@every_kind
+@pytest.mark.usefixtures("fake")
+def test_what_is_not_here_is_refused_in_one_sentence(kind: DeviceKind) -> None:
+    for device in {each.type for each in DEVICE_KINDS} - {"cpu", kind.type}:
+        with pytest.raises(UserError, match=rf"device={device}: torch finds no \w+ GPU here; use device=cpu or "):
+            detect(device)
+    for device, why in (("cuda:x", "is not a device"), ("tpu", "is not a device"), ("hpu", "is not supported")):
+        with pytest.raises(UserError, match=f"device={device} {why}; use auto, cpu, "):
+            detect(device)
+
+
+@every_kind
+def test_memory_and_the_queue_are_the_devices(kind: DeviceKind, fake: Accelerator) -> None:
+    device = detect(kind.type).device
+    reset_peak_memory(device)
+    peak, left = peak_memory_bytes(device), available_bytes(device)
+    names = ["reset_peak_memory_stats", "max_memory_allocated", "get_memory_info"]
+    assert fake.taken() == ([(name, device) for name in names] if kind in GPUS else [])
+    assert ((peak, left) == (7, 5)) == (kind in GPUS)
+    select(device)
+    synchronise(device)
+    empty_cache()
+    expected = [("set_device_index", device), ("synchronize", device), ("empty_cache",)]
+    assert fake.taken() == ([] if kind is CPU else expected)
+
+
+@every_kind
+def test_the_generator_of_the_device_is_saved_and_restored(kind: DeviceKind, fake: Accelerator) -> None:
+    device = detect(kind.type).device
+    state = random_state(device)
+    set_random_state(state, device)
+    assert (kind.type in state) == (kind is not CPU)
+    expected = [("get_rng_state", device), ("set_rng_state", state.get(kind.type), device)]
+    assert fake.taken() == ([] if kind is CPU else expected)
+    with undisturbed():
+        pass
+    assert ("set_device_index", 1) in fake.taken() or kind is CPU
+
+
+@every_kind
+@pytest.mark.usefixtures("fake")
+def test_tensors_of_several_processes_go_through_the_devices_backend(
+    kind: DeviceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[tuple[str, torch.device | None]] = []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *given, **options: iter([(None, 0, 2)]))
+    monkeypatch.setattr(dist, "PrefixStore", lambda *given: None)
+    monkeypatch.setattr(dist, "new_group", lambda **options: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, device_id, **options: joined.append((backend, device_id))
+    )
+    if kind is MPS:
+        with pytest.raises(UserError, match=r"device=mps with parallel=ddp: .* use cpu, cuda, xpu or auto"):
+            DDP().world("mps")
+        return
+    DDP().world(kind.type)
+    DDP().world("auto")
+    backend = {CPU: "gloo", CUDA: "cpu:gloo,cuda:nccl", ROCM: "cpu:gloo,cuda:nccl", XPU: "cpu:gloo,xpu:xccl"}[kind]
+    assert joined == [(backend, None if kind is CPU else torch.device(kind.type, 1))] * 2
+
+
+@every_kind
+@pytest.mark.usefixtures("fake")
+def test_pinning_profiling_and_energy_are_asked_only_where_they_exist(
+    kind: DeviceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = detect(kind.type)
+    assert PinnedLoader(0)._options(found) == {"pin_memory": kind in GPUS}
+    asked: list[set[ProfilerActivity]] = []
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities, **options: asked.append(set(activities)))
+    new_profile(found.device)
+    times = {CUDA: ProfilerActivity.CUDA, ROCM: ProfilerActivity.CUDA, XPU: ProfilerActivity.XPU}
+    assert asked == [{ProfilerActivity.CPU, times.get(kind, ProfilerActivity.CPU)}]
+    began: list[bool] = []
+    library = SimpleNamespace(NVMLError=OSError, nvmlInit=lambda: began.append(True))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="made-up"))
+    EnergyMeter(found.device)
+    assert bool(began) == (kind is CUDA)
