@@ -1,5 +1,6 @@
 # mkdir -p outputs && docker build -t mantissa . && docker run --rm --gpus all --user "$(id -u):$(id -g)" -v "$PWD/outputs:/app/outputs" mantissa
 # Any command of the pages may follow `mantissa`: python scripts/compare.py recipe=gpt2 arms=fp32,bf16
+# Test claims in a clone: reproduce.py records the commit, which the image does not have, in results/.
 #
 # --build-arg TORCH_INDEX=  the package index of PyTorch's CPU builds, as its installation page has it: an image without
 #                           CUDA, some 5 GB smaller
@@ -7,11 +8,13 @@
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 
-# g++: torch.compile on a CPU.
+# g++: torch.compile on a CPU. The base decides on the versions.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
-RUN useradd --uid 1000 mantissa && install -d -o mantissa /app && install -d -m 1777 /home/any
+RUN useradd --uid 1000 mantissa && install -d -o mantissa /app && install -d -m 1777 /home/any /app/outputs
 
-USER mantissa
+# By its number, which Kubernetes' runAsNonRoot can check.
+USER 1000
 WORKDIR /app
 
 # The dependencies are a layer of their own: code changes do not install torch again.
@@ -23,9 +26,10 @@ RUN PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" make setup
 COPY --chown=mantissa . .
 
 # Any user may run it (--user): torch's compiler asks for a user's name, libraries for a home to write to. The runs,
-# MLflow's store and the caches outlive the container in the mounted folder.
+# MLflow's store and the caches, of the Hub's downloads too, outlive the container in the mounted folder.
 ENV PATH=/app/.venv/bin:$PATH HOME=/home/any USER=mantissa \
-    MANTISSA_CACHE=/app/outputs/.cache MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
+    XDG_CACHE_HOME=/app/outputs/.cache MANTISSA_CACHE=/app/outputs/.cache/mantissa \
+    MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
 VOLUME /app/outputs
 LABEL org.opencontainers.image.title=Mantissa org.opencontainers.image.licenses=Apache-2.0
 CMD ["python", "scripts/train.py", "recipe=gpt2", "recipe.size=nano", "data.tokenizer=chars", "precision=bf16"]

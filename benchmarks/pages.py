@@ -72,9 +72,9 @@ def main(arguments: list[str]) -> int:
     if (options := PROJECT / "docs" / "options.md").read_text(encoding="utf-8") != (explained := markdown()):
         write_text(options, explained)
         changed.append(options)
-    for path, (result, picture) in pictures().items():
-        if shows(path) != digest(result):
-            picture(result)
+    for path, (results, picture) in pictures().items():
+        if shows(path) != digest(results):
+            picture(results)
             changed.append(PROJECT / path)
     print("\n".join(f"wrote {path.relative_to(PROJECT)}" for path in changed) or "all pages are up to date")
     return 0
@@ -355,15 +355,20 @@ def names() -> list[str]:
     return sorted({result["name"] for _, result in recorded()})
 
 
-def front() -> str:
-    """Return what the comparison of the first picture says on each machine, the newest result of each."""
+def fronts() -> dict[str, Result]:
+    """Return by machine, the newest first, its newest result of the comparison of the first picture."""
     newest: dict[str, Result] = {}
     for machine, result in recorded():
         if result["name"] == FRONT and "runs" in result:
             newest.setdefault(machine, result)
+    return newest
+
+
+def front() -> str:
+    """Return what the comparison of the first picture says on each machine."""
     return "\n".join(
         f"- `{machine}`: {' '.join(report.lead(judged(result)))} *({records.origin(result)})*"
-        for machine, result in newest.items()
+        for machine, result in fronts().items()
     )
 
 
@@ -405,55 +410,56 @@ def comparisons(shown: Sequence[str]) -> str:
 # --- pictures ---
 
 
-def pictures() -> dict[Path, tuple[Result, Callable[[Result], None]]]:
-    """Return by picture the newest result that it can be drawn from, and what draws it."""
-    found: dict[Path, tuple[Result, Callable[[Result], None]]] = {}
-    for _, result in recorded():
-        if result["name"] == FRONT and "runs" in result:
-            found.setdefault(PICTURE, (result, draw))
-    outputs = [each for _, results in rows_of("documented") for each in results if "output" in each]
+def pictures() -> dict[Path, tuple[dict[str, Result], Callable[[dict[str, Result]], None]]]:
+    """Return by picture the newest results that it can be drawn from, by machine, and what draws it."""
+    found: dict[Path, tuple[dict[str, Result], Callable[[dict[str, Result]], None]]] = {}
+    if fronts():
+        found[PICTURE] = fronts(), draw
+    outputs = [(name, each) for name, results in rows_of("documented") for each in results if "output" in each]
     if outputs:
-        found[TERMINAL] = (sorted(outputs, key=lambda each: str(each["date"]))[-1], draw_terminal)
+        found[TERMINAL] = dict([max(outputs, key=lambda each: str(each[1]["date"]))]), draw_terminal
     return found
 
 
 def origins() -> str:
-    """Return a line on each picture that is drawn from a result."""
+    """Return a line on each picture that is drawn from results."""
     lines = []
-    for path, (result, _) in pictures().items():
-        command = result["name"].split("`")[1] if path == TERMINAL else result["command"]
+    for path, (results, _) in pictures().items():
         file = records.BENCH if path == TERMINAL else records.COMPARISONS
-        machines = [name for name, results in records.read(file).items() if result in results]
-        about = records.origin(result)
-        lines.append(f"- `{path.name}`: `{command}`; drawn from `results/{machines[0]}/{file}`; {about}.")
+        for machine, result in results.items():
+            command = result["name"].split("`")[1] if path == TERMINAL else result["command"]
+            about = records.origin(result)
+            lines.append(f"- `{path.name}`: `{command}`; drawn from `results/{machine}/{file}`; {about}.")
     return "\n".join(lines)
 
 
-def digest(result: Result) -> str:
-    """Return what names a result: a hash of all that it says."""
-    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+def digest(results: dict[str, Result]) -> str:
+    """Return what names results: a hash of all that they say."""
+    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
 
 
 def shows(path: Path) -> str:
-    """Return the digest of the result that a picture was drawn from; empty: of none."""
+    """Return the digest of the results that a picture was drawn from; empty: of none."""
     found = re.search(rb"Source\W+([0-9a-f]{64})", (PROJECT / path).read_bytes())
     return found[1].decode() if found else ""
 
 
-def draw_terminal(result: Result) -> None:
-    """Draw what a command printed; a comment ``Source`` has the result's digest."""
+def draw_terminal(results: dict[str, Result]) -> None:
+    """Draw what a command printed; a comment ``Source`` has the digest."""
     from rich.console import Console
     from rich.text import Text
 
+    (result,) = results.values()
     console = Console(record=True, width=110, file=io.StringIO())
     console.print(Text(result["output"].rstrip()))
     picture = console.export_svg(title=result["name"].split("`")[1], unique_id="terminal")
-    write_text(PROJECT / TERMINAL, f"{picture}\n<!-- Source: {digest(result)} -->\n")
+    write_text(PROJECT / TERMINAL, f"{picture}\n<!-- Source: {digest(results)} -->\n")
 
 
-def draw(result: Result) -> None:
-    """Draw the answers of a comparison; the picture's text chunk ``Source`` has the result's digest."""
-    plots.answers(judged(result)).savefig(PROJECT / PICTURE, metadata={"Source": digest(result)})
+def draw(results: dict[str, Result]) -> None:
+    """Draw the answers of comparisons; the picture's text chunk ``Source`` has the digest."""
+    titles = {machine if len(results) > 1 else "": judged(result) for machine, result in results.items()}
+    plots.answers(titles).savefig(PROJECT / PICTURE, metadata={"Source": digest(results)})
 
 
 # --- advice ---

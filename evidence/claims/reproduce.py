@@ -112,7 +112,10 @@ class Reproduction:
         private |= {str(self.folder): "outputs", str(PROJECT): ".", str(Path.home()): "~"}
         for place in sorted(private, key=len, reverse=True):
             text = text.replace(place, private[place]) if len(place) > 1 else text
-        for name in (getpass.getuser(), socket.gethostname()):
+        names = [socket.gethostname()]
+        with suppress(KeyError, OSError):  # a container's user without a name
+            names.append(getpass.getuser())
+        for name in names:
             text = re.sub(rf"\b{re.escape(name)}\b", "…", text)
         return _PATH.sub("…", redacted(text))
 

@@ -27,7 +27,10 @@ PARTS = dict(
 def figures(result: Result) -> dict[str, tuple[str, Any]]:
     """Return (title, matplotlib figure) by file name; what was not measured is left out."""
     drawn = {
-        "answers": (f"Speed, memory and validation loss, relative to {result.comparison.baseline}", answers(result)),
+        "answers": (
+            f"Speed, memory and validation loss, relative to {result.comparison.baseline}",
+            answers({"": result}),
+        ),
         "loss": ("Validation loss, mean over the seeds; one faint line per run", _loss(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
@@ -42,15 +45,28 @@ def _color(result: Result, arm: ArmResult) -> str:
     return COLORS[labels.index(arm.label) % len(COLORS)]
 
 
-def answers(result: Result) -> Any:
-    """Return the figure with the three answers side by side, a row for each arm; None if no speed is to be shown."""
-    arms = _timed(result)
-    if not arms:
-        return None
+def answers(results: dict[str, Result]) -> Any:
+    """Return the figure with the three answers side by side, a row for each arm; None if no speed is to be shown.
+
+    Args:
+        results: by what is written above each, such as its machine.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.4, 1 + 0.38 * len(arms)), dpi=200, layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    arms = {title: _timed(result) for title, result in results.items()}
+    if not any(arms.values()):
+        return None
+    heights = [1 + 0.38 * len(each) for each in arms.values() if each]
+    figure = Figure(figsize=(5.4, sum(heights)), dpi=200, layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, title in zip(parts, [title for title, each in arms.items() if each], strict=True):
+        if title:
+            part.suptitle(title, fontsize=9, color=QUIET)
+        _draw_answers(part.subplots(1, 3, sharey=True), results[title], arms[title])
+    return figure
+
+
+def _draw_answers(panels: Any, result: Result, arms: list[ArmResult]) -> None:
     base, margin = result.comparison.baseline, 100 * result.comparison.margin
     heads = (
         ("Fastest?", f"speed / {base}"),
@@ -60,39 +76,39 @@ def answers(result: Result) -> Any:
     for axes, (title, label) in zip(panels, heads, strict=True):
         axes.set_title(title, fontsize=11, weight="bold", color=INK, loc="left")
         axes.set_xlabel(label, color=QUIET, fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(RULE)
         axes.tick_params(length=0, colors=QUIET, labelsize=10)
+        axes.grid(axis="x", color=RULE)
         axes.set_axisbelow(True)
     panels[2].axvspan(-margin, margin, color=MARGIN, zorder=0)
     for row, arm in enumerate(arms):
-        color = _color(result, arm)
-        for axes, quantity in zip(panels, (arm.speed, arm.memory), strict=False):
-            if (ratio := quantity.ratio) and not quantity.why:
-                ends = [[ratio.mean - ratio.low], [ratio.high - ratio.mean]]
-                axes.errorbar(ratio.mean, row, xerr=ends, color=INK, capsize=3, linewidth=1)
-            elif arm.label != base:
-                continue
-            axes.barh(row, ratio.mean if ratio else 1, color=color, height=0.62)
-            shown = f"{ratio.mean:.2f}x" if ratio else "1"
-            end = (ratio.high if ratio else 1, row)
-            axes.annotate(shown, end, xytext=(5, 0), textcoords="offset points", va="center", color=INK)
-        if arm.label == base:
-            panels[2].plot(0, row, "D", color=color)
-        elif arm.quality.test:
-            mean, low, high = (100 * getattr(arm.quality.test.difference, end) for end in ("mean", "low", "high"))
-            panels[2].errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=4)
-            verdict = "noise" if arm.is_null else arm.quality.verdict
-            panels[2].annotate(
-                verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
-            )
+        _draw_arm(panels, row, arm, _color(result, arm), is_base=arm.label == base)
     for axes in panels:
         axes.margins(x=0.4)
     _rows(panels[0], arms)
-    for axes in panels:
-        axes.spines["left"].set_visible(False)
-        axes.grid(axis="x", color=RULE)
-    return figure
+
+
+def _draw_arm(panels: Any, row: int, arm: ArmResult, color: str, is_base: bool) -> None:
+    for axes, quantity in zip(panels, (arm.speed, arm.memory), strict=False):
+        if (ratio := quantity.ratio) and not quantity.why:
+            ends = [[ratio.mean - ratio.low], [ratio.high - ratio.mean]]
+            axes.errorbar(ratio.mean, row, xerr=ends, color=INK, capsize=3, linewidth=1)
+        elif not is_base:
+            continue
+        axes.barh(row, ratio.mean if ratio else 1, color=color, height=0.62)
+        shown = f"{ratio.mean:.2f}x" if ratio else "1"
+        end = (ratio.high if ratio else 1, row)
+        axes.annotate(shown, end, xytext=(5, 0), textcoords="offset points", va="center", color=INK)
+    if is_base:
+        panels[2].plot(0, row, "D", color=color)
+    elif arm.quality.test:
+        mean, low, high = (100 * getattr(arm.quality.test.difference, end) for end in ("mean", "low", "high"))
+        panels[2].errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=4)
+        verdict = "noise" if arm.is_null else arm.quality.verdict
+        panels[2].annotate(
+            verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
+        )
 
 
 def _timed(result: Result) -> list[ArmResult]:

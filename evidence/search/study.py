@@ -20,7 +20,9 @@ import numpy as np
 import optuna
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import TPESampler
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.pool import NullPool
 
 from evidence.search.space import Space
 from trainer.errors import UserError
@@ -44,8 +46,10 @@ def pruner_of(name: str, first: int, steps: int) -> BasePruner:
     return MedianPruner() if name == "median" else NopPruner()
 
 
-def _url(output_dir: Path) -> str:
-    return f"sqlite:///{(output_dir / DATABASE).absolute().as_posix()}"
+def studies(output_dir: Path) -> RDBStorage:
+    """Return the studies of a folder. Their database is made where there is none."""
+    url = f"sqlite:///{(output_dir / DATABASE).absolute().as_posix()}"
+    return RDBStorage(url, engine_kwargs={"poolclass": NullPool})  # a pool would never close its connections
 
 
 def open_study(
@@ -69,7 +73,7 @@ def open_study(
     make_folder(output_dir)
     with locked(output_dir / f".{DATABASE}.lock"):  # two processes that make the tables at the same time both fail
         study = optuna.create_study(
-            storage=_url(output_dir),
+            storage=studies(output_dir),
             study_name=name,
             load_if_exists=True,
             direction="maximize" if maximise else "minimize",
@@ -127,7 +131,7 @@ class Search:
 
     def forget(self) -> None:
         """Remove the study."""
-        optuna.delete_study(study_name=self.study.study_name, storage=_url(self.folder.parent.parent))
+        optuna.delete_study(study_name=self.study.study_name, storage=studies(self.folder.parent.parent))
 
     def run_of(self, trial: Any) -> str:
         """Return the name of a trial's run: of the trial that it continues, where it continues one."""

@@ -164,14 +164,14 @@ def test_an_added_comparison_is_judged_and_drawn_from_its_file(
         pages.add(compared.comparison.folder)
     monkeypatch.setattr(pages, "PROJECT", tmp_path)
     (tmp_path / pages.PICTURE).parent.mkdir(parents=True)
-    pages.draw(kept)
-    assert pages.shows(pages.PICTURE) == pages.digest(kept)
+    pages.draw({"a": kept, "b": kept})
+    assert pages.shows(pages.PICTURE) == pages.digest({"a": kept, "b": kept})
     kept["runs"][0]["summary"]["units_per_s"] += 1
-    assert pages.shows(pages.PICTURE) != pages.digest(kept)
+    assert pages.shows(pages.PICTURE) != pages.digest({"a": kept, "b": kept})
     printed = {"name": "`a command`: top1", "output": "step 1/60  loss 2.5\nstep 2/60  loss 2.4\n"}
-    pages.draw_terminal(printed)
+    pages.draw_terminal({"a": printed})
     assert "2/60" in (tmp_path / pages.TERMINAL).read_text(encoding="utf-8")
-    assert pages.shows(pages.TERMINAL) == pages.digest(printed)
+    assert pages.shows(pages.TERMINAL) == pages.digest({"a": printed})
 
 
 def test_of_several_results_all_are_shown_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,5 +259,5 @@ def test_every_picture_is_named_with_its_origin_and_of_its_newest_result() -> No
     assert sorted(name for name, _ in items) == sorted(path.name for path in folder.iterdir() if path.suffix != ".md")
     for name, origin in items:
         assert re.search(r"`python [^`]*`.*; 20\d\d-\d\d-\d\d, .*[0-9a-f]{9}", origin, re.DOTALL), name
-    for path, (result, _) in pages.pictures().items():
-        assert pages.shows(path) == pages.digest(result), RUN
+    for path, (drawn, _) in pages.pictures().items():
+        assert pages.shows(path) == pages.digest(drawn), RUN

@@ -35,7 +35,8 @@ ELSEWHERE = (
     "python scripts/max_batch.py", "python scripts/reproduce.py claim=", "python scripts/search.py",
     "python scripts/sync.py", "python scripts/ui.py",
     # Fails on purpose, or needs a file that the reader writes.
-    "python scripts/doctor.py", f"{TRAIN} recipe=t5 data=synthetic", f"{TRAIN} recipe=llama recipe.size=nano",
+    "python scripts/doctor.py", "python scripts/reproduce.py add=",
+    f"{TRAIN} recipe=t5 data=synthetic", f"{TRAIN} recipe=llama recipe.size=nano",
     f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit", f"{TRAIN} recipe=tumour", f"{TRAIN} -m recipe=tumour",
     f"{TRAIN} recipe_path=my/folder",
     f"{TRAIN} resume=mlflow:RUN_ID", "python scripts/evaluate.py run=outputs/photos split=test",
@@ -55,11 +56,12 @@ WORD = r"'?[a-z_]+(?:\.[a-z_0-9]+)*=[^\s<…|\\'\"]+'?"
 
 
 def documented() -> dict[str, str]:
-    """Every command of the pages, and the page that has it first."""
+    """Every command of the pages, and the page that has it first; those with a ``<name>`` to fill in are left out."""
     found: dict[str, str] = {}
     for page in PAGES:
         for command in commands(page):
-            found.setdefault(command, page.name)
+            if "<" not in command:
+                found.setdefault(command, page.name)
     return found
 
 

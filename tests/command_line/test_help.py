@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import mantissa
 from tests.command_line.conftest import Train
 from tests.helpers import PROJECT
 from trainer.config import help
@@ -88,3 +89,11 @@ done
 """
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=PROJECT)
     assert (done.stdout.splitlines(), done.stderr) == ([*completed.values()], "")
+
+
+def test_version_says_what_a_bug_report_needs(train: Train) -> None:
+    done = train("--version")
+    assert done.code == 0
+    assert re.match(
+        rf"Mantissa {re.escape(mantissa.__version__)}, commit .*\nPython 3\.\d+\.\d+, .*\ntorch \d", done.out
+    )

@@ -27,7 +27,7 @@ from trainer.config.compose import checked_arguments
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
-from trainer.run import completion
+from trainer.run import completion, provenance
 from trainer.run.signals import OUTSIDE, take_back
 from trainer.run.sweep import Begin, Ended, Sweep
 from trainer.run.terminal import leave_unread
@@ -44,6 +44,9 @@ def main(run_class: type[Run] | None = None) -> int:
     """
     if any(each.partition("=")[0] in ("-h", "--help") for each in sys.argv[1:]):
         return _help()
+    if "--version" in sys.argv[1:]:
+        print(provenance.environment())
+        return 0
     if "install=bash" in sys.argv[1:]:
         print(completion.INSTALL)
         return 0

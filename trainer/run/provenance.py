@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import mantissa
 from trainer.config.compose import quoted
 from trainer.files import PROJECT
 from trainer.parallel.world import launched_processes
@@ -39,6 +41,14 @@ def git_facts() -> dict[str, str]:
 def versions() -> dict[str, str | None]:
     """Return the installed version of every package that can change a result; None where it is not installed."""
     return {name: _version(name) for name in _PACKAGES}
+
+
+def environment() -> str:
+    """Return what a bug report needs, a line each: the versions of Mantissa, Python and packages, and the system."""
+    git = git_facts()
+    commit = f"commit {git['commit']}{' with changes' if git['dirty'] == 'true' else ''}" if git else "commit unknown"
+    lines = [f"Mantissa {mantissa.__version__}, {commit}", f"Python {platform.python_version()}, {platform.platform()}"]
+    return "\n".join([*lines, *(f"{name} {found or 'is not installed'}" for name, found in versions().items())])
 
 
 def resume_command(folder: Path) -> str:

@@ -10,7 +10,9 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Optuna's SQLite file without a study, to be copied: making its tables takes a second."""
     import optuna
 
-    path = tmp_path_factory.mktemp("optuna") / "optuna.db"
+    from evidence.search.study import DATABASE, studies
+
+    path = tmp_path_factory.mktemp("optuna") / DATABASE
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    optuna.storages.RDBStorage(f"sqlite:///{path}")
+    studies(path.parent)
     return path

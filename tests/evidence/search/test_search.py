@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 from evidence.search.report import lines
 from evidence.search.search import main as search
 from evidence.search.space import parse_space
-from evidence.search.study import Search, open_study, pruner_of
+from evidence.search.study import Search, open_study, pruner_of, studies
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
@@ -61,7 +61,7 @@ def runs(outputs: Path) -> list[str]:
 
 
 def study(outputs: Path) -> Any:
-    return optuna.load_study(study_name="it", storage=f"sqlite:///{outputs / 'optuna.db'}")
+    return optuna.load_study(study_name="it", storage=studies(outputs))
 
 
 def table(out: str) -> list[list[str]]:
@@ -180,7 +180,7 @@ def test_a_metric_that_does_not_exist_is_refused_before_training(searched: Calla
     ):
         searched(LR, "metric=valid/top1")
     assert runs(outputs) == []
-    assert optuna.get_all_study_names(f"sqlite:///{outputs / 'optuna.db'}") == []
+    assert optuna.get_all_study_names(studies(outputs)) == []
 
 
 @pytest.mark.parametrize(("metric", "direction"), [("f1_macro", "MAXIMIZE"), ("ece", "MINIMIZE")])
