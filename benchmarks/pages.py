@@ -276,7 +276,7 @@ def certificates() -> str:
         "precision",
         "verdict",
         "SIGKILLs",
-        "steps, of them trained again, skipped",
+        "steps, replayed, skipped",
         "tensors",
         "where",
         "measured",

@@ -13,15 +13,15 @@ MEANINGS = {
     OVERFLOW: "A number is larger than the format can hold, so it becomes infinite.",
     UNDERFLOW: "Numbers are smaller than the format can hold, so they become 0.",
     DOMAIN: "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.",
-    NOT_FINITE: "A result is not finite, and no operator of torch made it so: code outside of torch did.",
+    NOT_FINITE: "A result is not finite, and no torch operator made it so: code outside of torch did.",
     INPUT: "A weight, a buffer or the data is not finite before the step.",
     ERROR: "The result has more rounding error than the format makes unavoidable.",
-    DTYPE: "What was to be computed or stored in fp32 is in 16 bits.",
+    DTYPE: "Something that should be computed or stored in fp32 is in 16 bits.",
     SCALE: "No loss scale keeps the gradients of all layers in the format's range.",
-    LOST: "The updates of weights are too small for the weights' format, and are rounded away.",
+    LOST: "Weight updates are too small for the format of the weights, and are rounded away.",
     MOMENT: "The optimizer's second moment is 0 where the gradient is not.",
-    DIFFERENCE: "The compiled model computes other numbers than the eager one.",
-    DIVERGENCE: "The loss leaves the spread of the reference within a few steps.",
+    DIFFERENCE: "The compiled model gives other results than the eager one.",
+    DIVERGENCE: "Within a few steps, the loss leaves the spread of the reference.",
 }
 """The kinds of faults."""
 

@@ -99,7 +99,7 @@ class Bert(SizedRecipe):
     context: int | str = "auto"
     """Tokens of question and passage together; auto: the published 384, fewer in nano."""
     dropout: float = 0.1
-    """Probability, in training."""
+    """Dropout probability in training."""
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""

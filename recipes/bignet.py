@@ -31,11 +31,11 @@ class BigNet(Recipe):
     unit: ClassVar[str] = "samples"
     architecture: ClassVar[tuple[str, ...]] = ("layers", "width")
     pretrained: str | None = None
-    """The ``best/`` of a run, to start from its weights, with its layers and width."""
+    """A run's ``best/`` to start from; it also sets layers and width."""
     layers: int = 20
     """Linear layers."""
     width: int = 1000
-    """Inputs and outputs of each."""
+    """Inputs and outputs of each layer."""
     loss_weight: float = 1.0
     """Multiplies the loss: a small one makes gradients that fp16 cannot hold without loss scaling."""
 

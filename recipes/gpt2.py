@@ -61,9 +61,9 @@ class GPT2(LanguageRecipe):
     size: str = "auto"
     """nano, mini, 124M, 350M, 774M or 1558M; auto: mini on a CPU, 124M on a GPU."""
     dropout: float = 0.0
-    """Probability, in training."""
+    """Dropout probability in training."""
     gelu: str = "tanh"
-    """Of a new model: tanh, GPT-2's approximation; erf: the exact one, which takes a third of its time on a CPU."""
+    """GELU of a new model: tanh, GPT-2's approximation; erf, exact, takes a third of its time on a CPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -63,9 +63,9 @@ class SizedRecipe(Recipe):
     pretrained: str | None = None
     """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
     context: int | str = "auto"
-    """Tokens of a sample; auto: the size's own."""
+    """Context length, in tokens; auto: that of the size."""
     attention: str = "sdpa"
-    """sdpa: torch's fused kernels, as far as they take a model's mask and bias; eager: scores of T × T in memory."""
+    """sdpa: torch's fused kernels, where they support the model's mask and bias; eager: T × T scores in memory."""
     lora: LoRA = field(default_factory=LoRA)
     """Low-rank adapters, of which only the weights are trained (Hu et al. 2021), through peft."""
 

@@ -165,10 +165,10 @@ class LanguageRecipe(SizedRecipe):
     unit = "tokens"
     predictor = "text_generation"
     chunked_loss: bool | str = "auto"
-    """Never hold the fp32 logits as a whole, which is slower; auto: on a GPU whose memory is forecast not to suffice
-    for them (torch 2.13 and later)."""
+    """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if the logits are
+    forecast not to fit into memory (torch 2.13 and later)."""
     vocabulary_multiple: int = 64
-    """The vocabulary is padded to a multiple of this, which tensor cores like; 1: as it is. Changes no loss."""
+    """Pad the vocabulary to a multiple of this, for tensor cores; 1: no padding. The loss is the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

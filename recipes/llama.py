@@ -55,15 +55,15 @@ class Llama(LanguageRecipe):
     size: str = "auto"
     """nano, 1B or 8B; auto: nano on a CPU, 1B on a GPU."""
     layers: int | None = None
-    """Blocks; null: the size's own, as of the next four."""
+    """Number of blocks; null: that of the size, as for the next four options."""
     width: int | None = None
-    """Of the residual stream."""
+    """Width of the residual stream."""
     heads: int | None = None
-    """Heads of queries."""
+    """Query heads."""
     kv_heads: int | None = None
-    """Heads of keys and values, each shared by ``heads`` / ``kv_heads`` heads of queries."""
+    """Key and value heads, each shared by ``heads`` / ``kv_heads`` query heads."""
     ffn: int | None = None
-    """Width within the feed-forward layers."""
+    """Hidden width of the feed-forward layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

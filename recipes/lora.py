@@ -23,13 +23,14 @@ class LoRA:
     """Options ``recipe.lora``: matrices of a low rank are added to some layers, and only they are trained."""
 
     rank: int = 0
-    """Such as 8; 0: no adapters, all weights are trained."""
+    """Rank of the adapters, such as 8; 0: no adapters, all weights are trained."""
     alpha: float = 16.0
-    """What the adapters add is multiplied by ``alpha`` / ``rank``; peft's examples have 16 to 32."""
+    """Scales the output of the adapters by ``alpha`` / ``rank``; peft's examples use 16 to 32."""
     dropout: float = 0.0
-    """Probability of an adapter's inputs."""
+    """Dropout probability of an adapter's inputs."""
     target: Any = "auto"
-    """Names of linear layers, or endings of them: [c_attn, c_proj]; auto: peft's choice, attention's input layers."""
+    """Linear layers to adapt, by name or end of name: [c_attn, c_proj]; auto: peft's choice, attention's input
+    layers."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

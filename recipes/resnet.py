@@ -39,37 +39,37 @@ class ResNet(Recipe):
     adjustable: ClassVar[tuple[str, ...]] = ("image_size", "mean", "std")
 
     arch: str = "auto"
-    """Any classifier of torchvision.models by its name there: resnet18, vit_b_16, convnext_tiny; with ``timm/`` before
-    it one of timm. auto: resnet18 on a CPU, resnet50 on a GPU."""
+    """Any classifier of torchvision.models, such as resnet18, vit_b_16 or convnext_tiny, or of timm with the prefix
+    ``timm/``. auto: resnet18 on a CPU, resnet50 on a GPU."""
     image_size: int | str = "auto"
-    """Pixels on a side; auto: the size of the data."""
+    """Side of the images in pixels; auto: that of the data."""
     train_image_size: int | None = None
-    """Pixels on a side in training, where they are others than in evaluation: a smaller size trains faster, and objects
+    """Side of the training images in pixels, if it differs from evaluation: a smaller size trains faster, and objects
     look larger in random crops (Touvron et al. 2019). null: ``image_size``."""
     pretrained: str | None = None
-    """Weights to start from: a name of torchvision's, such as IMAGENET1K_V2, or DEFAULT (also for timm); a file
-    (.pth, .safetensors); or the ``best/`` of a run. The head is new where the classes are others, and images are
-    normalised as the weights need it."""
+    """Weights to start from: a torchvision name, such as IMAGENET1K_V2, or DEFAULT (also for timm); a file (.pth,
+    .safetensors); or the ``best/`` of a run. The head is new if the classes differ, and images are normalised as the
+    weights need it."""
     mean: list[float] | None = None
-    """Of each channel (red, green, blue; 0 to 1), which images are normalised with; null: that of the weights they
-    start from, else of the data."""
+    """Mean of each channel (red, green, blue; 0 to 1) for normalisation; null: that of the pretrained weights, else of
+    the data."""
     std: list[float] | None = None
-    """The standard deviation, likewise."""
+    """Standard deviation of each channel, likewise."""
     classes: int | str = "auto"
-    """Outputs of the head; auto: as many as the data has."""
+    """Outputs of the head; auto: one for each class in the data."""
     channels_last: bool = True
     """Keep weights and images in NHWC order, which tensor cores prefer."""
     label_smoothing: float = 0.0
-    """Of the training loss: the share of the target that all classes get in equal parts; usual: 0.1 (Szegedy et al.
-    2016)."""
+    """Label smoothing of the training loss: the part of the target spread evenly over all classes; usual: 0.1 (Szegedy
+    et al. 2016)."""
     criterion: str = "cross_entropy"
     """The training loss: ``cross_entropy``, or ``bce``: binary cross-entropy of each class (Wightman et al. 2021)."""
     bce_threshold: float | None = None
-    """For ``bce``: targets of mixed images above this count as 1, all others as 0; null: they keep their shares."""
+    """For ``bce``: targets of mixed images above this become 1, all others 0; null: they stay fractions."""
     class_weights: Any = None
-    """Factors of the classes' terms in the training loss, a list, or ``balanced``: by the counts in the training data.
-    The sum is divided by the number of images. (torch's mean divides by the sum of the weights, which is the same
-    number on average where the factors have a mean of 1 over the images; those of ``balanced`` have.)"""
+    """Class weights of the training loss: a list, or ``balanced``, from the class counts of the training data. The
+    weighted sum is divided by the number of images; torch's mean divides by the sum of the weights, which on average is
+    the same if the weights have a mean of 1 over the images, as ``balanced`` ones do."""
 
     def __post_init__(self) -> None:
         sizes = (("image_size", self.image_size, 1), ("train_image_size", self.train_image_size, 1))

@@ -119,9 +119,9 @@ class T5(SizedRecipe):
     size: str = "auto"
     """nano, small or base; auto: nano on a CPU, small on a GPU."""
     context: int | str = "auto"
-    """Tokens of the encoder's input, at most; auto: the published 512, fewer in nano."""
+    """Maximum length of the encoder's input, in tokens; auto: the published 512, fewer in nano."""
     dropout: float = 0.1
-    """Probability, in training."""
+    """Dropout probability in training."""
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and remove spans."""

@@ -158,7 +158,9 @@ def _text(key: str, value: object) -> str:
         return f"{{{','.join(f'{inner}:{_text(key, each)}' for inner, each in value.items())}}}"
     if isinstance(value, Iterable):
         return f"[{','.join(_text(key, each) for each in value)}]"
-    raise UserError(f"{key}={value!r} is no option; give a number, a string, a list or a dictionary of them")
+    raise UserError(
+        f"{key}={value!r} is not the value of an option; give a number, a string, a list or a dictionary of them"
+    )
 
 
 @contextmanager

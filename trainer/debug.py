@@ -60,7 +60,7 @@ class Overfit(Debug):
 
     kind: ClassVar[str] = "overfit"
     target: float = 0.2
-    """The part of the first loss that may be left at the end."""
+    """The last loss must be at most this fraction of the first."""
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
@@ -74,9 +74,9 @@ class Overfit(Debug):
     def check(self, first: float, last: float, steps: int) -> str | None:
         if not last <= self.target * first:
             raise RunError(
-                f"debug=overfit: after {steps} steps on one batch its loss is {last:.4g}, and was {first:.4g} at the "
-                f"first step; at most {self.target * first:.4g} was expected (debug.target={self.target}). Try more "
-                "steps= or another optimizer.lr=; if neither helps, look at the labels, the loss and what is trained"
+                f"debug=overfit: after {steps} steps on one batch the loss is {last:.4g}, down from {first:.4g} at "
+                f"the first step; expected at most {self.target * first:.4g} (debug.target={self.target}). Try more "
+                "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained"
             )
         return f"debug=overfit: passed, the loss of one batch fell from {first:.4g} to {last:.4g} in {steps} steps"
 

@@ -173,8 +173,8 @@ class Metrics:
                 found[name] = float(value)
             except (TypeError, ValueError) as error:
                 raise UserError(
-                    f"the metric {name} is no single number; for a value of each class wrap it, "
-                    "ClasswiseWrapper(metric) of torchmetrics, otherwise choose an average"
+                    f"the metric {name} is not a scalar; for one value per class, wrap it in torchmetrics' "
+                    "ClasswiseWrapper(metric), otherwise choose an average"
                 ) from error
         return found
 

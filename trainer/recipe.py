@@ -217,7 +217,7 @@ class Recipe:
         train, valid = Collated(train_dataset, collate_fn), Collated(valid_dataset, collate_fn)
         test = None if test_dataset is None else Collated(test_dataset, collate_fn)
         if any(each.structure != train.structure for each in (valid, test or valid)):
-            raise UserError(f"{valid.name}: batches of all datasets must have the same parts as {train.name}'s")
+            raise UserError(f"{valid.name}: batches of all datasets must have the structure of {train.name}'s")
         own = Own(model, loss, train, valid, test, targets, getattr(train_dataset, "batch_size", None) or 32)
         own.check()
         return own
@@ -414,7 +414,7 @@ class Own(Recipe):
         if isinstance(value, LossOutput):
             return value
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UserError("the loss must be a tensor of one number, the mean over the batch, or a LossOutput")
+            raise UserError("the loss must be a scalar tensor, the mean over the batch, or a LossOutput")
         count = self.targets(given) if self.targets else self.count_units(batch)
         value = value.reshape(()).to(torch.promote_types(value.dtype, torch.float32))
         none = torch.zeros_like(value)
@@ -462,13 +462,13 @@ class Own(Recipe):
         if not wrong:
             return
         if all(close(both, 2 * alone) for both, alone in wrong):
-            raise UserError('the loss of two samples is the sum of theirs: return the mean (reduction="mean")')
+            raise UserError('the loss of two samples is the sum of their losses: return the mean (reduction="mean")')
         if all(close(2 * both, alone) for both, alone in wrong):
-            raise UserError('the LossOutput of two samples is the mean of theirs: it holds sums (reduction="sum")')
+            raise UserError('the LossOutput of two samples is the mean of theirs: return sums (reduction="sum")')
         both, alone = wrong[0]
         warnings.warn(
-            f"the summed loss of two samples is {both:.5g}, of one after the other {alone:.5g}, so the gradient "
-            "depends on micro_batch_size; of a mean over tokens, count them with targets=; of one with weights, return "
-            "a LossOutput of their sum",
+            f"the summed loss of two samples is {both:.5g} in one batch and {alone:.5g} one by one, so the gradient "
+            "depends on micro_batch_size; for a mean over tokens, count them with targets=; for a weighted mean, "
+            "return a LossOutput with the weighted sum",
             stacklevel=3,
         )

@@ -185,7 +185,7 @@ def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:
     if why := not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves):
         return why
     times, number = slowdown(mode, hardware), FORMATS[mode].number.name
-    return f"{number} matmuls are {about(times)} times slower than fp32's here" if times > SLOWER else None
+    return f"{number} matmuls are {about(times)}× slower than fp32 here" if times > SLOWER else None
 
 
 def _micro_batches(space: Space, config: Config, hardware: Hardware, datasets: Datasets) -> list[int]:
@@ -197,7 +197,7 @@ def _micro_batches(space: Space, config: Config, hardware: Hardware, datasets: D
     others = [size for size in near if batch_size % size == 0 and size % config.augment.micro_batch_multiple == 0]
     model = meta_model(resolved.config.recipe, datasets)
     if others and any(isinstance(each, _BatchNorm) for each in model.modules()):
-        why = "not varied: it would change batch norm's statistics, which are those of a microbatch"
+        why = "not varied: it would change batch norm's statistics, which are per microbatch"
         space.left_out["other values of micro_batch_size"] = why
         return []
     return sorted(others, key=lambda size: (max(size, now) / min(size, now), -size))

@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     with in_use(folder):
         known = None if options.fresh else read(folder / ANSWER)
         if known and known.winner and not (known.stopped == BUDGET and options.budget_minutes > known.budget_minutes):
-            console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
+            console.print(f"Nothing has changed since the last measurement (fresh=true measures again; {folder}).")
             advice = known
         else:
             if known:

@@ -23,7 +23,7 @@ ENDED = {
     AHEAD: "one setting is ahead",
     SEVERAL: "the best settings are equal",
     UNDECIDED: "the times vary too much to decide; fresh=true measures again, best on a quieter machine",
-    BUDGET: "there was no time for all of it; a larger budget_minutes continues from here",
+    BUDGET: "the budget ran out; a larger budget_minutes continues from here",
 }
 
 
@@ -57,7 +57,7 @@ def sentence(advice: Advice) -> str:
         facts.reverse()
     said = f"{winner.label}: {', '.join(filter(None, facts))}{healthy}"
     if winner.candidate.compiles and winner.pays_after_steps is not None:
-        said += f"; compiling pays after {winner.pays_after_steps} steps"
+        said += f"; compiling pays off after {winner.pays_after_steps} steps"
     if winner.candidate.compiles and whole is not None:
         said += f"; {_times(whole)} as fast{included}"
     return said + others + "; not all settings were measured" * (advice.stopped == BUDGET)
@@ -126,7 +126,7 @@ def remarks(advice: Advice) -> list[str]:
         if entry.status != MEASURED:
             found.append(f"{entry.status}: {entry.label} ({entry.reason})")
         elif entry.candidate.compiles:
-            pays = f" and pays after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""
+            pays = f" and pays off after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""
             found.append(f"compiling took {entry.compile_s:.1f} s{pays}: {entry.label}")
     return found
 

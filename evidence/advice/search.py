@@ -286,8 +286,8 @@ class Search:
                 self.entries = {label: each for label, each in self.entries.items() if each.status != MEASURED}
                 self._save()
                 raise RunError(
-                    f"{failed.label}, which the others were compared with, failed: {error}; run the same command "
-                    "again to compare them with the next one that works"
+                    f"the reference {failed.label} failed: {error}; run the same command again to compare with "
+                    "the next setting that works"
                 ) from error
         else:
             if fresh:

@@ -69,7 +69,7 @@ class Certificate:
             ("kills", f"{len(self.kills)} with SIGKILL: {self._by_kind()}; {self.resumes} resumed"),
             (
                 "steps",
-                f"{c.steps}; {self.skipped_steps} were skipped, {c.repeated_steps} were trained again after a kill",
+                f"{c.steps}; {self.skipped_steps} were skipped, {c.repeated_steps} were replayed after a kill",
             ),
             ("compared per step", "SHA-256 of the data, learning rate, loss, norm, scale, skipped"),
             ("compared at the end", f"{c.tensors} tensors ({c.elements:,} numbers), {c.metric_lines} lines of metrics"),

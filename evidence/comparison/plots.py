@@ -31,7 +31,7 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
             f"Speed, memory and validation loss, relative to {result.comparison.baseline}",
             answers({"": result}),
         ),
-        "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
+        "loss": ("Validation loss, mean over the seeds; one faint line per run", _loss(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
     }

@@ -196,19 +196,19 @@ def method(result: Result) -> list[str]:
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
         warmup = "first log interval"
     return [
-        f"{facts['steps']} optimizer steps, seeds {seeds}. The arms of a seed have the same "
-        "initial weights and data order, and run one after another, each in a fresh process, in an order that "
+        f"{facts['steps']} optimizer steps, seeds {seeds}. With one seed, all arms have the same "
+        "initial weights and data order. They run one after another, each in a fresh process, and their order "
         "alternates from seed to seed.",
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
         f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation after the {warmup}.",
-        "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
-        "intervals. EQUIVALENT: two one-sided t-tests on the paired relative differences (Schuirmann 1987), of 4 % at "
+        "Ratios are geometric means over the pairs, with Student's 95 % interval of the logarithms in brackets. "
+        " EQUIVALENT: two one-sided t-tests on the paired relative differences (Schuirmann 1987), of 4 % at "
         "the first look, so that their 92 % interval lies within the margin. WORSE and BETTER: their whole 96 % "
         "interval is beyond it. Looks with more seeds have stricter tests (alpha spending, Lan and DeMets 1983), and "
         "with several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
         "5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
-        f"NOT JUDGED: fewer than {PAIRS} pairs, or the null arm's 95 % interval excludes equality. A speed also where "
-        f"other processes used {IN_USE:.0%} of the CPUs or more, which changes no loss.",
+        f"NOT JUDGED: fewer than {PAIRS} pairs, or the null arm's 95 % interval excludes equality. Speed is not judged "
+        f"either if other processes used {IN_USE:.0%} of the CPUs or more; the loss does not depend on them.",
     ]
 
 

@@ -128,7 +128,7 @@ def _divergence(found: Divergence, own: str, step: int) -> Plot:
     axes.locator_params(axis="x", integer=True, nbins=8)
     axes.grid(axis="y", color=RULE)
     _legend(figure, 2)
-    return f"Distance of the loss from that of fp32, whose weights are changed by {own}'s rounding", figure
+    return f"Distance of the loss from fp32 with weights perturbed by {own}'s rounding", figure
 
 
 def _by_name(names: list[str]) -> tuple[Any, Any]:

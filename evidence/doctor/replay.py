@@ -46,7 +46,7 @@ def of_overrides(overrides: Sequence[str], step: int) -> Replay:
 
 
 def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
-    """Take a run's step again: ``step``, or 0 for the one that failed, or one more where the run is complete.
+    """Replay a step of a run: ``step``, or 0 for the one that failed, or one more where the run is complete.
 
     Raises:
         UserError: there is no such run, or another config was asked for, or the run has not come that far.
@@ -92,7 +92,7 @@ def _replay(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | N
     began, reached = _go_to(trainer, wanted, folder)
     notes = []
     if reached < wanted:
-        notes = [f"the loss is not finite at step {reached} already: that step is examined, not step {wanted}"]
+        notes = [f"the loss is already not finite at step {reached}: that step is examined instead of step {wanted}"]
         trainer = Trainer.from_config(config)
         began, _ = _go_to(trainer, reached, folder)
     replay = take(trainer, began)
@@ -110,7 +110,7 @@ def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, 
     began = _restore(folder, trainer, step)
     left = step - 1 - trainer.step
     if left:
-        print(f"taking {left} step{'s' * (left > 1)} again from {began} …")
+        print(f"replaying {left} step{'s' * (left > 1)} from {began} …")
     for microbatches in steps_of(trainer, trainer.step, left):
         record = trainer.train_step(microbatches)
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it

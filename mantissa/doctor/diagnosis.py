@@ -270,7 +270,7 @@ def _unlocated(trial: FormatTrial) -> Finding:
     gradient = next((name for name in harmed if name != "loss"), "")
     direction, module = (FORWARD, "") if "loss" in harmed else (BACKWARD, gradient.rpartition(".")[0])
     shown = ", ".join(harmed[:3]) + (", …" if len(harmed) > 3 else "")
-    return Finding(NOT_FINITE, direction, module, trial.name, detail=f"{shown}: no operator of torch made it so")
+    return Finding(NOT_FINITE, direction, module, trial.name, detail=f"{shown}: no torch operator made it so")
 
 
 def _too_large_a_scale(passes: Passes, trial: FormatTrial) -> list[Finding]:
@@ -320,7 +320,7 @@ def _cure(result: Diagnosis) -> None:
         return
     result.islands = islands
     if islands.cured:
-        budget.run("price of the islands", lambda: price(step, islands))
+        budget.run("cost of the islands", lambda: price(step, islands))
     finding.cure.append(islands.text())
     bf16 = result.trial("bf16")
     if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"]:

@@ -51,7 +51,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     if first is None:
         return result
     away = (own - middle)[first].item()
-    effect = f"is {away:.3g} away from that of fp32" if math.isfinite(away) else "is not finite"
+    effect = f"differs from that of fp32 by {away:.3g}" if math.isfinite(away) else "is not finite"
     detail = f"from step {step.number + first} on the loss {effect}; rounding explains at most {limit[first]:.3g}"
     # The first loss is computed before any update.
     finding = Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)

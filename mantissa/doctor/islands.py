@@ -57,7 +57,7 @@ class Islands:
             price.append(f"{self.time_ratio - 1:+.0%} time")
         if self.memory_bytes is not None:
             price.append(f"{'-' if self.memory_bytes < 0 else '+'}{size(abs(self.memory_bytes))}")
-        return ", ".join(price + ([] if self.minimal else ["not minimal: the time was up"]))
+        return ", ".join(price + ([] if self.minimal else ["not minimal: out of time"]))
 
     def text(self) -> str:
         """Return a line for the terminal."""

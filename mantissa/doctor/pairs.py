@@ -100,7 +100,7 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
         try:
             rows = _Comparison(recording, step.format.number, call).rows()
         except Different:
-            call.skipped, rows = call.skipped or "it takes another way", []
+            call.skipped, rows = call.skipped or "it takes another path", []
         if call.skipped:
             result.notes.append(f"errors of modules: {call.module or 'the model'} is left out: {call.skipped}")
         result.rows += rows

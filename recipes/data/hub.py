@@ -33,26 +33,26 @@ class Hub(TokenizedText, ImageSource):
     name: str = ""
     """A hub id such as ``roneneldan/TinyStories``, a folder, or a parquet, JSON, CSV or text file."""
     subset: str | None = None
-    """The configuration, where the dataset has several."""
+    """Configuration of the dataset, if it has several."""
     train_split: str = "train"
-    """The split that is trained on."""
+    """Split to train on."""
     valid_split: str | None = None
-    """The split that is evaluated; null: validation, else test, where there is one, else ``valid_fraction`` of the
-    training split is set aside; it is, too, where the training split itself is named.
-    """
+    """Split to validate on; null: validation or test, whichever exists. If neither does, or this names the training
+    split, ``valid_fraction`` of the training split is held out. """
     test: str | None = None
-    """A split that is evaluated once, at the end, with the best weights."""
+    """Test split, evaluated once, at the end, with the best weights."""
     text_column: str | None = None
-    """null: the only column of text."""
+    """Column of text; null: the only one."""
     image_column: str | None = None
-    """null: the only column of images."""
+    """Column of images; null: the only one."""
     label_column: str | None = None
-    """null: the only column of labels."""
+    """Column of labels; null: the only one."""
     rows: str = "auto"
-    """Of text: ``lines`` of one text that are joined, or ``documents``; auto: what they look like."""
+    """What the rows of a text dataset are: ``lines`` of one text, which are joined, or ``documents``; auto: what they
+    look like."""
     broken: str = "error"
-    """What an image that cannot be decoded does: error: it ends the run, which saves a checkpoint first; skip: the next
-    image takes its place, and it is counted."""
+    """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
+    next image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,11 +29,11 @@ class Synthetic(TextSource, ImageSource):
 
     kind: ClassVar[str] = "synthetic"
     vocab_size: int = 50257
-    """Of the tokens."""
+    """Number of token ids."""
     classes: int = 1000
-    """Of the images; the first 256 of them occur."""
+    """Number of image classes, of which the first 256 occur."""
     samples: int = 8192
-    """In an epoch of images or vectors."""
+    """Images or vectors per epoch."""
 
     def __post_init__(self) -> None:
         for key, value, least in (

@@ -147,7 +147,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> 
     done = train(*GPT2, *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=fp16", "scaler.init=1e9")
     before, _, after = done.out.partition("summary\n")
     for words in (
-        *("gpt2 (size nano), 836k parameters", "synthetic: 1,048,576 tokens", "4 samples a step = 2 × 2; 30 steps"),
+        *("gpt2 (size nano), 836k parameters", "synthetic: 1,048,576 tokens", "4 samples per step = 2 × 2; 30 steps"),
         *("AdamW, lr 0.001, schedule cosine, clip norm, scaler auto, compile off", "step  1/30  loss ", "step 30/30  "),
         "skipped ",
         "eval_every=25",  # chosen, and shown as the override that changes it

@@ -21,11 +21,15 @@ from trainer.config.explain import known_options
     ("arguments", "shown", "left_out"),
     [
         ("", "\n  muon  ", "optimizer.lr:"),
-        ("recipe=gpt2 precision=fp8", "precision.fp8_scaling: str | null = tensorwise\n    Of fp8", "clip.max_value"),
-        ("recipe=gpt2 precision=fp8", "clip=norm: How large gradients are reduced.\n  none  ", "clip.max_value"),
+        (
+            "recipe=gpt2 precision=fp8",
+            "precision.fp8_scaling: str | null = tensorwise\n    Scales of fp8",
+            "clip.max_value",
+        ),
+        ("recipe=gpt2 precision=fp8", "clip=norm: Gradient clipping.\n  none  ", "clip.max_value"),
         ("optimizer=muon", "optimizer.lr: float = 0.001\n    Peak", "seed:"),
         ("optimizer=sgd lr steps", "optimizer.lr: float = 0.1\n    Peak", "optimizer.name"),
-        ("ema.decay momentum", "ema.decay: float = 0.999\n    The", "ema.warmup"),
+        ("ema.decay momentum", "ema.decay: float = 0.999\n    Decay per step", "ema.warmup"),
         ("optimzer", "optimzer is not a key of the config; did you mean 'optimizer'?", "lr"),
         ("=optimizer.lr", "optimizer.lr: float = 0.001\n    Peak", "weight_decay"),
         ("data=digits data.path", "data.path is not an option of data=digits; it belongs to data=text", "lr"),

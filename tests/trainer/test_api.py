@@ -185,7 +185,7 @@ def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() ->
 
 def test_a_mean_with_weights_is_noticed_in_sorted_data() -> None:
     y = torch.arange(SAMPLES) // (SAMPLES // 2)
-    with pytest.warns(UserWarning, match="of one with weights, return a LossOutput"):
+    with pytest.warns(UserWarning, match="for a weighted mean, return a LossOutput"):
         own(
             lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 9.0])),
             TensorDataset(torch.randn(SAMPLES, 6), y),
@@ -201,9 +201,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "recipe.width=3 has no effect": lambda: train(own(), recipe={"width": 3}),
     "give them there": lambda: train("recipe=own"),
     "is a fresh process": lambda: compare(own(), arms=["fp32", "bf16"]),  # type: ignore[arg-type]
-    "is the sum of theirs": lambda: own(lambda model, batch: mean(model, batch) * len(batch["y"])),
+    "is the sum of their losses": lambda: own(lambda model, batch: mean(model, batch) * len(batch["y"])),
     "is the mean of theirs": lambda: own(lambda model, batch: LossOutput(mean(model, batch), {})),
-    "a tensor of one number": lambda: own(lambda model, batch: model(batch["x"])),
+    "a scalar tensor": lambda: own(lambda model, batch: model(batch["x"])),
     "weight has 16 bits": lambda: own(model=net().half()),
     "give a map-style dataset": lambda: own(data=iter([])),
     "WeightedRandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0], 1))),

@@ -53,7 +53,7 @@ def test_metrics_without_one_value_over_all_samples_are_refused() -> None:
 
         return Metrics(Own(), None, None, torch.device("cpu"))
 
-    with pytest.raises(UserError, match=r"recall is no single number.* ClasswiseWrapper\(metric\)"):
+    with pytest.raises(UserError, match=r"recall is not a scalar.* ClasswiseWrapper\(metric\)"):
         given(MulticlassRecall(5, average=None)).names_in(
             LossOutput(torch.tensor(1.0), {}, torch.rand(4, 5), torch.arange(4))
         )

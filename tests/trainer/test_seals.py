@@ -29,7 +29,7 @@ def test_what_an_earlier_version_wrote_is_not_called_changed(tmp_path: Path) -> 
     content = {key: value for key, value in read_sealed(manifest).items() if key in ("step", "score", "sha256")}
     for before in (content, content | {"format": 2}):
         manifest.write_text(json.dumps(before))
-        with pytest.raises(InvalidCheckpoint, match="is of another version"):
+        with pytest.raises(InvalidCheckpoint, match="was written by another version"):
             read_manifest(manifest.parent)
 
 

@@ -71,7 +71,7 @@ class CheckpointReader:
             if optimizer is not None:
                 names, groups = parameter_names(masters or model, optimizer), optimizer.param_groups
                 if names != self._state.names or len(groups) != len(self._state.groups):
-                    raise InvalidCheckpoint(f"{self._moments.file}: this optimizer has other groups of parameters")
+                    raise InvalidCheckpoint(f"{self._moments.file}: this optimizer's parameter groups differ")
                 create_state(optimizer, masters, names, self._state.stateless)
                 tensors |= optimizer_state(masters or model, optimizer)[0]
                 _check_names(self._moments.file, tensors.keys(), self._moments.names, "optimizer")

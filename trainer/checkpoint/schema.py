@@ -136,7 +136,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     content = _read(folder / MANIFEST_FILE, read_json)
     if isinstance(content, dict) and content.get("format") != FORMAT:  # before its hash, which others may lack
-        raise InvalidCheckpoint(f"{MANIFEST_FILE} is of another version than this one, which reads format {FORMAT}")
+        raise InvalidCheckpoint(f"{MANIFEST_FILE} was written by another version; this one reads format {FORMAT}")
     content = _read(folder / MANIFEST_FILE, read_sealed)
     return Manifest(**{key: value for key, value in content.items() if key != "format"})
 
@@ -151,7 +151,7 @@ def read_state(folder: Path) -> State:
     try:
         return State(content["step"], content["ties"], **content["optimizer"], progress=content["progress"])
     except (KeyError, TypeError):
-        raise InvalidCheckpoint(f"{STATE_FILE} has other keys than this version writes") from None
+        raise InvalidCheckpoint(f"{STATE_FILE} has not the keys that this version writes") from None
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

@@ -54,17 +54,18 @@ class Checkpoint:
     """The ``checkpoint`` config group."""
 
     enabled: bool = True
-    """Whether anything is saved; a run without a checkpoint cannot be resumed."""
+    """Save checkpoints; a run without one cannot be resumed."""
     every: int | str = "auto"
-    """Optimizer steps between two checkpoints; auto: one at every evaluation, and in long epochs ten a run."""
+    """Optimizer steps between checkpoints; auto: at every evaluation, and with long epochs ten per run."""
     keep: int = 1
-    """Newest checkpoints that are kept besides the best."""
+    """Number of newest checkpoints to keep, besides the best."""
     background: bool = True
-    """Copy to host memory (as much as weights and optimizer state take) and write while training continues."""
+    """Save asynchronously: copy weights and optimizer state to host memory, and write while training continues."""
     save_on_signal: list[str] = field(default_factory=list)
-    """Signals, such as USR1, at which the run finishes the step, saves a checkpoint and continues."""
+    """Signals, such as USR1, on which the run finishes its step, saves a checkpoint and continues."""
     best: str = "auto"
-    """The metric that marks the best checkpoint, such as ``valid/top1``; auto: the recipe's, mostly ``valid/loss``."""
+    """Metric that selects the best checkpoint, such as ``valid/top1``; auto: the recipe's own, usually
+    ``valid/loss``."""
 
     def due(self, step: int, evaluated: bool, save_every: int | None) -> bool:
         """Return whether a checkpoint is saved after this step; ``save_every``: see ``Plan``."""

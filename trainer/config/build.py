@@ -58,9 +58,7 @@ def _of_another_class(composed: DictConfig, typed: Mapping[str, str], recorded: 
     right = sorted(choice for choice, cls in names.items() if cls == name)
     chosen = typed.get("optimizer", "adamw")  # the default of conf/config.yaml
     if right and chosen in names and chosen not in right and "experiment" not in typed:  # which has its own settings
-        raise UserError(
-            f"optimizer.name={name} would have the settings of optimizer={chosen}; set optimizer={right[0]}"
-        )
+        raise UserError(f"optimizer.name={name} would get the settings of optimizer={chosen}; set optimizer={right[0]}")
     options, accepted = composed.optimizer.options, accepted_options(optimizer_class(name))
     foreign = [key for key in options if key not in accepted and f"optimizer.options.{key}" not in typed]
     if not foreign or "optimizer.options" in typed:
@@ -83,7 +81,7 @@ def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Decision]:
         raise UserError(f"recipe.pretrained={pretrained} holds no weights; use recipe.pretrained={run / 'best'}")
     decisions = []
     if rank and not started:
-        why = "of random weights, which stay as they are; set init_from or recipe.pretrained"
+        why = "the weights below the adapters are random and stay so; set init_from or recipe.pretrained"
         decisions.append(Decision("recipe.lora.rank", rank, why))
     factor = cls.adapter_lr if rank else cls.fine_tuning_lr
     if factor is None or not (started or rank) or {"optimizer.lr", "experiment"} & set(typed):

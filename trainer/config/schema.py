@@ -25,11 +25,11 @@ class EarlyStopping:
     """The options ``early_stopping.…``. The schedule stays that of the whole run."""
 
     patience: int | None = None
-    """Evaluations (epochs, where ``epochs`` is set) without an improvement after which the run ends; null: never."""
+    """Stop after this many evaluations (epochs, if ``epochs`` is set) without improvement; null: never."""
     min_delta: float = 0.0
-    """An improvement is a change by more than this, in the metric's unit."""
+    """A change must exceed this, in the metric's unit, to count as an improvement."""
     metric: str | None = None
-    """Such as ``valid/loss``; null: the metric that marks the best checkpoint."""
+    """Metric to watch, such as ``valid/loss``; null: the one that selects the best checkpoint."""
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
@@ -46,34 +46,34 @@ class RunConfig:
     """The options of the run around the steps: what is measured, reported and kept, and where."""
 
     profiler: Profiler = field(default_factory=Profiler)
-    """What is recorded of a few steps."""
+    """Profile of a few steps: time or memory."""
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
-    """What is measured about rounding during training."""
+    """Rounding diagnostics during training."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """When the state is saved, and what is kept."""
+    """When checkpoints are saved, and which are kept."""
     tracking: Tracking = field(default_factory=Tracking)
     """Where metrics and models go."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     """When a run ends before its last step."""
     log_every: int = 10
-    """Optimizer steps between two lines of metrics.jsonl."""
+    """Optimizer steps between two lines of logged metrics (metrics.jsonl)."""
     recipe_path: str | None = None
-    """A folder with recipes of your own; null: those of ``recipes/`` and of installed packages."""
+    """Folder with your own recipes; null: only ``recipes/`` and installed packages."""
     init_from: str | None = None
-    """Start with the best weights of a run: its folder, its ``best/``, or ``mlflow:RUN_ID``."""
+    """Start from the best weights of another run: its folder, its ``best/``, or ``mlflow:RUN_ID``."""
     resume: str | None = None
-    """Continue a run: its folder or ``mlflow:RUN_ID``; auto: the newest of this name, or a new one; same: the one of
-    this name and these options, as sweeps do. null: a new run."""
+    """Run to continue: its folder or ``mlflow:RUN_ID``; auto: the newest run of this name, or a new one; same: the run
+    with this name and these options, as in sweeps; null: start a new run."""
     output_dir: str = "outputs"
-    """The parent of the run folders."""
+    """Parent folder of all run folders."""
     run_name: str | None = None
-    """Of the run folder and in MLflow; null: recipe-precision-sSEED."""
+    """Name of the run, in MLflow and as its folder; null: recipe-precision-sSEED."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Tags of the run in MLflow and in tables, such as ``tags.team=vision``."""
+    """Tags for MLflow and tables, such as ``tags.team=vision``."""
     note: str | None = None
-    """A sentence about the run: the beginning of its description in MLflow."""
+    """A sentence about the run; it opens the description in MLflow."""
     group: str | None = None
-    """What the run belongs to, such as one of several sweeps: the tag ``group`` in MLflow."""
+    """What the run belongs to, such as a sweep: the tag ``group`` in MLflow."""
 
 
 @dataclass

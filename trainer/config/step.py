@@ -40,55 +40,56 @@ class StepConfig:
     data: DataSource
     """What it is trained on."""
     augment: Augment = field(default_factory=Augment)
-    """How training changes images at random."""
+    """Random augmentation of training images."""
     precision: Precision = field(default_factory=Precision)
     """The number formats of weights, arithmetic and optimizer state."""
     scaler: Scaler = field(default_factory=Scaler)
-    """How the loss is scaled, so that gradients in fp16 are not flushed to 0."""
+    """Loss scaling, which keeps fp16 gradients from underflowing."""
     clip: Clip = field(default_factory=Clip)
-    """How large gradients are reduced."""
+    """Gradient clipping."""
     loader: Loader = field(default_factory=Loader)
-    """How batches get to the device."""
+    """How batches are loaded and copied to the device."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer and its learning rate."""
     schedule: Schedule = field(default_factory=Schedule)
-    """The learning rate over the steps."""
+    """The learning-rate schedule."""
     ema: Ema = field(default_factory=Ema)
-    """The average of the weights that is evaluated and exported in their place."""
+    """Moving average of the weights, which is evaluated and exported in their place."""
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
-    """What backward recomputes, to save memory."""
+    """What the backward pass recomputes to save memory."""
     compile: Compile = field(default_factory=Compile)
     """Whether torch.compile compiles the model's forward and backward."""
     parallel: Parallel = field(default_factory=Parallel)
-    """How several processes train together."""
+    """One process, or several with DDP or FSDP2."""
     debug: Debug = field(default_factory=Debug)
-    """Short runs that find mistakes."""
+    """Short runs for debugging."""
     device: str = "auto"
     """cpu, cuda, cuda:1 or mps; auto: the GPU, else the CPU."""
     threads: int | None = None
-    """Of torch's operators on a CPU; null: torch's default, one per core or OMP_NUM_THREADS."""
+    """CPU threads of torch's operators; null: torch's default, OMP_NUM_THREADS or one per core."""
     seed: int = 0
-    """Of weights, order of the samples, augmentation and dropout."""
+    """Random seed of initial weights, data order, augmentation and dropout."""
     steps: int | str = "auto"
-    """Optimizer steps of the run; auto: the recipe's number for the device."""
+    """Optimizer steps to train; auto: the recipe's default for the device."""
     epochs: float | None = None
-    """Passes over the training data, such as 3 or 0.5, in the place of ``steps``."""
+    """Passes over the training data, such as 3 or 0.5, instead of ``steps``."""
     batch_size: int | str = "auto"
-    """Samples of an optimizer step, of all processes together; auto: the recipe's number for the device."""
+    """Global batch size: samples per optimizer step, over all processes; auto: the recipe's default for the device."""
     micro_batch_size: int | str = "auto"
-    """Samples of a forward pass in one process; the rest is gradient accumulation. auto: what is forecast to fit, at
-    most the recipe's number for the device."""
+    """Samples per forward pass and process; gradients accumulate up to ``batch_size``. auto: what is forecast to fit,
+    at most the recipe's default for the device."""
     eval_every: int | str = "auto"
-    """Optimizer steps between two evaluations, or ``epoch``; auto: ``epoch`` where ``epochs`` is set, else a tenth of
-    the run, at least 25."""
+    """Optimizer steps between evaluations, or ``epoch``; auto: ``epoch`` if ``epochs`` is set, else a tenth of the run,
+    but at least 25."""
     eval_samples: int | str = "auto"
-    """Validation samples of an evaluation, at most; auto: all of them after an epoch, else ten training batches."""
+    """Maximum number of validation samples per evaluation; auto: all of them after an epoch, else ten training
+    batches."""
     metrics: list[str] | None = None
-    """Further metrics of a classifier's evaluations: ``[f1_macro,auroc,ece]``; docs/tasks.md has all names."""
+    """Additional metrics for classifiers: ``[f1_macro,auroc,ece]``; docs/tasks.md lists all names."""
     freeze: list[str] | None = None
-    """Parameters or modules that are not trained, by name or pattern: ``[layer1, "*.bn1", wte]``."""
+    """Parameters or modules to freeze, by name or pattern: ``[layer1, "*.bn1", wte]``."""
     deterministic: bool = False
-    """Bitwise the same results each time on the same hardware; some operations are slower."""
+    """Bitwise reproducible results on the same hardware; some operations are slower."""
     source: FirstWeights | None = field(default=None, metadata=NO_OPTION)
     """Where the first weights come from; None: they are the recipe's."""
     preset: tuple[Decision, ...] = field(default=(), metadata=NO_OPTION)

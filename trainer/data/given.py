@@ -64,7 +64,7 @@ class Collated:
             np.random.set_state(before[1])
             random.setstate(before[2])
         if structure != self.structure:
-            raise UserError(f"{self.name}: sample {indices[0]} has other parts than sample 0")
+            raise UserError(f"{self.name}: sample {indices[0]} has another structure than sample 0")
         return {str(place): tensor for place, tensor in enumerate(tensors)}
 
     def rebuilt(self, batch: Batch) -> Any:

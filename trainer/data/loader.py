@@ -175,8 +175,8 @@ class Loader:
 
     kind: ClassVar[str] = "plain"
     workers: int | str = "auto"
-    """Loading processes; auto: 0 for data in memory; if samples are decoded, one per core of this rank (at most 16). Of
-    more than four cores two are left to the thread that launches kernels and the one that pins."""
+    """Data-loading processes; auto: 0 for data in memory; if samples are decoded, one per core of this rank (at most
+    16). With more than four cores, two stay free for launching kernels and pinning memory."""
 
     def __post_init__(self) -> None:
         check_number("loader.workers", self.workers, 0)
@@ -241,7 +241,7 @@ class PinnedLoader(Loader):
 
     kind: ClassVar[str] = "pinned"
     prefetch: int = 4
-    """Microbatches that each worker prepares ahead."""
+    """Microbatches that each worker prefetches."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

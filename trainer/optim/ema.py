@@ -47,9 +47,9 @@ class ExponentialMovingAverage(Ema):
 
     kind: ClassVar[str] = "default"
     decay: float = 0.999
-    """The average is over about 1 / (1 - decay) steps; torchvision's reference for ResNet-50 has 0.99998 a step."""
+    """Decay per step: the average spans about 1 / (1 - decay) steps. torchvision's ResNet-50 reference uses 0.99998."""
     warmup: bool = True
-    """Average over fewer steps at first: the first weights are random, and soon forgotten."""
+    """Average over fewer steps at first, so that the random initial weights are soon forgotten."""
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:

@@ -25,25 +25,23 @@ class Optimizer:
     """An optimizer's class and its options; a new choice is one YAML file."""
 
     name: str = "AdamW"
-    """The class: one of torch.optim, or Muon, Lion, Lamb, AdamWScheduleFree."""
+    """Optimizer class: any of torch.optim, or Muon, Lion, Lamb, AdamWScheduleFree."""
     lr: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
-    """Of the weights of linear, convolution, embedding and attention layers. Everything else is not decayed, whatever
-    its shape: biases, norms, scales, class tokens, plain position embeddings.
-    """
+    """Weight decay of linear, convolution, embedding and attention weights. Nothing else is decayed, whatever its
+    shape: biases, norms, scales, class tokens, plain position embeddings. """
     groups: Any = None
-    """A mapping of name patterns to what the parameters that match have of their own: ``lr``, a multiple of the
-    learning rate, and ``weight_decay``, where they have any. Of several patterns the last one decides.
-    """
+    """Settings by name pattern: ``lr`` multiplies the learning rate of the matching parameters, ``weight_decay``
+    replaces theirs, if they have any. If several patterns match, the last one wins. """
     layer_decay: float | None = None
-    """Multiplies the learning rate from each block to the one below, from 1 at the head; null: 1."""
+    """Layer-wise learning-rate decay: factor from each block to the one below, starting with 1 at the head; null: 1."""
     fused: bool | str = "auto"
-    """Use one kernel for the whole update; auto: if torch has one for this device."""
+    """Use torch's fused kernel for the update; auto: if there is one for this device."""
     set_to_none: bool = True
-    """Clear gradients to None; false: fill them with zeros, to measure the difference."""
+    """Clear gradients to None; false fills them with zeros, to measure the difference."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the class, such as ``betas`` or ``momentum``."""
+    """Further arguments of the optimizer class, such as ``betas`` or ``momentum``."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -82,12 +80,12 @@ class Optimizer:
         """
         if self.name == "Adafactor" and parallel == "fsdp":
             raise UserError(
-                "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute of sharded "
-                "ones; use parallel=ddp, or another optimizer"
+                "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute for "
+                "shards; use parallel=ddp, or another optimizer"
             )
         if averages_itself(self.name) and schedule != "constant":
             raise UserError(
-                f"optimizer.name={self.name} averages the weights in the place of a schedule; set schedule=constant, "
+                f"optimizer.name={self.name} averages the weights instead of using a schedule; set schedule=constant, "
                 "which is its warm-up"
             )
         if averages_itself(self.name) and ema != "none":
@@ -123,7 +121,7 @@ class Optimizer:
         if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
             helps = self.name != "Muon" and replace(self, fused="auto")._takes_fused(cls, parameters, device)
             raise UserError(
-                f"precision=fp16_pure: {self.name} gets gradients in fp16 without the loss scale, where those below "
+                f"precision=fp16_pure: {self.name} gets fp16 gradients without the loss scale, of which those below "
                 f"6e-8 are 0; use {'optimizer.fused=auto' if helps else 'optimizer=adamw'}, or precision=fp16_master"
             )
         if self.name == "SGD" and "fused" in keywords:

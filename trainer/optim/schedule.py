@@ -15,7 +15,7 @@ class Schedule:
 
     kind: ClassVar[str] = "constant"
     warmup_steps: int | str = "auto"
-    """Steps of linear warm-up; auto: a twentieth of the run, at most 2000."""
+    """Linear warm-up steps; auto: a twentieth of the run, at most 2000."""
 
     def __post_init__(self) -> None:
         check_number("schedule.warmup_steps", self.warmup_steps, 0)
@@ -42,7 +42,7 @@ class Cosine(Schedule):
 
     kind: ClassVar[str] = "cosine"
     final: float = 0.1
-    """The multiple of the peak at the very end, one step after the last."""
+    """Learning rate at the end, one step after the last, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +58,7 @@ class Linear(Schedule):
 
     kind: ClassVar[str] = "linear"
     final: float = 0.0
-    """The multiple of the peak at the very end, one step after the last."""
+    """Learning rate at the end, one step after the last, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,17 +78,17 @@ class OneCycle(Schedule):
 
     kind: ClassVar[str] = "onecycle"
     rise: float = 0.3
-    """The share of the steps in which the rate rises; torch's ``pct_start``."""
+    """Fraction of the steps in which the learning rate rises; torch's ``pct_start``."""
     div_factor: float = 25.0
-    """The peak over the first step's rate."""
+    """Peak learning rate divided by the first."""
     final_div_factor: float = 1e4
-    """The first step's rate over the last step's."""
+    """First learning rate divided by the last."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps != "auto":
             raise UserError(
-                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle; set the share of the "
-                f"steps in which the rate rises, schedule.rise={self.rise:g}"
+                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle; set schedule.rise, "
+                f"the fraction of the steps in which the learning rate rises, as in schedule.rise={self.rise:g}"
             )
         if not 0 < self.rise < 1:
             raise UserError(f"schedule.rise={self.rise} must lie between 0 and 1, such as 0.3")
@@ -114,9 +114,9 @@ class WarmupStableDecay(Schedule):
 
     kind: ClassVar[str] = "wsd"
     decay: float = 0.2
-    """The share of the steps after warm-up in which the rate falls."""
+    """Fraction of the steps after warm-up in which the learning rate falls."""
     final: float = 0.0
-    """The multiple of the peak at the very end, one step after the last."""
+    """Learning rate at the end, one step after the last, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

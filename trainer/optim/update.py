@@ -46,7 +46,7 @@ class ClipNorm(Clip):
 
     kind: ClassVar[str] = "norm"
     max_norm: float = 1.0
-    """The largest total norm of all gradients."""
+    """Maximum total norm of the gradients."""
 
     def __post_init__(self) -> None:
         if not self.max_norm > 0:  # so that NaN is refused, too
@@ -69,7 +69,7 @@ class ClipValue(Clip):
 
     kind: ClassVar[str] = "value"
     max_value: float = 1.0
-    """The largest absolute value of an element."""
+    """Maximum absolute value of a gradient element."""
 
     def __post_init__(self) -> None:
         if not self.max_value > 0:

@@ -148,7 +148,7 @@ class DDP(SeveralProcesses):
 
     kind: ClassVar[str] = "ddp"
     bucket_mb: int = 25
-    """Size of the buckets in which gradients are exchanged, in MiB."""
+    """Size of DDP's gradient buckets, in MiB."""
 
     def wrap(
         self,
@@ -197,12 +197,12 @@ class FSDP(SeveralProcesses):
 
     kind: ClassVar[str] = "fsdp"
     reshard_after_forward: bool = True
-    """Free a block's gathered weights between forward and backward: less memory, one more all-gather. Those outside of
-    the blocks are gathered once for both."""
+    """Free a block's gathered weights between forward and backward: less memory, one more all-gather. Weights outside
+    of the blocks are gathered once for both passes."""
     param_dtype: str | None = None
-    """``bf16``/``fp16``: FSDP2's own policy, which gathers all weights cast to it and computes with them, norms and
-    embeddings, too (gradients are still summed in fp32). null: autocast decides, as elsewhere. From torch 2.15 on what
-    it rounds to 16 bits is gathered so: the same numbers for half the traffic."""
+    """``bf16`` or ``fp16``: FSDP2's mixed-precision policy, which gathers all weights in that dtype and computes in it,
+    norms and embeddings included (gradients are still reduced in fp32). null: autocast decides, as elsewhere; from
+    torch 2.15 on, weights that it rounds to 16 bits are gathered in 16 bits: the same numbers for half the traffic."""
 
     def check(self, precision: Precision) -> None:
         if precision.format.half_weights and precision.fp32_modules:

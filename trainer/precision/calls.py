@@ -1,4 +1,4 @@
-"""A forward pass that is only looked at: the operators that it calls, by name."""
+"""Inspect one forward pass: the operators that it calls, by name."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def convert(model: nn.Module, fp32_modules: list[str], scaling: str, emulate: bo
     chosen = convertible(model, fp32_modules)
     if not chosen:
         raise UserError(
-            f"precision=fp8: this model has no plain nn.Linear whose sides are multiples of {_MULTIPLE} (GPT-2 in "
+            f"precision=fp8: this model has no plain nn.Linear whose dimensions are multiples of {_MULTIPLE} (GPT-2 in "
             "transformers has none at all); use recipe=llama, another width, or precision=bf16"
         )
     config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate)

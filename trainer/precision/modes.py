@@ -44,18 +44,19 @@ class Precision:
     """
 
     mode: str = "fp32"
-    """What ``precision=…`` sets."""
+    """Set by ``precision=…``."""
     fp32_modules: list[str] = field(default_factory=list)
-    """Patterns of submodules that compute in fp32 and have fp32 weights: ``[lm_head]`` or ``["*.ln_*"]``; as apex O2
+    """Modules to keep in fp32, with their weights, by name pattern: ``[lm_head]`` or ``["*.ln_*"]``; as apex O2
     does in a ResNet: ``["*bn*", "*downsample.1"]``."""
     fp8_scaling: str | None = None
-    """Of fp8: ``tensorwise``, or ``rowwise``: a scale for each row, more exact and slower; null: tensorwise."""
+    """Scales of fp8: ``tensorwise``, or ``rowwise`` (one per row: more accurate, slower); null: tensorwise."""
     fp32_ops: list[str] | None = None
-    """Operators that compute in fp32: ``[softmax]`` or ``[layer_norm,mean]``."""
+    """Operators to run in fp32: ``[softmax]`` or ``[layer_norm,mean]``."""
     low_ops: list[str] | None = None
-    """Operators that compute in the 16-bit format where autocast or the model takes fp32: ``[layer_norm]``."""
+    """Operators to run in 16 bits although autocast or the model uses fp32: ``[layer_norm]``."""
     kernels: str = "auto"
-    """How a CPU multiplies 16-bit operands: ``native``, ``fp32``; auto: what is measured to be faster."""
+    """How a CPU multiplies 16-bit operands: ``native`` kernels or ``fp32`` arithmetic; auto: whichever is faster
+    here."""
 
     def __post_init__(self) -> None:
         if self.mode not in FORMATS:

@@ -136,7 +136,7 @@ class Scaling(Scaler):
     """The base of the choices that scale the loss, and so skip the steps that overflow."""
 
     max_consecutive_skips: int = 25
-    """Steps in a row that may overflow and be skipped; one more ends the run."""
+    """Consecutive steps that may overflow and be skipped; one more ends the run."""
 
     def __post_init__(self) -> None:
         check_number("scaler.max_consecutive_skips", self.max_consecutive_skips)
@@ -162,7 +162,7 @@ class StaticScaler(Scaling):
 
     kind: ClassVar[str] = "static"
     scale: float = 1024.0
-    """The factor of the loss."""
+    """The loss scale."""
 
     def __post_init__(self) -> None:
         if not 0 < self.scale <= _LARGEST:
@@ -179,13 +179,13 @@ class DynamicScaler(Scaling):
 
     kind: ClassVar[str] = "dynamic"
     init: float = 65536.0
-    """The first scale."""
+    """Initial loss scale."""
     growth: float = 2.0
-    """Factor of the scale after ``interval`` steps without an overflow."""
+    """The scale grows by this factor after ``interval`` steps without an overflow."""
     backoff: float = 0.5
-    """Factor of the scale at an overflow."""
+    """The scale shrinks by this factor at an overflow."""
     interval: int = 2000
-    """Steps in a row without an overflow before the scale grows."""
+    """Consecutive steps without an overflow before the scale grows."""
     floor_scale: float = 2.0**-10
     """The smallest scale; an overflow at this scale ends the run."""
 

@@ -72,7 +72,7 @@ class Numerics(Diagnostics):
 
     kind: ClassVar[str] = "numerics"
     every: int = 50
-    """Optimizer steps between two measurements: steps whose number is a multiple of it are measured."""
+    """Measure every this many optimizer steps: those whose number is a multiple of it."""
 
     def __post_init__(self) -> None:
         check_number("diagnostics.every", self.every)

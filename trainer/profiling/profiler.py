@@ -169,11 +169,11 @@ class TorchProfiler(Profiler):
     kind: ClassVar[str] = "torch"
     session: ClassVar[type[Session]] = _TorchSession
     wait: int = 3
-    """Steps before profiling starts, in which caches, autotuning and memory settle."""
+    """Steps to skip first, while caches, autotuning and memory settle."""
     warmup: int = 2
-    """Steps that are traced and discarded, at least 1, because the tracer is slow at first."""
+    """Steps to trace and discard, at least 1, because the tracer is slow at first."""
     active: int = 3
-    """Steps that are recorded."""
+    """Steps to record."""
     record_shapes: bool = True
     """Record the shapes of the operators' inputs."""
     with_stack: bool = False
@@ -201,7 +201,7 @@ class MemoryProfiler(Profiler):
     kind: ClassVar[str] = "memory"
     session: ClassVar[type[Session]] = _MemorySession
     at_step: int = 3
-    """Which step is recorded, counting from 1: at the third the optimizer state exists and caches are warm."""
+    """Step to record, counted from 1: by the third, the optimizer state exists and caches are warm."""
 
     def __post_init__(self) -> None:
         check_number("profiler.at_step", self.at_step)

@@ -42,8 +42,8 @@ def check_disk(config: Config, plan: Plan, parameters: int, averaged: bool) -> N
     needed = copies * each + (export if copies < options.keep + 2 else 0) + SPARE_BYTES
     if disk.free < needed:
         raise UserError(
-            f"output_dir={config.output_dir}: {size(disk.free)} of disk are free, but {size(needed)} are needed for "
-            f"best/, logs and {copies} checkpoints of {size(each)}, with the one that is being written; free disk "
+            f"output_dir={config.output_dir}: the disk has {size(disk.free)} free, but {size(needed)} are needed for "
+            f"best/, logs and {copies} checkpoints of {size(each)}, including the one being written; free disk "
             "space, choose another with output_dir=…, or keep nothing with checkpoint=none"
         )
 

@@ -68,8 +68,8 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
         (
             "batch",
-            f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}{processes}; "
-            f"{plan.steps} steps = {epochs}",
+            f"{batching.batch_size} samples per step = {batching.accumulation} × "
+            f"{batching.micro_batch_size}{processes}; {plan.steps} steps = {epochs}",
         ),
         (
             "optimizer",
@@ -118,19 +118,19 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
     before = read_object(folder / "precision.json").get("effective")
     if isinstance(before, dict) and before.get("fp32_arithmetic", {}) != trainer.in_fp32_arithmetic:
         found.append(
-            "other operators use fp32 arithmetic than before the run was resumed, as on another processor or with "
-            "another precision.kernels: its results differ as after another rounding"
+            "operators that use fp32 arithmetic are not those from before the resume, because the processor or "
+            "precision.kernels differs: results differ by rounding"
         )
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
     if plan.batching.batch_size > samples:
         found.append(
-            f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step has some of "
-            "them twice; set a smaller batch_size"
+            f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step repeats "
+            "some; set a smaller batch_size"
         )
     if trainer.averages_twice:
         found.append(
-            f"the loss of recipe={trainer.recipe.name} is a mean, which is then divided by the number of targets once "
-            'more: return a sum, as with reduction="sum"'
+            f"the loss of recipe={trainer.recipe.name} is a mean, which the trainer divides by the number of targets "
+            'again: return a sum, as with reduction="sum"'
         )
     if patience is not None and plan.evaluations < patience + 2:
         found.append(
@@ -200,7 +200,7 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
     rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
     if summary["unreadable_samples"]:
-        rows.append(("unreadable samples", f"{summary['unreadable_samples']}, in whose place the next ones were taken"))
+        rows.append(("unreadable samples", f"{summary['unreadable_samples']}, replaced by the next ones"))
     rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
     if summary["mlflow"]:
         rows.append(("MLflow", ", ".join(summary["mlflow"])))

@@ -24,26 +24,27 @@ class Tracking:
     """The ``tracking`` config group: whether MLflow gets the run, where it is, and how often metrics are sent."""
 
     mlflow: bool = True
-    """Whether metrics, models and checkpoints are sent to MLflow."""
+    """Send metrics, models and checkpoints to MLflow."""
     uri: str | None = None
-    """The tracking URI; null: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
+    """Tracking URI; null: the environment variable ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current
+    folder."""
     experiment: str | None = None
-    """The name of MLflow's experiment; null: the recipe's name."""
+    """Experiment in MLflow; null: the recipe's name."""
     system_metrics: bool = True
-    """Whether MLflow samples the machine's CPU, memory and GPU, every 5 s."""
+    """Let MLflow sample CPU, memory and GPU use every 5 s."""
     flush_every_s: float = 5.0
-    """Seconds between two uploads of new metrics."""
+    """Seconds between uploads of new metrics."""
     patience_s: float = 30.0
-    """Seconds that a finished run waits while the upload makes no progress."""
+    """Seconds that a finished run waits for an upload that makes no progress."""
     checkpoints: str = "auto"
-    """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none;
-    auto: last to a server, and none to a file on this machine, where the run folder has them."""
+    """Checkpoints to upload: ``last`` (the newest and the best, at the end), ``all`` (each as it is saved) or ``none``;
+    auto: ``last`` to a server, ``none`` to a file on this machine, where the run folder has them."""
     register: str | None = None
-    """The registered model that gets the best weights as a new version; null: register them on MLflow's page."""
+    """Registered model that gets the best weights as a new version; null: none, register them on MLflow's page."""
     parent: str | None = None
     """MLflow's id of the run that this one is shown below; scripts/search.py sets it. null: none."""
     epilogue: bool = True
-    """Whether a finished run shows what its model can do, such as generated text, where its recipe has that."""
+    """Show what the trained model can do, such as generated text, if the recipe has such a sample."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):

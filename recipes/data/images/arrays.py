@@ -25,7 +25,7 @@ class Digits(ImageSource):
 
     kind: ClassVar[str] = "digits"
     valid_fraction: float = 0.2
-    """Of each class; the same images every time."""
+    """Fraction of each class held out for validation; the same images every time."""
 
     def __post_init__(self) -> None:
         check_fraction(self.valid_fraction)
@@ -48,13 +48,13 @@ class Idx(ImageSource):
 
     kind: ClassVar[str] = "idx"
     path: str = ""
-    """The folder of ``train-images-idx3-ubyte`` and the other files, with MNIST's names."""
+    """Folder with ``train-images-idx3-ubyte`` and the other files, under MNIST's names."""
     images_file: str | None = None
-    """The images within ``path``, where they have another name; a part of them is kept for validation."""
+    """Image file in ``path``, if it has another name; part of it is held out for validation."""
     labels_file: str | None = None
-    """The labels that belong to ``images_file``."""
+    """Label file for ``images_file``."""
     valid_fraction: float = 0.1
-    """Of each class, where only one pair of files exists."""
+    """Fraction of each class held out for validation, if there is only one pair of files."""
 
     def __post_init__(self) -> None:
         check_fraction(self.valid_fraction)

@@ -51,14 +51,14 @@ class ImageAugment(Augment):
     evaluated = 1.0
     """The side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
     mixup: float = field(default=0.0, kw_only=True)
-    """Blend pairs of images and their labels by a share from Beta(mixup, mixup) (Zhang et al. 2018); 0: off. Usual: 0.2
-    (torchvision's references), 0.8 for ViTs (timm)."""
+    """Mixup: blend pairs of images and their labels, with a weight from Beta(mixup, mixup) (Zhang et al. 2018); 0: off.
+    Usual: 0.2 (torchvision's references), 0.8 for ViTs (timm)."""
     cutmix: float = field(default=0.0, kw_only=True)
-    """Exchange a box between pairs of images, and labels by area, from Beta(cutmix, cutmix) (Yun et al. 2019, who use
-    1); 0: off. With ``mixup``, each pair has one of the two with the same probability."""
+    """CutMix: exchange a box between pairs of images, and mix labels by its area, from Beta(cutmix, cutmix) (Yun et al.
+    2019, who use 1); 0: off. With ``mixup``, each pair gets one of the two, with equal probability."""
     erasing: float = field(default=0.0, kw_only=True)
-    """Probability that a box of an image is replaced by the mean colour (Zhong et al. 2020); 0: off. torchvision's
-    references use 0.1, timm's 0.25."""
+    """Random erasing: probability that a box of an image is replaced by the mean colour (Zhong et al. 2020); 0: off.
+    torchvision's references use 0.1, timm's 0.25."""
 
     def __post_init__(self) -> None:
         for key, value in (("mixup", self.mixup), ("cutmix", self.cutmix)):
@@ -127,9 +127,9 @@ class Light(ImageAugment):
 
     kind: ClassVar[str] = "light"
     shift: float = 0.125
-    """Largest shift in each direction, as a fraction of the side: 4 pixels of 32, as is usual for CIFAR-10."""
+    """Maximum shift in each direction, as a fraction of the side: 4 pixels of 32, as is usual for CIFAR-10."""
     flip: bool = False
-    """Mirror half of the images. Right for most photos, wrong for digits and letters."""
+    """Flip half of the images horizontally. Right for most photos, wrong for digits and letters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,12 +154,13 @@ class ImageNet(ImageAugment):
 
     kind: ClassVar[str] = "imagenet"
     min_area: float = 0.08
-    """Of a crop, as a fraction of the image's area; the largest is the whole image; 1: no crops, for small images."""
+    """Smallest random crop, as a fraction of the image's area; the largest is the whole image. 1: no crops, for small
+    images."""
     flip: bool = True
-    """Mirror half of the images."""
+    """Flip half of the images horizontally."""
     evaluated: float = 0.875
-    """The middle square that evaluation takes, as a fraction of the shorter side: 224 of 256, as published. A square
-    image of the model's own size is taken whole."""
+    """Centre crop of evaluation, as a fraction of the shorter side: 224 of 256, as published. A square image of the
+    model's own size is not cropped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,7 +201,7 @@ class RandAugment(ImageNet):
     kind: ClassVar[str] = "randaugment"
     uses_global_generator: ClassVar[bool] = True
     operations: int = 2
-    """Changes of an image, one after the other; 2 as in torchvision's references and timm's rand-m9."""
+    """Number of changes applied to an image in sequence; 2 as in torchvision's references and timm's rand-m9."""
     magnitude: int = 9
     """Strength of all changes, from 0 to 30, as in torchvision; timm's m9 is on a scale of 0 to 10, so 27 here."""
 

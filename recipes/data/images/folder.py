@@ -33,16 +33,15 @@ class ImageFolder(ImageSource):
 
     kind: ClassVar[str] = "imagefolder"
     path: str = ""
-    """Holds the class folders, or ``train/`` and ``val/`` which hold them."""
+    """Folder with one folder per class, or with ``train/`` and ``val/`` that have one folder per class."""
     valid_fraction: float = 0.1
-    """Of each class, where there is no ``val/``; which files, is decided by a hash of their names."""
+    """Fraction of each class held out for validation, if there is no ``val/``; a hash of the file names picks them."""
     test: str | None = None
-    """A folder of class folders, evaluated once, at the end, with the best weights; null: ``test/`` beside ``train/``,
-    where it has images in class folders.
-    """
+    """Test images, one folder per class, evaluated once, at the end, with the best weights; null: ``test/`` beside
+    ``train/``, if it has images in class folders. """
     broken: str = "error"
-    """What an image that cannot be decoded does: error: it ends the run, which saves a checkpoint first; skip: the next
-    image takes its place, and it is counted."""
+    """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
+    next image."""
 
     def __post_init__(self) -> None:
         check_fraction(self.valid_fraction)

@@ -33,13 +33,13 @@ class TokenizedText(TextSource):
     """What every source of text shares: how it is tokenised, split and cached. Subclasses define ``splits``."""
 
     tokenizer: str = OWN_BPE
-    """bpe (trained once, on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
+    """bpe (trained once, on the training text), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
     vocab_size: int = 4096
-    """Of the BPE; a small text gives fewer."""
+    """Vocabulary size of the BPE; a small text gives fewer tokens."""
     valid_fraction: float = 0.1
-    """Of the text, set aside for validation: its end, or whole files, rows or modules where there are many."""
+    """Fraction of the text held out for validation: its end, or whole files, rows or modules if there are many."""
     cache_dir: str | None = None
-    """Where tokenised text is kept; null: the environment's ``MANTISSA_CACHE``, else ``~/.cache/mantissa``."""
+    """Cache of tokenised text; null: the environment variable ``MANTISSA_CACHE``, else ``~/.cache/mantissa``."""
     whole: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
     """Whether no text is set aside for validation: training and validation text are then both all of it."""
 
@@ -137,13 +137,13 @@ class TextFiles(TokenizedText):
 
     kind: ClassVar[str] = "text"
     path: str = ""
-    """A file, or a folder of them."""
+    """Text file, or folder of text files."""
     pattern: str = "*.txt"
-    """Which names count in a folder and the folders below it."""
+    """Name pattern of the files to read in a folder and its subfolders."""
     encoding: str = "utf-8"
-    """Of the files, such as latin-1, cp1252 or utf-16."""
+    """Encoding of the files, such as latin-1, cp1252 or utf-16."""
     test: str | None = None
-    """Another file or folder, evaluated once, at the end, with the best weights."""
+    """Test text: another file or folder, evaluated once, at the end, with the best weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

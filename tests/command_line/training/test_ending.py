@@ -110,7 +110,7 @@ def test_one_batch_must_be_learnt(train: Train, succeed: Train, folder: Path) ->
     assert not (folder / "outputs" / "bignet-fp32-s0" / "checkpoints").exists()
     not_learnt = train(*small, "debug=overfit", "batch_size=2", "steps=3", "optimizer.lr=1e-30")
     assert not_learnt.code == 1
-    assert "debug=overfit: after 3 steps on one batch its loss is" in not_learnt.err
+    assert "debug=overfit: after 3 steps on one batch the loss is" in not_learnt.err
     assert "debug.target=0.2" in not_learnt.err
 
 

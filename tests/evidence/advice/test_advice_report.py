@@ -23,8 +23,8 @@ def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
     made = advice(equal=["bf16", "x"])
     made.entries[0].health = {"healthy": True}
     assert sentence(made) == (
-        "bf16 + compile: 2.9x [2.85, 2.95] as fast as fp32, 38% less memory, numerics healthy; compiling pays after "
-        "140 steps; 2 other settings are not clearly slower"
+        "bf16 + compile: 2.9x [2.85, 2.95] as fast as fp32, 38% less memory, numerics healthy; compiling pays off "
+        "after 140 steps; 2 other settings are not clearly slower"
     )
     least = advice(goal="memory", winner="bf16", equal=["bf16 + compile"], entries=advice(winner="bf16").entries)
     least.entry("bf16").interval = least.entries[0].interval
@@ -48,7 +48,7 @@ def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
 def test_the_page_has_what_was_measured_of_whole_runs_and_what_was_not() -> None:
     said = printed(advice(notes=["the memory is scarce"]))
     for line in (
-        "compiling took 14.0 s and pays after 140 steps: bf16 + compile",
+        "compiling took 14.0 s and pays off after 140 steps: bf16 + compile",
         "failed: fp16 (the loss is not finite)",
         "Note: the memory is scarce.",
         "Measured for 3:00 min on A CPU: one setting is ahead.",

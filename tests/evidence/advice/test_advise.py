@@ -47,7 +47,7 @@ def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 4.9)
     plain, native = (replace(detect("cpu"), cpu_flags=frozenset(flags)) for flags in ((), ("amx_bf16",)))
     for hardware, why in (
-        (native, "bf16 matmuls are 4.9 times slower than fp32's here"),
+        (native, "bf16 matmuls are 4.9× slower than fp32 here"),
         (plain, "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"),
     ):
         space, _ = space_of(SMALL, hardware)
@@ -118,7 +118,7 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     assert json.dumps(asdict(read(path))) == json.dumps(content)
     assert command.main(given) == 0
     again = capsys.readouterr().out
-    assert "Nothing changed since this was measured" in again
+    assert "Nothing has changed since the last measurement" in again
     assert "  python scripts/train.py recipe=bignet " in again
     assert json.loads(path.read_text()) == content
 

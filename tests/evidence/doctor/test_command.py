@@ -100,7 +100,7 @@ def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, s
     shutil.rmtree(failing / "failure")
     code, lines = said(f"resume={failing}", "check=formats")
     assert code == 7
-    assert lines[0] == "taking 2 steps again from the beginning …"
+    assert lines[0] == "replaying 2 steps from the beginning …"
     assert lines[1].startswith("step 3 reproduced")
     assert lines[1].endswith("from the beginning")
 
@@ -121,7 +121,7 @@ def test_an_earlier_step_whose_loss_is_not_finite_is_examined(tmp_path: Path, sa
     code, lines = said(f"resume={run}", "check=formats")
     assert code == 7
     assert any(line.startswith("step 2 reproduced") for line in lines)
-    assert "note: the loss is not finite at step 2 already: that step is examined, not step 3" in lines
+    assert "note: the loss is already not finite at step 2: that step is examined instead of step 3" in lines
 
 
 def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: Said) -> None:
@@ -166,7 +166,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
 def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> None:
     code, lines = said(*BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=formats,manifest", "step=2")
     assert code == 0
-    assert lines[0] == "taking 1 step again from the beginning …"
+    assert lines[0] == "replaying 1 step from the beginning …"
     assert "HEALTHY at step 2" in lines
     assert [path.name for path in tmp_path.iterdir()] == ["doctor"]
     assert lines[-1] == f"report {tmp_path}/doctor/bignet-bf16-step-2/report.html"

@@ -89,8 +89,8 @@ def test_the_class_of_another_choice_is_refused_with_the_settings_of_this_one() 
     assert compose(["optimizer=sgd", "optimizer.name=SGD"]).optimizer.lr == 0.1
     assert compose(["experiment=amp_mlp", "optimizer.name=AdamW"]).optimizer.name == "AdamW"
     for typed, message in (
-        (["optimizer.name=SGD"], "name=SGD would have the settings of optimizer=adamw; set optimizer=sgd"),
-        (["optimizer=sgd", "optimizer.name=Muon"], "name=Muon would have the settings of optimizer=sgd; .*=muon"),
+        (["optimizer.name=SGD"], "name=SGD would get the settings of optimizer=adamw; set optimizer=sgd"),
+        (["optimizer=sgd", "optimizer.name=Muon"], "name=Muon would get the settings of optimizer=sgd; .*=muon"),
     ):
         with pytest.raises(UserError, match=message):
             compose(typed)

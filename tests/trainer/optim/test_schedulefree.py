@@ -66,7 +66,7 @@ def test_evaluation_has_the_averages_and_leaves_the_training_alone(mode: str) ->
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((*BIGNET, "optimizer=schedulefree"), r"in the place of a schedule; set schedule=constant"),
+        ((*BIGNET, "optimizer=schedulefree"), r"instead of using a schedule; set schedule=constant"),
         ((*FREE, "ema=default"), r"ema=default: optimizer.name=AdamWScheduleFree averages the weights itself"),
         (
             ("recipe=resnet", "recipe.arch=resnet18", "optimizer=schedulefree", "schedule=constant"),

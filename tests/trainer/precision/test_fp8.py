@@ -110,7 +110,7 @@ def test_a_llama_trains_with_emulated_products(scaling: str, monkeypatch: pytest
 
 def test_what_has_no_such_layer_or_rows_is_refused() -> None:
     pytest.importorskip("torchao.float8", reason="torchao is optional")
-    with pytest.raises(UserError, match=r"no plain nn.Linear whose sides are multiples of 16.*recipe=llama"):
+    with pytest.raises(UserError, match=r"no plain nn.Linear whose dimensions are multiples of 16.*recipe=llama"):
         fp8.convert(nn.Sequential(nn.Linear(10, 10)), [], "tensorwise", emulate=True)
     model = nn.Sequential(nn.Linear(32, 32))
     fp8.convert(model, [], "tensorwise", emulate=True)

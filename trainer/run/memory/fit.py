@@ -116,7 +116,7 @@ def choose(config: Config, batching: Batching, usable: int, overrides: Sequence[
     except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
         log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
         return size, ""
-    needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {usable / MIB:,.0f} can be used"
+    needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {usable / MIB:,.0f} MiB can be used"
     if fitting == size:
         return size, ""
     if config.micro_batch_size != "auto":
@@ -202,10 +202,10 @@ def what_fits(overrides: Sequence[str], usable: float | None = None) -> str:
                 fitting += itertools.islice(fits, 1)
     except Exception:  # no forecast for this model, several processes, or not enough memory for a forecast
         return (
-            "To need less, try half the micro_batch_size, activation_checkpointing=blocks, precision=bf16 or bf16_sr."
+            "To save memory, try half the micro_batch_size, activation_checkpointing=blocks, precision=bf16 or bf16_sr."
         )
     columns = table([Forecast("this run", typed), *tried])
-    free = f"the {usable / MIB:.0f} MiB that can be used"
+    free = f"the usable {usable / MIB:.0f} MiB"
     found = [f"Forecast to fit into {free}:", *(f"  {label}" for label in fitting)]
     if not fitting:
         found = [f"Nothing that was tried is forecast to fit into {free}; train a smaller model."]

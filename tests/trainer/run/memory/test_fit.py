@@ -142,7 +142,9 @@ def test_checkpointing_and_bf16_are_offered_where_they_help(monkeypatch: pytest.
 
 def test_without_a_forecast_there_still_is_advice() -> None:
     error = out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"), [*BIGNET, "parallel=ddp"])
-    assert str(error).startswith("out of memory (CUDA out of memory. Tried 2 GiB.)\nTo need less, try half the micro_")
+    assert str(error).startswith(
+        "out of memory (CUDA out of memory. Tried 2 GiB.)\nTo save memory, try half the micro_"
+    )
 
 
 class Two(World):
