@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,10 +195,17 @@ def test_a_run_with_an_upload_that_hangs_is_not_running(
     folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what MLflow had begun to store when a process was killed does not stay."""
-    released = threading.Event()
+    hangs, released = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        released.wait()
+
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * hangs.is_set(), sleep=time.sleep)
     with monkeypatch.context() as patch:
-        patch.setattr("mlflow.MlflowClient.log_artifact", lambda *_: released.wait())
-        tracked(folder / "run", patience_s=1.0)
+        patch.setattr("mlflow.MlflowClient.log_artifact", hang)
+        patch.setattr(mlflow_feed, "time", later)  # the patience ends when the upload hangs
+        tracked(folder / "run", patience_s=600)
         assert runs(store) == [("run", "FINISHED")]
         released.set()
     artifacts = folder / "mlartifacts" / "e" / record(folder / "run")["run_id"] / "artifacts"
