@@ -51,6 +51,13 @@ def test_the_page_of_options_is_up_to_date() -> None:
     assert explained == known_options().keys() - inner
 
 
+@pytest.mark.parametrize(("group", "file"), [("recipe", "docs/recipes.md"), ("precision", "docs/precision.md")])
+def test_every_recipe_and_format_has_a_row_on_its_page(group: str, file: str) -> None:
+    page = (PROJECT / file).read_text(encoding="utf-8")
+    names = sorted(path.stem for path in (PROJECT / "conf" / group).glob("*.yaml"))
+    assert [name for name in names if f"\n| `{name}` | " not in page] == [], f"add a row to the first table of {file}"
+
+
 def test_neither_help_nor_completion_takes_torch(folder: Path) -> None:
     program = """
 import os, sys
