@@ -248,7 +248,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1, total=1 << 40))
     done = train(*command)
     assert done.code == 2
-    assert "output_dir=outputs: 1.0 MiB of disk are free" in done.err
+    assert "output_dir=outputs: the disk has 1.0 MiB free, but 1.0 MiB are needed" in done.err
     assert f"{copies} checkpoints of" in done.err
     assert not (folder / "outputs").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed, total=1 << 40))
