@@ -256,7 +256,7 @@ def test_every_picture_is_named_with_its_origin_and_of_its_newest_result() -> No
     """One that is drawn from a result has a line in the block; the others have one by hand."""
     folder = PROJECT / "docs" / "images"
     items = re.findall(r"^- `([\w.-]+)`: ([^-]*(?:-(?! `)[^-]*)*)", (folder / "README.md").read_text(), re.MULTILINE)
-    assert sorted(name for name, _ in items) == sorted(path.name for path in folder.iterdir() if path.suffix != ".md")
+    assert {name for name, _ in items} == {path.name for path in folder.iterdir() if path.suffix != ".md"}
     for name, origin in items:
         assert re.search(r"`python [^`]*`.*; 20\d\d-\d\d-\d\d, .*[0-9a-f]{9}", origin, re.DOTALL), name
     for path, (drawn, _) in pages.pictures().items():
