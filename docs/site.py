@@ -22,15 +22,14 @@ LINK = re.compile(r"(?<=\])\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the root, and take each link that leaves docs/ to its page, or to the repository."""
+    """Add the pages of the root."""
     for name, page in PAGES.items():
-        if (ROOT / name).exists():
-            files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links lead where they do in the repository."""
+    """Take each link that leaves docs/ to its page, or to the file in the repository if ``REPO_URL`` is set."""
     own = page.file.src_uri
     source = {new: old for old, new in PAGES.items()}.get(own, f"docs/{own}")
 

@@ -31,7 +31,7 @@ class Synthetic(TextSource, ImageSource):
     vocab_size: int = 50257
     """Number of token ids."""
     classes: int = 1000
-    """Number of image classes, of which the first 256 occur."""
+    """Number of image classes; the pool of 256 images has at most the first 256."""
     samples: int = 8192
     """Images or vectors per epoch."""
 
