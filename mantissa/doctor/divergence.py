@@ -23,7 +23,7 @@ _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
 _GROWTH = 10.0
 """Training explodes where the loss becomes so many times the largest of its first steps."""
-_RATES = (0.1, 0.01, 0.001)
+RATES = (0.1, 0.01, 0.001)
 
 
 @dataclass
@@ -38,6 +38,8 @@ class Divergence(Examined):
     """Whether other losses of the same steps do not diverge, nor lose half as much."""
     at: int = 0
     """The index of the step from which on it diverges."""
+    broken: int | None = None
+    """The index of the first step that is not finite in fp32 either, whatever the learning rate."""
 
 
 def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
@@ -56,6 +58,8 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     exact = _fp64(step.reference().train(batches))
     if finding := _rate(step, batches, exact):
         return Divergence(away=[], limit=[], findings=[finding])
+    if not exact.isfinite().all():
+        return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
     if format.number is FP32:
         return Divergence(away=[], limit=[])
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
@@ -130,7 +134,7 @@ def _rate(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | No
     """Return a finding where training explodes in the reference, and does not with a lower learning rate."""
     if not _explodes(exact):
         return None
-    for factor in _RATES:
+    for factor in RATES:
         other = _fp64(step.reference().train(batches, lr=factor))
         if not _explodes(other):
             broken = (~exact.isfinite()).nonzero()

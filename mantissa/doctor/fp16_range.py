@@ -192,7 +192,11 @@ def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
             for part, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_hook(partial(count, name, part)).remove)
-        reference.attempt()
+        gradients = reference.attempt().gradients
+    for name, gradient in gradients.items() if len(microbatches) > 1 else ():
+        owner, _, part = name.rpartition(".")
+        if layer := found.get((owner, part)):  # the sum over microbatches may be larger than each
+            layer.amax = max(layer.amax, gradient.abs().max().item() * share)
     return list(found.values())
 
 

@@ -16,23 +16,17 @@ from mantissa.errors import FormatError
 from mantissa.finding import Finding
 from mantissa.modules import ModuleTracer
 from mantissa.places import Line
-from mantissa.step import Batch, Passes, Step, Widened
+from mantissa.step import Passes, Step, Widened
 from mantissa.tensors import numbers_in, relative_error
 
 _TRIALS = 40
 
 
 class _Search:
-    """Trains the steps with fp32 modules and operators, as long as there is time."""
+    """Tries fp32 modules and operators, as long as there is time."""
 
-    def __init__(
-        self,
-        step: Step,
-        batches: list[list[Batch]],
-        mends: Callable[[list[float]], bool],
-        time_left: Callable[[], float],
-    ) -> None:
-        self.step, self._batches, self._mends, self._time_left = step, batches, mends, time_left
+    def __init__(self, step: Step, mends: Callable[[Passes], bool], time_left: Callable[[], float]) -> None:
+        self.step, self._mends, self._time_left = step, mends, time_left
         self._trials = 0
 
     def modules(self, names: list[str], casts: bool = True) -> bool:
@@ -47,7 +41,7 @@ class _Search:
         if self._trials > _TRIALS or self._time_left() <= 0:
             return False
         try:
-            return self._mends(build().train(self._batches))
+            return self._mends(build())
         except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
             return False
 
@@ -55,20 +49,18 @@ class _Search:
 def locate(
     step: Step,
     finding: Finding,
-    batches: list[list[Batch]],
-    mends: Callable[[list[float]], bool],
+    mends: Callable[[Passes], bool],
     time_left: Callable[[], float],
 ) -> None:
-    """Name the place of a divergence in the finding, and what mends it.
+    """Name the place in a finding, and what mends it.
 
     Args:
-        step: the first step.
+        step: the step.
         finding: whose place is not known.
-        batches: of the steps.
-        mends: whether such losses do not diverge.
+        mends: whether other passes of the step do not have the fault.
         time_left: seconds.
     """
-    search = _Search(step, batches, mends, time_left)
+    search = _Search(step, mends, time_left)
     model = step.own().model
     outside = _in_half(step, outside=True)
     if outside and search.operators(outside):
