@@ -154,7 +154,8 @@ def test_islands_are_1_minimal_and_have_a_price(
     assert islands.time_ratio > 0
     assert islands.memory_bytes is not None
     assert islands.text(case.words).startswith(f"{case.words.modules(islands.fp32_modules)}  (")
-    assert re.search(r"  \([+-]\d+% time, [+-][\d.]+ (B|KiB|MiB)\)$", islands.text())
+    price_text = r"  \([+-]\d+% time \[[+-]\d+%, [+-]\d+%\], [+-][\d.]+ (B|KiB|MiB)\)$"
+    assert re.search(price_text, islands.text(case.words))
 
 
 def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
