@@ -17,7 +17,7 @@ from mantissa.doctor.compiled import compiled_trials
 from mantissa.doctor.divergence import MOST_STEPS, RATES, REPLAYS, STEPS, Divergence, divergence
 from mantissa.doctor.exceptions import raised
 from mantissa.doctor.exchange import overflow_of_sum
-from mantissa.doctor.fp16_range import Range, fp16_range
+from mantissa.doctor.fp16_range import Range, fp16_range, usual
 from mantissa.doctor.gradients import gradients
 from mantissa.doctor.islands import Islands, holds, price, search
 from mantissa.doctor.locate import SPELLED, line_of_error, locate
@@ -217,7 +217,7 @@ def diagnose(
         scales = budget.run("range", lambda: fp16_range(step))
         for finding in scales.findings if scales is not None else ():
             assert scales is not None
-            build = functools.partial(_at_highest_scale, step, scales)
+            build = functools.partial(_at_scale, step, scales)
             if finding.cure and not budget.run("cures", functools.partial(holds, step, build)):
                 finding.cure = []
         if scales is not None and result.findings:  # what is found there has a cause, which is found already
@@ -252,10 +252,10 @@ def _manifest(step: Step) -> OperatorManifest:
     return manifest(passes)
 
 
-def _at_highest_scale(step: Step, scales: Range) -> Passes:
+def _at_scale(step: Step, scales: Range) -> Passes:
     passes = step.own()
     assert scales.highest is not None
-    passes.scale = 2.0**scales.highest
+    passes.scale = 2.0 ** usual(scales.highest, scales.lowest or 0)
     return passes
 
 
@@ -301,6 +301,9 @@ def _sweep(result: Diagnosis) -> None:
             broken = trial
             finding = find(passes, trial.name) if trial.status == BREAKS else raised(passes, trial.name)
             result.findings.append(finding or _unlocated(trial))
+            fp32 = result.trial(FP32)
+            if trial.status == RAISES and fp32 is not None and trial.why in fp32.why:
+                result.findings[-1].format = FP32
         elif trial is own and replay.failed and trial.scale != trial.scales[0]:
             result.findings += _too_large_a_scale(passes, trial)
         del passes
@@ -445,10 +448,20 @@ def _cure(result: Diagnosis) -> None:
     if not found or step.format.half is None or found[0].direction not in (FORWARD, BACKWARD):
         return
     finding = found[0]
+    if finding.cure:  # where it was located it was cured
+        return
+    tries: dict[str, Callable[[], Passes]] = {}
+    scales = result.range
+    if finding.direction == BACKWARD and finding.kind == OVERFLOW and scales is not None and scales.highest is not None:
+        scale = step.words.scale(2.0 ** usual(scales.highest, scales.lowest or 0))
+        tries[scale] = functools.partial(_at_scale, step, scales)
 
     def healthy(fp32_modules: list[str]) -> bool:
         return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
+    if any(budget.run("cures", functools.partial(holds, step, build)) for build in tries.values()):
+        finding.cure += list(tries)
+        return
     islands = budget.run("islands", lambda: search(step, finding, healthy, budget.left))
     if islands is not None and islands.cured:
         result.islands = islands
@@ -456,7 +469,6 @@ def _cure(result: Diagnosis) -> None:
             budget.run("cost of the islands", lambda: price(step, islands))
         finding.cure.append(islands.text(step.words))
     name = SPELLED.get(finding.op.removeprefix("aten."), finding.op.removeprefix("aten."))
-    tries = {}
     if name and finding.kind != UNDERFLOW and not name.endswith(("_", "to_copy")):
         tries[step.words.operators([name])] = lambda: step.own(fp32_ops=[*step.fp32_ops, name])
     bf16 = result.trial("bf16")

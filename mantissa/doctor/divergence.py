@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mantissa.doctor.pairs import rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, RATE, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Step, each
@@ -23,7 +24,7 @@ _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
 _GROWTH = 10.0
 """Training explodes where the loss becomes so many times the largest of its first steps."""
-RATES = (0.1, 0.01, 0.001)
+RATES = tuple(10.0**-power for power in range(1, 9))
 
 
 @dataclass
@@ -90,6 +91,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
             f"in {len(own)} steps the loss goes from {exact[0]:.4g} to {exact[-third:].mean():.4g} in fp32, "
             f"and to {own[-third:].mean():.4g} here"
         )
+    detail += rounded_away(step)
     result.at = first or 0
     # The first loss is computed before any update.
     result.findings = [Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)]
@@ -161,5 +163,5 @@ def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     passes = step.reference()
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
-    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in step] for step in batches)
+    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator, True)) for batch in step] for step in batches)
     return passes.train(inputs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.doctor.manifest import explicit_cast
-from mantissa.dtypes import CAST, DtypeRecorder
+from mantissa.dtypes import DtypeRecorder
 from mantissa.errors import FormatError
 from mantissa.finding import Finding
 from mantissa.modules import ModuleTracer
@@ -65,7 +65,7 @@ def locate(
     outside = _in_half(step, outside=True)
     if outside and search.operators(outside):
         names = next(([name] for name in outside if len(outside) > 1 and search.operators([name])), outside)
-        finding.line = str(line_of_error(step, "", outside=True) or "")
+        finding.line = str(_line_of(step, names[0]) or "")
         finding.cure.append(step.words.operators(names))
         return
     for casts in (True, False):
@@ -130,7 +130,31 @@ def _in_half(step: Step, outside: bool = False) -> list[str]:
     return [name for name in names if name not in _MOVES]
 
 
-_MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "transpose", "expand", "slice", "select")
+_MOVES = frozenset(
+    [
+        "to_copy",
+        "copy",
+        "clone",
+        "detach",
+        "view",
+        "unsafe_view",
+        "t",
+        "transpose",
+        "expand",
+        "slice",
+        "select",
+        "_to_copy",
+        "_unsafe_view",
+    ]
+)
+
+
+def _line_of(step: Step, operator: str) -> Line | None:
+    """Return the first line outside of all submodules that calls an operator."""
+    found = _results(step.own(), "", outside=True)
+    return next((line for name, line, _ in found if SPELLED.get(name, name).strip("_") == operator), None)
+
+
 SPELLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear", "_softmax": "softmax", "_log_softmax": "log_softmax"}
 
 
@@ -146,11 +170,19 @@ class _Results(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         place = self._modules.module()
         inside = place == self._module or (not self._outside and f"{place}.".startswith(f"{self._module}.".lstrip(".")))
-        name = str(func).rpartition(".")[0]
-        if inside and not func.is_view and name not in (CAST, "aten.clone", "aten._unsafe_view", "aten.detach"):
+        name = str(func).rpartition(".")[0].removeprefix("aten.")
+        if inside and not func.is_view and name not in _MOVES:
             for tensor in numbers_in(result)[:1]:
                 self.found.append((name, self._modules.line(), tensor.detach().clone()))
         return result
+
+
+def _results(passes: Passes, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
+    modules = ModuleTracer(passes.model)
+    passes.start()
+    with modules, passes.around(), _Results(modules, module, outside) as results, torch.no_grad():
+        passes.loss(passes.step.first_samples()[0])
+    return results.found
 
 
 def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None:
@@ -161,13 +193,7 @@ def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None
         module: its name; an empty string: the whole model.
         outside: whether its submodules are left out.
     """
-    sides = []
-    for passes in (step.own(), step.reference()):
-        modules = ModuleTracer(passes.model)
-        passes.start()
-        with modules, passes.around(), _Results(modules, module, outside) as results, torch.no_grad():
-            passes.loss(step.first_samples()[0])
-        sides.append(results.found)
+    sides = [_results(passes, module, outside) for passes in (step.own(), step.reference())]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:

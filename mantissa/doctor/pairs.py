@@ -22,7 +22,7 @@ from mantissa.doctor.module_calls import Call, Different, Evaluated, NoDropout, 
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
-from mantissa.step import Passes, Step, each
+from mantissa.step import Passes, Step, each, named
 from mantissa.tensors import nudged, relative_error, tensors
 
 FACTOR = 8
@@ -37,6 +37,8 @@ _LARGE = 0.25
 _HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
 """Relative errors of a step's gradients from which on an error in a module does harm; of up to so many elements the
 second one."""
+_SIGNAL = 0.1
+"""Share of the variation of an input over the samples that a format may round away."""
 _WRONG, _WRONG_LOSS, _SHARE, _NUDGES = 0.5, 0.25, 1e-3, 2
 """Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
 that a parameter's must have; how often weights and inputs are changed."""
@@ -200,8 +202,22 @@ def wrong_gradients(step: Step) -> WrongGradients:
         worst = max(wrong, key=lambda name: wrong[name] / limits[name])
         what = f"the gradient of {worst}" if worst else "the loss"
         detail = f"{what} has a relative error of {wrong[worst]:.2g}; rounding explains {least[worst]:.2g}"
+        detail += rounded_away(step)
         result.finding = Finding(ERROR, BACKWARD if worst else FORWARD, "", step.format.name, detail=detail)
     return result
+
+
+def rounded_away(step: Step) -> str:
+    """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
+    for name, tensor in step.microbatches[0].items():
+        if tensor.is_floating_point() and tensor.ndim and len(tensor) > 1:
+            exact = tensor.detach().double()
+            varies = torch.linalg.vector_norm(exact - exact.mean(0, keepdim=True)).item()
+            error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
+            if varies and error > _SIGNAL * varies:
+                lost = f"loses {error / varies:.0%} of what varies in it"
+                return f"; rounding {named(name)} to {step.format.number.name} {lost}"
+    return ""
 
 
 def shaken(passes: Passes, unit: float, seed: int) -> Passes:
@@ -209,7 +225,7 @@ def shaken(passes: Passes, unit: float, seed: int) -> Passes:
     generator = torch.Generator().manual_seed(seed)
     weights, batches = passes.step.weights, passes.step.microbatches
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in weights.items()}
-    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in batches]
+    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator, True)) for batch in batches]
     return passes
 
 

@@ -20,7 +20,7 @@ from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import MASKED, Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, each
+from mantissa.step import Passes, each, named
 from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
@@ -44,13 +44,9 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
         opened: whether the MATH kernel is in use.
     """
     modules = ModuleTracer(passes.model)
-    data = [
-        (f"batch{name}" if name.startswith("[") else f"batch['{name}']", tensor)
-        for batch in passes.microbatches
-        for name, tensor in batch.items()
-    ]
-    named = [*passes.model.named_parameters(), *passes.model.named_buffers(), *data]
-    with modules, Tape(modules, named) as tape:
+    data = [(named(name), tensor) for batch in passes.microbatches for name, tensor in batch.items()]
+    known = [*passes.model.named_parameters(), *passes.model.named_buffers(), *data]
+    with modules, Tape(modules, known) as tape:
         found = passes.attempt()
     slice_ = behind([node for name in found.harmed for node in tape.writers(found.sinks[name])])
     if not slice_:
