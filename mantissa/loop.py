@@ -248,7 +248,7 @@ class LoopPasses(Passes):
             torch._foreach_mul_(gradients, 1 / self.scale)
         if sound or not self.format.needs_loss_scale:
             self.optimizer.step()
-        return loss.item()
+        return loss.item() if sound or not self.format.needs_loss_scale else math.nan  # it would be skipped for ever
 
     def peak_bytes(self) -> int:
         optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0)
