@@ -10,8 +10,8 @@ from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.measures import IN_USE
-from evidence.page import Plot, Section, measured_on, page
 from mantissa.display import columns, loss, mebibytes
+from mantissa.page import Plot, Section, measured_on, page
 from mantissa.quality import METHOD, NOT_JUDGED, PAIRS, failed, percent, said, times, told, verdict_at
 from mantissa.statistics import Interval, mean_interval
 from trainer.devices import kind_of
