@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.turns import stopwatch
-from mantissa.turns import in_turns
+from mantissa.comparison import in_turns
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
+from mantissa.comparison import in_turns
 from mantissa.display import duration
-from mantissa.turns import in_turns
 from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError, redacted
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, remove_folder

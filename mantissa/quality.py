@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ NULL_SHIFT = 1000
 
 Losses = Mapping[int, float | None]
 """Of an arm by seed, lower is better. Not finite: the run diverged. None: it failed."""
+Look = dict[str, Any]
+"""``seeds``, and ``ended``, arm and seed of every run that had ended, of each report that judged an arm."""
 
 
 @dataclass
@@ -52,55 +54,36 @@ class Quality:
         return test.difference if test else mean_interval(self.differences)
 
 
-def judge(
-    arms: Mapping[str, Losses],
-    baseline: str,
-    margin: float,
-    looks: Sequence[Mapping[str, Any]] = (),
-    null: str | None = None,
-) -> dict[str, Quality]:
+def judge(arms: Mapping[str, Losses], margin: float, looks: Sequence[Look] = ()) -> dict[str, Quality]:
     """Judge every arm at each look; what one has decided stands where the stricter tests of a later one do not.
 
     Args:
-        arms: by label, of all runs that were tried, the failed ones too.
-        baseline: label of the arm that the others are compared with.
+        arms: by label, with the failed runs. The first is the baseline. What ``null`` shows to be noise is not judged.
         margin: of the equivalence test, a relative difference.
         looks: from ``with_look``, of which the last one is this; without looks this one is the first.
-        null: label of the null arm. What it shows to be noise is not judged.
-
-    Returns:
-        By label, in the order of ``arms``.
     """
     found: dict[str, Quality] = {}
     for number, look in enumerate([*looks[:-1], None], 1):
-        before, found = found, _judged(arms if look is None else _then(arms, look), baseline, margin, number, null)
+        before, found = found, _judged(arms if look is None else _then(arms, look), margin, number)
         for label, known in before.items():
             if known.test and known.verdict != INCONCLUSIVE == found[label].verdict:
                 why = f"decided at look {known.look}, of {known.test.difference.count} seeds"
                 found[label] = replace(found[label], verdict=known.verdict, test=known.test, look=known.look, why=why)
-    if null is not None:
-        _withhold(found, null)
+    _withhold(found)
     return found
 
 
-def with_look(
-    looks: list[dict[str, Any]],
-    seeds: Iterable[int],
-    arms: Mapping[str, Losses],
-    baseline: str,
-    margin: float,
-    null: str | None = None,
-) -> list[dict[str, Any]]:
-    """Return the looks so far and this one: ``seeds``, and ``ended``, arm and seed of every run that had ended.
+def with_look(looks: list[Look], arms: Mapping[str, Losses], margin: float) -> list[Look]:
+    """Return the looks so far and this one.
 
     To see the same runs again is no other look, and neither is one that judges nothing.
     """
     ended = sorted([label, seed] for label, losses in arms.items() for seed, loss in losses.items() if loss is not None)
-    look = {"seeds": sorted(seeds), "ended": ended}
+    look = {"seeds": sorted(set().union(*arms.values())), "ended": ended}
     if look in looks[-1:]:
         return looks
-    found = judge(arms, baseline, margin, [*looks, look], null)
-    judged = any(each.test or each.verdict == WORSE for label, each in found.items() if label != null)
+    found = judge(arms, margin, [*looks, look])
+    judged = any(each.test or each.verdict == WORSE for label, each in found.items() if label != NULL)
     return [*looks, look] if judged else looks
 
 
@@ -132,19 +115,6 @@ def times(interval: Interval) -> str:
     return f"{interval.mean:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
 
 
-def said(quality: Quality, margin: float, metric: str) -> str:
-    """Return the verdict as a clause about the metric; empty for the baseline, and where nothing was judged."""
-    match quality.verdict:
-        case "EQUIVALENT":
-            return f"its {metric} is the same within {100 * margin:g} %"
-        case "INCONCLUSIVE":
-            return f"whether its {metric} is the same within {100 * margin:g} % is open"
-        case "WORSE" | "BETTER" as verdict:
-            by = f" by {abs(100 * quality.test.difference.mean):.2g} %" if quality.test else f": {quality.why}"
-            return f"its {metric} is {verdict.lower()}{by}"
-    return ""
-
-
 def verdict_at(quality: Quality) -> str:
     """Return the verdict with the margin that it was judged by."""
     if not quality.test or quality.verdict == NOT_JUDGED:
@@ -163,7 +133,7 @@ def failed(label: str, failures: Mapping[int, str]) -> list[str]:
     ]
 
 
-def told(looks: Sequence[Mapping[str, Any]]) -> list[str]:
+def told(looks: Sequence[Look]) -> list[str]:
     """Return the sentence on the last look and its level; none where nothing was judged."""
     levels = [f"{100 * look_level(number):.3g} %" for number in (len(looks), len(looks) + 1)] if looks else []
     return [
@@ -182,7 +152,7 @@ METHOD = (
 )
 
 
-def _then(arms: Mapping[str, Losses], look: Mapping[str, Any]) -> dict[str, Losses]:
+def _then(arms: Mapping[str, Losses], look: Look) -> dict[str, Losses]:
     """Return the runs that had ended at a look."""
     return {
         label: {seed: loss for seed, loss in losses.items() if [label, seed] in look["ended"]}
@@ -190,12 +160,11 @@ def _then(arms: Mapping[str, Losses], look: Mapping[str, Any]) -> dict[str, Loss
     }
 
 
-def _judged(
-    arms: Mapping[str, Losses], baseline: str, margin: float, look: int, null: str | None
-) -> dict[str, Quality]:
+def _judged(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, Quality]:
+    baseline = next(iter(arms))
     found = {label: _compared(losses, None if label == baseline else arms[baseline]) for label, losses in arms.items()}
-    _set_verdicts([each for label, each in found.items() if label not in (baseline, null)], margin, look)
-    _set_verdicts([found[null]] if null is not None else [], margin, look)
+    _set_verdicts([each for label, each in found.items() if label not in (baseline, NULL)], margin, look)
+    _set_verdicts([each for label, each in found.items() if label == NULL], margin, look)
     return found
 
 
@@ -243,13 +212,13 @@ def _set_verdicts(qualities: list[Quality], margin: float, look: int) -> None:
             quality.why = "; ".join(filter(None, [quality.why, settled]))
 
 
-def _withhold(found: dict[str, Quality], null: str) -> None:
+def _withhold(found: dict[str, Quality]) -> None:
     """Take back what cannot be judged, since the null arm differs from the baseline though both are the same."""
-    noise = found[null]
-    if noise.verdict != WORSE and not (len(noise.differences) > 1 and mean_interval(noise.differences).excludes(0)):
+    null = found.get(NULL, Quality())
+    if null.verdict != WORSE and not (len(null.differences) > 1 and mean_interval(null.differences).excludes(0)):
         return
-    null_diverged = noise.verdict == WORSE and not noise.test
+    null_diverged = null.verdict == WORSE and not null.test
     for label, arm in found.items():
         noisy = arm.test or null_diverged  # that only the arm diverged is no noise
-        if label != null and arm.verdict and noisy and arm.verdict != NOT_JUDGED:
-            found[label] = replace(arm, verdict=NOT_JUDGED, why=noise_unknown(len(noise.values)))
+        if label != NULL and arm.verdict and noisy and arm.verdict != NOT_JUDGED:
+            found[label] = replace(arm, verdict=NOT_JUDGED, why=noise_unknown(len(null.values)))

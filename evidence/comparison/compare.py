@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.comparison.judge import ArmResult, judge, losses, null_of
+from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, recorded
 from mantissa.display import loss
@@ -115,9 +115,8 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
             )
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
         outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
-        known, base, margin = losses(arms, outcomes), comparison.baseline, comparison.margin
-        looks = with_look(looks, seeds, known, base, margin, null_of(arms))
-        judged = judge(arms, base, outcomes, margin, looks)
+        looks = with_look(looks, losses(arms, outcomes), comparison.margin)
+        judged = judge(arms, comparison.baseline, outcomes, comparison.margin, looks)
         write_sealed(folder / PLAN_FILE, plan | {"looks": looks})  # before the report that shows a look
         result = Result(comparison, judged, outcomes, facts, looks)
         write_json(folder / RESULT_FILE, result.to_dict())

@@ -70,7 +70,7 @@ def judge(
     """
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
     base = _finished(by_arm[baseline])
-    qualities = quality.judge(losses(arms, outcomes), baseline, margin, looks, null_of(arms))
+    qualities = quality.judge(losses(arms, outcomes), margin, looks)
     results = []
     for arm in arms:
         runs = by_arm[arm.label]
@@ -99,11 +99,6 @@ def judge(
         results.append(result)
     _withhold(results)
     return results
-
-
-def null_of(arms: list[Arm]) -> str | None:
-    """Return the label of the null arm, if there is one."""
-    return next((arm.label for arm in arms if arm.seed_shift), None)
 
 
 def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, float | None]]:

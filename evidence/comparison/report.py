@@ -12,7 +12,7 @@ from evidence.comparison.judge import ArmResult, Ratio
 from evidence.measures import IN_USE
 from mantissa.display import columns, loss, mebibytes
 from mantissa.page import Plot, Section, measured_on, page
-from mantissa.quality import METHOD, NOT_JUDGED, PAIRS, failed, percent, said, times, told, verdict_at
+from mantissa.quality import METHOD, NOT_JUDGED, PAIRS, failed, percent, times, told, verdict_at
 from mantissa.statistics import Interval, mean_interval
 from trainer.devices import kind_of
 from trainer.files import write_text
@@ -88,7 +88,7 @@ def _told(result: Result, arm: ArmResult) -> str:
         elif quantity.ratio:
             text, word = _cost(name, quantity.ratio)
             costs.append(text if costs else f"{text} {word} {result.comparison.baseline}")
-    loss_is = said(arm.quality, result.comparison.margin, "validation loss")
+    loss_is = _loss_is(arm, f"{100 * result.comparison.margin:g} %")
     if arm.quality.verdict == NOT_JUDGED:
         not_judged.setdefault(arm.quality.why, []).append("validation loss")
     clauses = "; ".join(filter(None, (" and ".join(costs), loss_is)))
@@ -97,6 +97,19 @@ def _told(result: Result, arm: ArmResult) -> str:
         reasons = (f"{' and '.join(names)} ({why})" for why, names in not_judged.items())
         parts.append(f"{NOT_JUDGED}: {'; '.join(reasons)}.")
     return " ".join(parts)
+
+
+def _loss_is(arm: ArmResult, margin: str) -> str:
+    quality = arm.quality
+    match quality.verdict:
+        case "EQUIVALENT":
+            return f"its validation loss is the same within {margin}"
+        case "INCONCLUSIVE":
+            return f"whether its validation loss is the same within {margin} is open"
+        case "WORSE" | "BETTER" as verdict:
+            by = f" by {abs(100 * quality.test.difference.mean):.2g} %" if quality.test else f": {quality.why}"
+            return f"its validation loss is {verdict.lower()}{by}"
+    return ""
 
 
 def _cost(name: str, ratio: Interval) -> tuple[str, str]:
