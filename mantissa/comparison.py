@@ -7,27 +7,16 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
+from mantissa import quality
 from mantissa.display import columns, loss
 from mantissa.errors import UsageError
 from mantissa.page import Section, page
-from mantissa.quality import (
-    METHOD,
-    NULL,
-    PAIRS,
-    Look,
-    Quality,
-    failed,
-    judge,
-    percent,
-    times,
-    told,
-    verdict_at,
-    with_look,
-)
+from mantissa.quality import METHOD, NULL, PAIRS, Look, Quality
 from mantissa.statistics import EQUIVALENT, ratio_interval
 
 One = TypeVar("One")
@@ -100,19 +89,25 @@ class Comparison:
             shown = ended.failure or f"{self.metric} {loss(ended.value)}"
             print(f"{number:>3}/{len(plan)}  {arm} s{seed}  {shown}  {ended.seconds:.1f} s")
         baseline = next(iter(self.arms))
-        values = [ended.value for ended in self._ended(baseline).values()]
-        if len(values) >= PAIRS and len(set(values)) == 1 and values[0] is not None:
+        values = [ended.value for ended in self._ended(baseline).values() if ended.value is not None]
+        if len(values) >= PAIRS and len(set(values)) == 1:
             raise UsageError(
                 f"{baseline}: {self.metric} is {values[0]:g} with every seed, so their spread is not known; "
                 "let the seed change the training, or print more digits"
+            )
+        digit = 10.0 ** min((Decimal(repr(value)).as_tuple().exponent for value in values), default=0)
+        if values and digit > self.margin * abs(fmean(values)):
+            raise UsageError(
+                f"{baseline}: the last digit of {self.metric}, {digit:g}, is more than the margin of "
+                f"{100 * self.margin:g} %; print more digits, or set a wider margin"
             )
         sign = -1 if self.higher_is_better else 1
         losses: dict[str, dict[int, float | None]] = {arm: dict.fromkeys(seeds) for arm in self.arms}
         for arm in self.arms:
             for seed, ended in self._ended(arm).items():
                 losses[arm][seed] = math.nan if ended.value is None else sign * ended.value
-        self.looks = with_look(self.looks, losses, self.margin)
-        self.verdicts = judge(losses, self.margin, self.looks)
+        self.looks = quality.with_look(self.looks, losses, self.margin)
+        self.verdicts = quality.judge(losses, self.margin, self.looks)
 
     def text(self) -> str:
         """Return the report as a terminal shows it."""
@@ -140,14 +135,14 @@ class Comparison:
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [("arm", "quality", "difference", self.metric, "wall time")]
         base = self._ended(next(iter(self.arms)))
-        for label, quality in self.verdicts.items():
+        for label, found in self.verdicts.items():
             runs = self._ended(label)
             values = [run.value for run in runs.values() if run.value is not None]
             ratios = [run.seconds / base[seed].seconds for seed, run in runs.items() if seed in base]
             took = f"{fmean(run.seconds for run in runs.values()):.1f} s" if runs == base else ""
             if len(ratios) > 1 and not took:
-                took = times(ratio_interval(ratios))
-            verdict = "noise" if label == NULL and quality.verdict else quality.verdict or "(baseline)"
+                took = quality.times(ratio_interval(ratios))
+            verdict = "noise" if label == NULL else found.verdict or "(baseline)"
             rows.append((label, verdict, self._difference(label), loss(fmean(values)) if values else "", took))
         return rows
 
@@ -156,17 +151,17 @@ class Comparison:
         shown = self.verdicts[label].shown(is_null=label == NULL)
         if shown and self.higher_is_better:
             shown = replace(shown, mean=-shown.mean, low=-shown.high, high=-shown.low)
-        return f"{percent(shown)} ({100 * shown.level:.3g} %)" if shown else ""
+        return f"{quality.percent(shown)} ({100 * shown.level:.3g} %)" if shown else ""
 
     def _sentences(self) -> list[str]:
-        baseline, found = next(iter(self.arms)), []
-        for label, quality in self.verdicts.items():
-            done = self._ended(label)
-            found += failed(label, {r.seed: r.failure for r in self.runs if r.arm == label and r.seed not in done})
-            difference = f"{self.metric} {self._difference(label)}".strip()
-            if label == NULL:
-                found.append(f"Noise: {baseline} with other seeds differs from {baseline} in {difference}.")
-            elif label != baseline:
-                verdict = "; ".join(filter(None, [f"{difference}: {verdict_at(quality)}", quality.why]))
-                found.append(f"{label}, compared with {baseline}: {verdict}.")
-        return [*found, *told(self.looks), _WALL]
+        baseline, lines = next(iter(self.arms)), []
+        for label, found in self.verdicts.items():
+            done, difference = self._ended(label), self._difference(label)
+            failures = {run.seed: run.failure for run in self.runs if run.arm == label and run.seed not in done}
+            lines += quality.failed(label, failures)
+            if label == NULL and difference:
+                lines.append(f"Noise: {baseline} with other seeds differs from {baseline} by {difference}.")
+            elif label not in (baseline, NULL):
+                clauses = (f"{f'{self.metric} {difference}'.strip()}: {quality.verdict_at(found)}", found.why)
+                lines.append(f"{label}, compared with {baseline}: {'; '.join(filter(None, clauses))}.")
+        return [*lines, *quality.told(self.looks), _WALL]

@@ -199,13 +199,16 @@ def test_mistakes(commands: Commands, change: list[str], reported: str, capsys: 
 def test_too_few_seeds_and_a_seed_that_changes_nothing_are_mistakes(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The spread would be 0, and any difference certain."""
+    """The spread would be 0, and any difference certain; and a difference below the last digit would not be seen."""
     arms = [commands.add("fp32", lambda seed: 2.5), commands.like("same")]
     assert commands.compare(*arms, "--seeds", "2") == 2
     assert "2 seeds are too few for a verdict; use 4 or more" in capsys.readouterr().err
     assert commands.ran() == []
     assert commands.compare(*arms) == 2
     assert "fp32: val loss is 2.5 with every seed" in capsys.readouterr().err
+    commands.report = commands.folder / "coarse"
+    assert commands.compare(commands.add("fp32", lambda seed: f"val loss {2.5 + NOISE[seed % 1000]:.2f}"), arms[1]) == 2
+    assert "fp32: the last digit of val loss, 0.01, is more than the margin of 0.3 %" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])

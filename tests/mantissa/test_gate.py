@@ -68,13 +68,13 @@ def test_an_arm_that_diverges_is_worse_and_an_error_of_the_training_is_its_own(t
 
 
 def test_a_command_is_a_training_too(tmp_path: Path) -> None:
-    command = "echo acc 0.9{seed}; test {precision} = fp32 || test {seed} != 3"
-    with pytest.raises(AssertionError, match=r"^bf16, seed 3: `echo acc 0\.93; .*` ended with exit code 1; its last"):
+    command = "echo acc 0.91{seed}5; test {precision} = fp32 || test {seed} != 3"
+    with pytest.raises(AssertionError, match=r"^bf16, seed 3: `echo acc 0\.9135; .*` ended with exit code 1; its last"):
         mantissa.precision_gate(command, metric="acc ([0-9.]+)", report=tmp_path)
-    found = mantissa.precision_gate("echo acc 0.9{seed} {precision}", metric="acc ([0-9.]+)", report=tmp_path)
-    assert (found.metric, found.arms["bf16"]) == ("acc", "echo acc 0.9{seed} bf16")
+    found = mantissa.precision_gate("echo acc 0.91{seed}5 {precision}", metric="acc ([0-9.]+)", report=tmp_path)
+    assert (found.metric, found.arms["bf16"]) == ("acc", "echo acc 0.91{seed}5 bf16")
     with pytest.raises(UsageError, match=r"needs \{precision\}, \{seed\}, and metric="):
-        mantissa.precision_gate("echo acc 0.9{seed}", metric="acc ([0-9.]+)", report=tmp_path)
+        mantissa.precision_gate("echo acc 0.91{seed}5", metric="acc ([0-9.]+)", report=tmp_path)
     with pytest.raises(UsageError, match="two or more different precisions"):
         mantissa.precision_gate(Train(), arms=("fp32",), report=tmp_path)
 
@@ -99,10 +99,10 @@ def test_the_fixture_fails_the_test_with_the_report_and_writes_its_page(pytester
     pytester.makepyfile(
         test_bf16="""
         def test_same(precision_gate):
-            precision_gate(lambda precision, seed: 2 + 0.01 * seed)
+            precision_gate(lambda precision, seed: 2 + 0.011 * seed)
 
         def test_worse(precision_gate):
-            precision_gate(lambda precision, seed: 2 + 0.01 * seed + 0.1 * (precision == "bf16"))
+            precision_gate(lambda precision, seed: 2 + 0.011 * seed + 0.1 * (precision == "bf16"))
         """
     )
     with pytest.MonkeyPatch.context() as patch:
