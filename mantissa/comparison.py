@@ -111,14 +111,14 @@ class Comparison:
 
     def text(self) -> str:
         """Return the report as a terminal shows it."""
-        return "\n".join([*self._sentences(), "", columns(self._rows())])
+        return "\n".join([*self._sentences(), *quality.told(self.looks), "", columns(self._rows()), "", _WALL])
 
     def write(self, folder: str | Path, command: str) -> Path:
         """Write ``report.html``, ``report.txt`` and ``comparison.json`` into a folder; return the page's path."""
         sections = [
             Section("Results", table=self._rows()),
             Section("Arms", items=[f"{label}: {text}" for label, text in self.arms.items()]),
-            Section("How it was measured", [METHOD]),
+            Section("How it was measured", [*quality.told(self.looks), METHOD, _WALL]),
         ]
         title, origin = " / ".join(label for label in self.arms if label != NULL), f"Machine: {platform.platform()}."
         html = page("Comparison", title, self._sentences(), command, origin, sections)
@@ -164,4 +164,4 @@ class Comparison:
             elif label not in (baseline, NULL):
                 clauses = (f"{f'{self.metric} {difference}'.strip()}: {quality.verdict_at(found)}", found.why)
                 lines.append(f"{label}, compared with {baseline}: {'; '.join(filter(None, clauses))}.")
-        return [*lines, *quality.told(self.looks), _WALL]
+        return lines
