@@ -95,7 +95,7 @@ class Comparison:
                 f"{baseline}: {self.metric} is {values[0]:g} with every seed, so their spread is not known; "
                 "let the seed change the training, or print more digits"
             )
-        digit = 10.0 ** min((Decimal(repr(value)).as_tuple().exponent for value in values), default=0)
+        digit = 10.0 ** min((int(Decimal(repr(value)).as_tuple().exponent) for value in values), default=0)
         if values and digit > self.margin * abs(fmean(values)):
             raise UsageError(
                 f"{baseline}: the last digit of {self.metric}, {digit:g}, is more than the margin of "
@@ -133,7 +133,7 @@ class Comparison:
         return {run.seed: run for run in self.runs if run.arm == arm and not run.failure}
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = [("arm", "quality", "difference", self.metric, "wall time")]
+        rows: list[tuple[str, ...]] = [("arm", "quality", "difference", self.metric, "wall time")]
         base = self._ended(next(iter(self.arms)))
         for label, found in self.verdicts.items():
             runs = self._ended(label)
