@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mantissa.examination import examine as examine
+    from mantissa.gate import precision_gate as precision_gate
     from mantissa.islands import keep_fp32 as keep_fp32
     from mantissa.operators import fp32_ops as fp32_ops
 
 __version__ = "0.2.0"
-_HOMES = {"examine": "examination", "keep_fp32": "islands", "fp32_ops": "operators"}
+_HOMES = {"examine": "examination", "keep_fp32": "islands", "fp32_ops": "operators", "precision_gate": "gate"}
 """The modules of the public names, which are imported when they are asked for."""
 
 
