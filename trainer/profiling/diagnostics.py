@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mantissa.display import dtype_name
+from mantissa.display import dtype_name, listed
 from mantissa.updates import Counts, UpdateMeter, ratio
 from trainer.errors import UserError, check_number
 from trainer.optim.classes import is_elementwise
@@ -142,10 +142,5 @@ class _NumericsSession(Session):
         log.warning(
             "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "
             "weights. Start a run with precision=%s_master, or precision=bf16_sr.",
-            *(step, 100 * share, _listed(names), dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"),
+            *(step, 100 * share, listed(names), dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"),
         )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({shown})"
