@@ -18,7 +18,7 @@ from mantissa.doctor.report import files_of, lines, opening
 from mantissa.errors import UsageError
 from mantissa.finding import Finding
 from mantissa.generators import random_state, set_random_state
-from mantissa.loop import LoopPasses, LoopStep, LoopUpdate, Loss
+from mantissa.loop import LoopPasses, LoopStep, Loss
 from mantissa.tensors import finite
 from mantissa.updates import Counts, UpdateMeter
 
@@ -142,10 +142,11 @@ def _updates(passes: LoopPasses) -> tuple[dict[str, Counts], str]:
     """Return what rounding does to the update for which the passes stand ready, and why it is not known."""
     assert passes.optimizer is not None
     torch._foreach_mul_([each.grad for each in passes.model.parameters() if each.grad is not None], 1 / passes.scale)
-    update = LoopUpdate(passes.optimizer)
     try:
-        with UpdateMeter(passes.model, update, passes.format.half) as meter:
-            update.step()
+        meter = UpdateMeter(passes.model, passes.optimizer, passes.format.half)
+        meter.before()
+        passes.optimizer.step()
+        meter.after(1, torch.tensor(True))
         return meter.results(), ""
     except Exception as error:  # an optimizer of which no copy can be made, or whose elements are not alone
         return {}, f"{type(passes.optimizer).__name__}: {error}"
