@@ -4,12 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mantissa.errors import NotFiniteError as NotFiniteError
     from mantissa.examination import examine as examine
     from mantissa.islands import keep_fp32 as keep_fp32
     from mantissa.operators import fp32_ops as fp32_ops
+    from mantissa.watch import Watch as Watch
 
 __version__ = "0.2.0"
-_HOMES = {"examine": "examination", "keep_fp32": "islands", "fp32_ops": "operators"}
+_HOMES = {
+    "NotFiniteError": "errors",
+    "Watch": "watch",
+    "examine": "examination",
+    "keep_fp32": "islands",
+    "fp32_ops": "operators",
+}
 """The modules of the public names, which are imported when they are asked for."""
 
 

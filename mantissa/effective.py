@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,6 +40,19 @@ class Manifest:
         return "\n".join([asked, *rows, *(f"DIFFERS: {each}" for each in self.differences)])
 
 
+class Listener:
+    """A hook of a module that copies of the module do not have."""
+
+    def __init__(self, call: Callable[..., None] = lambda *args: None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
+        return Listener, ()
+
+
 class FirstStep:
     """Sees what a manifest needs and no tensor tells later, from before the first step on until ``close``.
 
@@ -63,7 +76,7 @@ class FirstStep:
         self._hooks = [optimizer.register_step_pre_hook(self._before_update)]
         for name, module in model.named_modules() if hooked else ():
             if any(each.ndim > 1 for each in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._called, name)))
+                self._hooks.append(module.register_forward_pre_hook(Listener(partial(self._called, name))))
 
     def _called(self, name: str, module: nn.Module, arguments: Any) -> None:
         kind = next(module.parameters()).device.type
@@ -73,8 +86,8 @@ class FirstStep:
             self.calls[name] += 1
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.gradients.update(dtype_name(each.grad.dtype) for each in _changed(optimizer) if each.grad is not None)
-        self.in_autocast = any(map(torch.is_autocast_enabled, {each.device.type for each in _changed(optimizer)}))
+        self.gradients.update(dtype_name(each.grad.dtype) for each in changed_by(optimizer) if each.grad is not None)
+        self.in_autocast = any(map(torch.is_autocast_enabled, {each.device.type for each in changed_by(optimizer)}))
         if self.scaler is not None and self.scaler.is_enabled():
             state = self.scaler._per_optimizer_states[id(optimizer)]
             self.unscaled = bool(state["found_inf_per_device"])
@@ -99,7 +112,8 @@ def manifest(first: FirstStep, precision: str | None = None) -> Manifest:
     return Manifest(precision or "", rows, differences)
 
 
-def _changed(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return what an optimizer changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -110,7 +124,7 @@ def _counted(dtypes: Iterable[str]) -> str:
 
 def _masters(first: FirstStep) -> bool:
     """Return whether the optimizer changes fp32 tensors that are not the model's own."""
-    other = [each for each in _changed(first.optimizer) if id(each) not in first.names]
+    other = [each for each in changed_by(first.optimizer) if id(each) not in first.names]
     return bool(other) and all(each.dtype == torch.float32 for each in other)
 
 
@@ -161,7 +175,7 @@ def _update(first: FirstStep, format: Format | None, rows: dict[str, str]) -> It
         )
     kept: Counter[str] = Counter()
     lower = []
-    for parameter in _changed(first.optimizer):
+    for parameter in changed_by(first.optimizer):
         state = first.optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
@@ -354,7 +368,7 @@ def _fsdp2(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Ite
 
 
 def _optimized(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:
-    changed = {id(each) for each in _changed(first.optimizer)}
+    changed = {id(each) for each in changed_by(first.optimizer)}
     own = {id(each): name for name, each in first.model.named_parameters()}
     foreign = len(changed - own.keys())
     if foreign and not (_masters(first) and any(p.dtype.itemsize <= 2 for p in _trainable(first).values())):

@@ -67,6 +67,7 @@ def examine(
     accumulate: int = 1,
     number: int = 1,
     generators: dict[str, Tensor] | None = None,
+    failed: bool = False,
     checks: Sequence[str] = CHECKS,
     budget_s: float = 60,
     say: Callable[[str], None] = lambda part: None,
@@ -88,6 +89,7 @@ def examine(
         accumulate: batches in one step.
         number: of the step, for the report.
         generators: from ``mantissa.generators.random_state``, as they were before the step. None: as they are now.
+        failed: whether the step was not finite when it was taken.
         checks: some of ``mantissa.doctor.diagnosis.CHECKS``.
         budget_s: seconds for the checks; what does not fit is named in the report.
         say: hears the name of every part before it begins.
@@ -109,12 +111,12 @@ def examine(
     if step.optimizer is None:
         checks = [check for check in checks if check not in ("updates", "divergence")]
     try:
-        return Report(diagnose(take(step), tuple(checks), budget_s, say=say))
+        return Report(diagnose(take(step, failed), tuple(checks), budget_s, say=say))
     finally:
         set_random_state(before, step.device)
 
 
-def take(step: LoopStep) -> Replay:
+def take(step: LoopStep, failed: bool = False) -> Replay:
     """Take a step as its loop does, eagerly, and say how it ended."""
     passes = step.passes(step.format.name, own=True)
     began = time.monotonic()
@@ -122,7 +124,9 @@ def take(step: LoopStep) -> Replay:
     try:
         found = passes.until_finite()
     except Exception:  # the format sweep says what it is
-        return Replay(step, math.nan, math.nan, False, time.monotonic() - began, 0, "its beginning", notes=notes)
+        return Replay(
+            step, math.nan, math.nan, False, time.monotonic() - began, 0, "its beginning", failed=failed, notes=notes
+        )
     step.seconds = time.monotonic() - began
     weights = found.gradients.values()
     sound = all(map(finite, weights))
@@ -134,7 +138,16 @@ def take(step: LoopStep) -> Replay:
         notes += [f"updates: not measured ({why})"] if why else []
     held = sum(each.numel() * each.element_size() for each in step.weights.values())
     return Replay(
-        step, found.loss.item(), norm, not sound, step.seconds, 4 * held, "its beginning", updates, notes=notes
+        step,
+        found.loss.item(),
+        norm,
+        not sound,
+        step.seconds,
+        4 * held,
+        "its beginning",
+        updates,
+        failed=failed,
+        notes=notes,
     )
 
 
