@@ -73,7 +73,7 @@ class FirstStep:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.ties = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.frozen = [(name, each, each._version) for name, each in model.named_parameters() if not each.requires_grad]
-        self._hooks = [optimizer.register_step_pre_hook(self._before_update)]
+        self._hooks = []
         for name, module in model.named_modules() if hooked else ():
             if any(each.ndim > 1 for each in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding):
                 self._hooks.append(module.register_forward_pre_hook(Listener(partial(self._called, name))))
@@ -85,11 +85,13 @@ class FirstStep:
             self.autocast[name] = torch.get_autocast_dtype(kind) if on else None
             self.calls[name] += 1
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.gradients.update(dtype_name(each.grad.dtype) for each in changed_by(optimizer) if each.grad is not None)
-        self.in_autocast = any(map(torch.is_autocast_enabled, {each.device.type for each in changed_by(optimizer)}))
+    def before_update(self) -> None:
+        """Look at the gradients, just before the optimizer's step."""
+        parameters = changed_by(self.optimizer)
+        self.gradients = Counter(dtype_name(each.grad.dtype) for each in parameters if each.grad is not None)
+        self.in_autocast = any(map(torch.is_autocast_enabled, {each.device.type for each in parameters}))
         if self.scaler is not None and self.scaler.is_enabled():
-            state = self.scaler._per_optimizer_states[id(optimizer)]
+            state = self.scaler._per_optimizer_states[id(self.optimizer)]
             self.unscaled = bool(state["found_inf_per_device"])
 
     def close(self) -> None:
@@ -144,7 +146,7 @@ def _weights(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
     elif half and (format is None or format.half_weights is None):
         asked = f"precision={format.name} asks for fp32 ones" if format else "no precision was stated"
         dtype = dtype_name(trainable[half[0]].dtype)
-        load = "load it with from_pretrained(…, dtype=torch.float32) (transformers 5 takes the checkpoint's dtype)"
+        load = "load the model with from_pretrained(…, dtype=torch.float32) (transformers 5 takes the checkpoint's dtype)"
         cure = load if hasattr(first.model, "config") else "call model.float() before the optimizer is made"
         pure = f"; if they are meant, state precision='{'bf16' if dtype == 'bfloat16' else 'fp16'}_pure'"
         yield (
@@ -196,7 +198,7 @@ def _autocast(first: FirstStep, format: Format | None, rows: dict[str, str]) -> 
     if not seen:
         rows["autocast"] = "not seen: the submodules are compiled, or not called"
     wanted = format.autocast if format else None
-    by_fsdp = {policy.param_dtype for policy, _ in _policies(first.model)} - {None}
+    by_fsdp = {policy.param_dtype for policy, _ in policies(first.model)} - {None}
     off = [name for name, each in seen.items() if each is None]
     others = {each for each in seen.values() if each}
     kind = next(first.model.parameters()).device.type
@@ -264,7 +266,7 @@ def fp32_flags(kind: str) -> dict[str, str]:
 
 def flags_differ(kind: str, model: nn.Module, format: Format | None) -> Iterator[str]:
     """Yield where the flags of a kind of device are not those of a format that multiplies fp32 numbers."""
-    if format and not format.half:
+    if format and not format.half and (kind == "cuda" or format.number is not TF32):
         modules = list(model.modules())
         needed = [
             (name, value)
@@ -329,7 +331,7 @@ def _fp8(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Itera
         )
 
 
-def _policies(model: nn.Module) -> Iterator[tuple[Any, list[nn.Parameter]]]:
+def policies(model: nn.Module) -> Iterator[tuple[Any, list[nn.Parameter]]]:
     """Yield the policy of each module of FSDP2, with the parameters that it shards."""
     seen: set[int] = set()
     for module in reversed(list(model.modules())):
@@ -342,7 +344,7 @@ def _policies(model: nn.Module) -> Iterator[tuple[Any, list[nn.Parameter]]]:
 def _fsdp2(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:
     found: Counter[str] = Counter()
     sentences: dict[str, None] = {}
-    for policy, parameters in _policies(first.model):
+    for policy, parameters in policies(first.model):
         dtypes = {each.dtype for each in parameters if each.requires_grad}
         asked, reduced = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
         names = [dtype_name(each) if each else "as sharded" for each in (asked, reduced)]

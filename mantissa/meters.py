@@ -60,6 +60,11 @@ class Meters:
         elif not is_elementwise(type(optimizer).__name__):
             self.why_no_updates = f"{type(optimizer).__name__} does not treat every element alone"
 
+    @property
+    def ready(self) -> bool:
+        """Whether ``before`` was called, and ``end`` not yet."""
+        return bool(self._parts)
+
     def begin(self) -> None:
         """Prepare for the forward passes of a step."""
         leaves = ((name, each) for name, each in self._model.named_modules() if next(each.children(), None) is None)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mantissa.display import columns, listed
-from mantissa.effective import FirstStep, Listener, Manifest, changed_by, manifest
+from mantissa.doctor.diagnosis import SWEEP
+from mantissa.effective import FirstStep, Listener, Manifest, changed_by, manifest, policies
 from mantissa.errors import FormatError, NotFiniteError, UsageError
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS
@@ -31,7 +32,6 @@ SKIPS = 10
 """Steps that a loss scaler skips one after another before that is a failure."""
 _NEAR = 1.0
 """Bits below the largest number of a dtype that are worth a warning."""
-_BUDGET_S = 60.0
 
 
 class _Step(NamedTuple):
@@ -110,9 +110,8 @@ class Watch:
         self.compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)
         self._device = next(self.model.parameters()).device
         self._parameters = [each for each in changed_by(self.optimizer) if each.requires_grad]
-        self._sharded = any(hasattr(each, "to_local") for each in self._parameters)
-        in_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._ranks = in_ranks and (self._sharded or (self.model is not model and hasattr(model, "module")))
+        self._sharded = any(hasattr(each, "to_local") for each in self.model.parameters())
+        self._ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._later = self._device.type != "cpu" if keep_weights is None else keep_weights
         with torch.no_grad():
             self._bad = torch.zeros((), dtype=torch.bool, device=self._device)
@@ -134,11 +133,11 @@ class Watch:
         if every == 1:
             self.meters.begin()
         self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before_update),
-            self.optimizer.register_step_post_hook(self._after_update),
+            self.optimizer.register_step_pre_hook(self._stepping),
+            self.optimizer.register_step_post_hook(self._stepped),
         ]
         if model._compiled_call_impl is None:
-            self._hooks.append(model.register_forward_pre_hook(Listener(self._forward), with_kwargs=True))
+            self._hooks.append(model.register_forward_pre_hook(Listener(self._forward), prepend=True, with_kwargs=True))
             self._hooks.append(model.register_forward_hook(Listener(self._returned)))
         else:
             self._around_compiled(model)
@@ -163,7 +162,7 @@ class Watch:
         self._generators: dict[str, Tensor] | None = None
         self._losses: list[Tensor] = []
         self._skipped: Tensor | None = None
-        self._updated = False
+        self._gradients_seen = self._updated = False
 
     def keep(self, batch: Any) -> Any:
         """Keep a microbatch for ``loss``, before its forward pass, and return it."""
@@ -199,15 +198,24 @@ class Watch:
             else:
                 kept.copy_(local(tensor.detach()))
 
+    def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any((*args[1:], kwargs.get("closure"))):  # else gradients are computed inside of the step
+            self.before_update()
+
     @torch.no_grad()
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._updated = True
+    def before_update(self) -> None:
+        """Look at the gradients. The optimizer calls it, but where its ``step`` is given a closure."""
+        if self._gradients_seen:
+            return
+        self._gradients_seen = True
+        self._first.before_update()
+        optimizer = self.optimizer
         self._save(list(zip(self._parameters, self._weights, strict=False)))
         found = [local(each.grad) for each in self._parameters if each.grad is not None]
         gradients = [each for each in found if each.numel() and each.layout == torch.strided]
         # On a CPU a maximum takes 13 times as long; a sum of squares that overflows is looked at again.
         order = 2.0 if self._device.type == "cpu" else math.inf
-        norms = torch._foreach_norm(gradients, order, dtype=torch.float32)
+        norms = torch._foreach_norm(gradients, order, dtype=torch.float32) if gradients else []
         largest = torch.stack([each.to(self._device) for each in norms]).max() if norms else self._bad.float()
         sound = largest < math.inf
         if self._device.type == "cpu" and not self._later and not sound:
@@ -219,15 +227,16 @@ class Watch:
             self._bad |= ~self._sound
             if not self._later and not self._sound:
                 self.number += 1
-                return self._fail("a gradient is not finite", self._batches, self._generators)
-        if (self.number + 1) % self._every == 0:
+                self._fail("a gradient is not finite", self._batches, self._generators)
+                return
+        if (self.number + 1) % self._every == 0 and gradients:
             left = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by
             scale = self._scaler._scale if scaled and left is None else None
             self.meters.before(self.half, scale, None if left is None else left.reciprocal())
-        return None
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (self.number + 1) % self._every == 0:
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updated = True
+        if (self.number + 1) % self._every == 0 and self.meters.ready:
             skipped = self._skipped
             self.meters.after(self.number + 1, self._sound if skipped is None else skipped == 0)
 
@@ -239,6 +248,7 @@ class Watch:
     def effective(self) -> str:
         """The name of the format that the forward pass was seen to compute in."""
         seen = {each for each in self._first.autocast.values() if each}
+        seen |= {policy.param_dtype for policy, _ in policies(self.model) if policy.param_dtype}
         if torch.bfloat16 in seen or torch.float16 in seen:
             return "bf16" if torch.bfloat16 in seen else "fp16"
         if self._precision in PRECISIONS and (self.compiled or self._precision == "tf32"):
@@ -276,9 +286,11 @@ class Watch:
         if self._loss is not None and not self._batches:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
         self.number += 1
-        if not self._updated:
+        if not self._gradients_seen:
             self._save(list(zip(self._parameters, self._weights, strict=False)))
-            self._sound, self._skipped = self._bad.logical_not(), torch.ones((), device=self._device)
+            self._sound = self._bad.logical_not()
+        if not self._updated:
+            self._skipped = torch.ones((), device=self._device)
         losses = self._losses if loss is None else [loss.detach()]
         sound = torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
         sound = self._agreed(sound)
@@ -303,7 +315,7 @@ class Watch:
         self._first.close()
         self._buffers = [each for each in self._buffers if each[0]._version != each[2]]
         self.manifest = manifest(self._first, self._precision)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if not self._ranks or dist.get_rank() == 0:
             self._say(str(self.manifest))
 
     def _learn(self, step: _Step) -> None:
@@ -320,8 +332,7 @@ class Watch:
             self._fail("a gradient is not finite", step.batches, step.generators, step.number)
         elif self._in_a_row >= SKIPS:
             reason = f"the loss scaler skipped {SKIPS} steps in a row"
-            scale = self._scaler.get_scale() / self._scaler.get_backoff_factor()
-            self._fail(reason, step.batches, step.generators, step.number, scale)
+            self._fail(reason, step.batches, step.generators, step.number)
 
     def _warn(self, now: Measured) -> None:
         """Say what is new and harmful in a measurement."""
@@ -376,16 +387,14 @@ class Watch:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _fail(
-        self, reason: str, batches: list[Any], generators: Any, number: int = 0, scale: float | None = None
-    ) -> None:
-        """Replay a step, say what is found, and raise or warn; ``scale``: the loss scale, where that may be why."""
+    def _fail(self, reason: str, batches: list[Any], generators: Any, number: int = 0) -> None:
+        """Replay a step, say what is found, and raise or warn."""
         self._remove()
         number = number or self.number
         rank = dist.get_rank() if self._ranks else 0
         began = f"step {number}: {reason}" + (f" (rank {rank}, which replays its own batches)" if self._ranks else "")
         try:
-            report = self._replay(batches, generators, number, scale)
+            report = self._replay(batches, generators, number)
         except Exception as error:  # of any kind: what is in a model decides
             ended = f"{began}; the step cannot be replayed: {error}"
         else:
@@ -394,13 +403,15 @@ class Watch:
             if self._loss is None and not self._returns_loss:
                 notes.append("the loss is not known: give Watch(loss=…), or let the model return its loss")
             self._say("\n".join([began, str(report), *(f"note: {note}" for note in notes), f"written to {page}"]))
-            found = report.findings[0].lines()[0].removeprefix("FOUND ") if report.findings else report.verdict
+            found = "its replay is finite"
+            if report.findings and not report.diagnosis.finite:
+                found = "; ".join(map(str.strip, report.findings[0].lines()[:2])).removeprefix("FOUND ")
             ended = f"{began}; {found}; see {page}"
         if self._on_failure == "raise":
             raise NotFiniteError(ended)
         warnings.warn(ended, stacklevel=2)
 
-    def _replay(self, batches: list[Any], generators: Any, number: int, scale: float | None) -> Report:
+    def _replay(self, batches: list[Any], generators: Any, number: int) -> Report:
         if self._device.type != "cpu" and not self._later:
             raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
         if not batches:
@@ -409,19 +420,20 @@ class Watch:
         with self._before_the_step(), torch.enable_grad(), off:  # a hook of the optimizer runs in no_grad
             model = self.model if not self._sharded else self._gathered()
             loss = self._loss or call
-            optimizer = None if self._later or self._sharded else self.optimizer
+            known = set(map(id, model.parameters()))
+            whole = not self._later and all(id(each) in known for each in self._parameters)
+            optimizer = self.optimizer if whole else None
             return examine(
                 model,
                 loss,
                 batches,
                 self.effective,
                 optimizer,
-                scale=scale,
                 accumulate=len(batches),
                 number=number,
                 generators=generators,
                 failed=True,
-                budget_s=_BUDGET_S,
+                checks=(SWEEP, "manifest", "range", "islands"),
             )
 
     def _gathered(self) -> nn.Module:

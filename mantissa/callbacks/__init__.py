@@ -1,0 +1,1 @@
+"""``mantissa.Watch`` as a callback of other libraries' trainers, one module for each library."""
