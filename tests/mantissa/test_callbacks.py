@@ -1,4 +1,4 @@
-"""Watched trainings of other libraries: what is requested is read from them, and a planted fault is found at its place."""
+"""Watched trainings of other libraries: what is requested is read from them, and a planted fault is found."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_weights_that_nobody_asked_to_be_bf16_are_named(tmp_path: Path) -> None:
     )
     assert "are bfloat16, and precision=bf16 asks for fp32 ones" in said[0]
     assert "from_pretrained(…, dtype=torch.float32)" in said[0]
-    assert "The gradients of 2 forward passes are summed in bfloat16" in said[0]
+    assert "Gradients of 2 forward passes are summed in bfloat16" in said[0]
     assert any("are lost by rounding" in each for each in said[1:])
 
 
@@ -93,7 +93,7 @@ def test_fp16_that_transformers_ignores_on_a_cpu_is_named(tmp_path: Path) -> Non
 
     said: list[str] = []
     trained(gpt2(), tmp_path, [Precision(say=said.append)], fp16=True)
-    assert "precision=fp16 asks for autocast to float16, but the forward pass ran without it" in said[0]
+    assert "precision=fp16 asks for autocast to float16, but the forward ran without it" in said[0]
 
 
 def test_a_step_of_transformers_trainer_is_replayed(tmp_path: Path) -> None:
