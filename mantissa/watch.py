@@ -98,9 +98,11 @@ class Watch:
     ) -> None:
         if every < 1:
             raise UsageError(f"every={every} must be 1 or more, such as 50")
+        if precision is not None and precision not in FORMATS:
+            raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
         if on_failure not in ("raise", "warn"):
             raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
-        self._outer, self.model = model, unwrapped(model)
+        self.model = unwrapped(model)
         self._scaler = scaler if scaler is not None else getattr(optimizer, "scaler", None)  # accelerate's has one
         self._gradient_state = getattr(optimizer, "gradient_state", None)
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -222,12 +224,15 @@ class Watch:
             sound = torch.tensor(all(map(finite, gradients)))
         scaled = self._scaling
         self._skipped = getattr(optimizer, "found_inf", None) if scaled else None  # of fused optimizers
-        self._sound = sound if scaled else self._agreed(sound)  # with a scaler, ranks may skip apart
-        if not scaled:
+        self._sound = sound
+        if not scaled:  # else ranks may skip apart, and it is no failure
+            known = self._finite(self._losses)
+            self._sound = self._agreed(sound & known)
             self._bad |= ~self._sound
             if not self._later and not self._sound:
                 self.number += 1
-                self._fail("a gradient is not finite", self._batches, self._generators)
+                reason = "a gradient is not finite" if known else "the loss is not finite"
+                self._fail(reason, _Step(self.number, known, None, self._batches, self._generators, None))
                 return
         if (self.number + 1) % self._every == 0 and gradients:
             left = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by
@@ -261,6 +266,9 @@ class Watch:
         """The 16-bit dtype of ``effective``; None: it has 32 bits."""
         return FORMATS[self.effective].half
 
+    def _finite(self, losses: list[Tensor]) -> Tensor:
+        return torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
+
     def _agreed(self, sound: Tensor) -> Tensor:
         """Return whether it is so on all ranks, so that all stop at the same step."""
         if not self._ranks:
@@ -292,8 +300,7 @@ class Watch:
         if not self._updated:
             self._skipped = torch.ones((), device=self._device)
         losses = self._losses if loss is None else [loss.detach()]
-        sound = torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
-        sound = self._agreed(sound)
+        sound = self._agreed(self._finite(losses))
         self._bad |= ~sound
         skipped = torch.zeros((), device=self._device) if self._skipped is None else self._skipped.float()
         flags = torch.stack([self._sound.float(), sound.float(), skipped.reshape(())]).to("cpu", non_blocking=True)
@@ -326,35 +333,27 @@ class Watch:
         if step.read is not None:
             self.history.append(step.read())
             self._warn(self.history[-1])
-        if not loss:
-            self._fail("the loss is not finite", step.batches, step.generators, step.number)
-        elif not gradients and not self._scaling:
-            self._fail("a gradient is not finite", step.batches, step.generators, step.number)
-        elif self._in_a_row >= SKIPS:
-            reason = f"the loss scaler skipped {SKIPS} steps in a row"
-            self._fail(reason, step.batches, step.generators, step.number)
+        reasons = {
+            "the loss is not finite": not loss,
+            "a gradient is not finite": not gradients and not self._scaling,
+            f"the loss scaler skipped {SKIPS} steps in a row": self._in_a_row >= SKIPS,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            self._fail(reason, step)
 
     def _warn(self, now: Measured) -> None:
-        """Say what is new and harmful in a measurement."""
-        for name, counts in now.lost.items():
-            if counts.loses_updates:
-                self._once(
-                    f"lost {name}",
-                    f"step {now.step}: {counts.lost_share:.0%} of the updates of parameter group {name} are lost by "
-                    "rounding, because they are too small for the weights' dtype: keep fp32 weights.",
-                )
-        near = [name for name, bits in now.overflow.items() if bits < _NEAR]
-        if new := [name for name in near if f"near {name}" not in self._said]:
-            self._said |= {f"near {name}" for name in new}
+        """Say what is harmful in a measurement, and was not said yet."""
+        lost = {name: counts for name, counts in now.lost.items() if counts.loses_updates and name not in self._said}
+        near = [name for name, bits in now.overflow.items() if bits < _NEAR and name not in self._said]
+        self._said |= {*lost, *near}
+        for name, counts in lost.items():
+            share = f"{counts.lost_share:.0%} of the updates of parameter group {name}"
+            self._say(f"step {now.step}: {share} are lost, too small for the weights' dtype: keep fp32 weights.")
+        if near:
+            cure = "compute there in fp32, or in bf16 in the place of fp16"
             self._say(
-                f"step {now.step}: {listed(new, 'tensor')} within a factor of 2 of the largest number of the dtype: "
-                "compute there in fp32, or in bf16 in the place of fp16."
+                f"step {now.step}: {listed(near, 'tensor')} within a factor of 2 of their dtype's largest: {cure}."
             )
-
-    def _once(self, key: str, sentence: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self._say(sentence)
 
     def __str__(self) -> str:
         """Return the first and the last measurement beside each other."""
@@ -376,7 +375,10 @@ class Watch:
     def close(self) -> None:
         """Wait for the steps that the device has not finished, look at them, and watch no longer."""
         while self._waiting:
-            self._learn(self._waiting.popleft())
+            step = self._waiting.popleft()
+            if step.event is not None:
+                step.event.synchronize()
+            self._learn(step)
         self._remove()
 
     def _remove(self) -> None:
@@ -387,51 +389,51 @@ class Watch:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _fail(self, reason: str, batches: list[Any], generators: Any, number: int = 0) -> None:
+    def _fail(self, reason: str, step: _Step) -> None:
         """Replay a step, say what is found, and raise or warn."""
         self._remove()
-        number = number or self.number
-        rank = dist.get_rank() if self._ranks else 0
-        began = f"step {number}: {reason}" + (f" (rank {rank}, which replays its own batches)" if self._ranks else "")
+        rank = f"rank{dist.get_rank()}" if self._ranks else ""
+        began = f"step {step.number}: {reason}" + (f" ({rank}, which replays its own batches)" if rank else "")
         try:
-            report = self._replay(batches, generators, number)
+            report = self._replay(step)
         except Exception as error:  # of any kind: what is in a model decides
             ended = f"{began}; the step cannot be replayed: {error}"
         else:
-            page = report.write(self._folder / f"rank{rank}" if self._ranks else self._folder, "mantissa.Watch(…)")
-            notes = ["the run is compiled, and its replay is eager"] if self.compiled else []
-            if self._loss is None and not self._returns_loss:
-                notes.append("the loss is not known: give Watch(loss=…), or let the model return its loss")
-            self._say("\n".join([began, str(report), *(f"note: {note}" for note in notes), f"written to {page}"]))
-            found = "its replay is finite"
+            page = report.write(self._folder / rank, "mantissa.Watch(…)")
+            notes = {
+                "the run is compiled, and its replay is eager": self.compiled,
+                "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
+                "the replay has the weights of after the update": self._updated and not self._later,
+            }
+            said = [f"note: {note}" for note, holds in notes.items() if holds]
+            self._say("\n".join([began, str(report), *said, f"written to {page}"]))
+            found = ["its replay is finite"]
             if report.findings and not report.diagnosis.finite:
-                found = "; ".join(map(str.strip, report.findings[0].lines()[:2])).removeprefix("FOUND ")
-            ended = f"{began}; {found}; see {page}"
+                found = [line.strip().removeprefix("FOUND ") for line in report.findings[0].lines()[:2]]
+            ended = "; ".join([began, *found, f"see {page}"])
         if self._on_failure == "raise":
             raise NotFiniteError(ended)
         warnings.warn(ended, stacklevel=2)
 
-    def _replay(self, batches: list[Any], generators: Any, number: int) -> Report:
+    def _replay(self, step: _Step) -> Report:
         if self._device.type != "cpu" and not self._later:
             raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
-        if not batches:
+        if not step.batches:
             raise FormatError("no forward pass of the model was seen; give Watch the model that the loop calls")
         off = torch.autocast(self._device.type, enabled=False)
         with self._before_the_step(), torch.enable_grad(), off:  # a hook of the optimizer runs in no_grad
-            model = self.model if not self._sharded else self._gathered()
-            loss = self._loss or call
+            model = self._gathered() if self._sharded else self.model
             known = set(map(id, model.parameters()))
             whole = not self._later and all(id(each) in known for each in self._parameters)
-            optimizer = self.optimizer if whole else None
             return examine(
                 model,
-                loss,
-                batches,
+                self._loss or call,
+                step.batches,
                 self.effective,
-                optimizer,
-                accumulate=len(batches),
-                number=number,
-                generators=generators,
+                self.optimizer if whole else None,
+                accumulate=len(step.batches),
+                number=step.number,
+                generators=step.generators,
                 failed=True,
                 checks=(SWEEP, "manifest", "range", "islands"),
             )

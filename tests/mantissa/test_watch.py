@@ -146,7 +146,7 @@ def test_a_bad_update_of_an_accelerator_is_replayed_from_the_weights_before_it(t
 
 def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:
     training = Training(2, folder=tmp_path, on_failure="warn")
-    with pytest.warns(UserWarning, match="step 2: a gradient is not finite"):
+    with pytest.warns(UserWarning, match="step 2: the loss is not finite"):
         training.train(4)
     assert not training.net._forward_pre_hooks
     assert not training.optimizer._optimizer_step_pre_hooks
@@ -292,7 +292,11 @@ def test_evaluation_and_accumulation_are_no_steps() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"every": 0}, "every=0 must be 1"), ({"on_failure": "stop"}, "use 'raise' or 'warn'")],
+    [
+        ({"every": 0}, "every=0 must be 1"),
+        ({"on_failure": "stop"}, "use 'raise' or 'warn'"),
+        ({"precision": "bfloat16"}, "precision='bfloat16' is unknown; use one of fp32, tf32, bf16"),
+    ],
 )
 def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
