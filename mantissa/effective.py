@@ -244,7 +244,9 @@ def _products(first: FirstStep, format: Format | None, rows: dict[str, str]) -> 
 
 
 def _fp8(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:
-    converted, plain, idle = [], [], []
+    converted: list[str] = []
+    plain: list[str] = []
+    idle: list[str] = []
     for name, module in first.model.named_modules():
         kinds = [type(module).__name__, *(type(each.data).__name__ for each in module.parameters(recurse=False))]
         if type(module).__module__.startswith("transformer_engine") and hasattr(module, "fp8"):
@@ -268,7 +270,8 @@ def policies(model: nn.Module) -> Iterator[tuple[Any, list[nn.Parameter]]]:
         if hasattr(module, "_get_fsdp_state"):
             own = [each for each in module.parameters() if id(each) not in seen]
             seen |= set(map(id, own))
-            yield module._get_fsdp_state()._mp_policy, own
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            yield state._mp_policy, own
 
 
 def _fsdp2(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:

@@ -53,12 +53,9 @@ class Meters:
         self._updates: UpdateMeter | None = None
         self._parts: list[Tensor] = []
         self._named: list[tuple[str, nn.Parameter]] = []
-        self.why_no_updates = ""
-        known = {id(each): name for name, each in model.named_parameters()}
-        if any(id(each) not in known for each in changed_by(optimizer)):
-            self.why_no_updates = "the optimizer changes copies of the weights"
-        elif not is_elementwise(type(optimizer).__name__):
-            self.why_no_updates = f"{type(optimizer).__name__} does not treat every element alone"
+        own = set(map(id, model.parameters()))
+        alone = is_elementwise(type(optimizer).__name__)
+        self._measurable = alone and all(id(each) in own for each in changed_by(optimizer))  # no copies of weights
 
     @property
     def ready(self) -> bool:
@@ -95,27 +92,27 @@ class Meters:
             factor: turns gradients into true ones; None: they are.
         """
         named = [(name, each) for name, each in self._model.named_parameters() if each.grad is not None]
-        self._named = [(name, each) for name, each in named if local(each.grad).numel()]
+        self._named = [(name, each) for name, each in named if local(each).numel()]
         self._half = half
-        gradients = [local(each.grad) for _, each in self._named]
+        gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device
         kinds = ((gradients, math.inf), (gradients, 2), (weights, 2))
         norms = [torch._foreach_norm(tensors, order, dtype=torch.float32) for tensors, order in kinds]
         rows = [torch.stack([each.to(device) for each in row]) for row in norms]
         self._parts = [torch.ones(1, device=device) if scale is None else scale.float().reshape(1).to(device), *rows]
-        if not self.why_no_updates:
-            try:
-                self._updates = self._updates or UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)
-                self._updates.before(factor)
-            except Exception as error:  # an optimizer of which no copy can be made
-                self.why_no_updates, self._updates = f"{type(self._optimizer).__name__}: {error}", None
+        if self._measurable:
+            self._updates = self._updates or UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)
+            self._updates.before(factor)
 
     def after(self, step: int, taken: Tensor) -> None:
         """Measure what the update did; ``taken``: whether weights were changed, a bool scalar."""
         if self._updates is not None:
-            self._updates.after(step, taken)
-            self._parts.append(self._updates.take()[-1].counts.flatten())
+            try:
+                self._updates.after(step, taken)
+                self._parts.append(self._updates.take()[-1].counts.flatten())
+            except TypeError:  # an optimizer of which no copy can be made
+                self._updates, self._measurable = None, False
 
     def end(self, step: int, losses: list[Tensor], skipped: int) -> Callable[[], Measured]:
         """Return a function that reads the measurement, once the device is done with it."""

@@ -34,6 +34,10 @@ _NEAR = 1.0
 """Bits below the largest number of a dtype that are worth a warning."""
 
 
+Kept = tuple[Tensor, Tensor, int]
+"""A weight or a buffer, this rank's part of it as it was, and how often it had been changed at the start."""
+
+
 class _Step(NamedTuple):
     """A step whose outcome the host may not know yet."""
 
@@ -103,7 +107,7 @@ class Watch:
         if on_failure not in ("raise", "warn"):
             raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
         self.model = unwrapped(model)
-        self._scaler = scaler if scaler is not None else getattr(optimizer, "scaler", None)  # accelerate's has one
+        self._scaler: Any = scaler if scaler is not None else getattr(optimizer, "scaler", None)  # accelerate's has one
         self._gradient_state = getattr(optimizer, "gradient_state", None)
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._every, self._precision, self._loss = every, precision, loss
@@ -117,8 +121,8 @@ class Watch:
         self._later = self._device.type != "cpu" if keep_weights is None else keep_weights
         with torch.no_grad():
             self._bad = torch.zeros((), dtype=torch.bool, device=self._device)
-            self._weights = [local(each).clone() for each in self._parameters] if self._later else []
-            self._buffers = [(each, local(each).clone(), each._version) for each in self.model.buffers()]
+            self._weights: list[Kept] = [(each, local(each).clone(), 0) for each in self._parameters if self._later]
+            self._buffers: list[Kept] = [(each, local(each).clone(), each._version) for each in self.model.buffers()]
         self.number = 0
         """Of the last optimizer step."""
         self.skipped = 0
@@ -146,7 +150,7 @@ class Watch:
 
     def _around_compiled(self, model: nn.Module) -> None:
         """Listen to a model that ``model.compile()`` compiled with its hooks."""
-        compiled = model._compiled_call_impl
+        compiled: Any = model._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._forward(model, args, kwargs)
@@ -175,7 +179,7 @@ class Watch:
     def _begin(self) -> None:
         if self._generators is None:
             self._generators = random_state(self._device)
-            self._save([(each, kept) for each, kept, _ in self._buffers])
+            self._save(self._buffers)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -192,9 +196,9 @@ class Watch:
             self._losses.append(loss.detach())
 
     @torch.no_grad()
-    def _save(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _save(self, tensors: list[Kept]) -> None:
         """Copy what a step starts from, unless an earlier step was bad: the host need not know that yet."""
-        for tensor, kept in pairs:
+        for tensor, kept, _ in tensors:
             if self._later:
                 torch.where(self._bad, kept, local(tensor.detach()), out=kept)
             else:
@@ -212,7 +216,7 @@ class Watch:
         self._gradients_seen = True
         self._first.before_update()
         optimizer = self.optimizer
-        self._save(list(zip(self._parameters, self._weights, strict=False)))
+        self._save(self._weights)
         found = [local(each.grad) for each in self._parameters if each.grad is not None]
         gradients = [each for each in found if each.numel() and each.layout == torch.strided]
         # On a CPU a maximum takes 13 times as long; a sum of squares that overflows is looked at again.
@@ -295,7 +299,7 @@ class Watch:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
         self.number += 1
         if not self._gradients_seen:
-            self._save(list(zip(self._parameters, self._weights, strict=False)))
+            self._save(self._weights)
             self._sound = self._bad.logical_not()
         if not self._updated:
             self._skipped = torch.ones((), device=self._device)
@@ -452,8 +456,7 @@ class Watch:
     @contextmanager
     def _before_the_step(self) -> Iterator[None]:
         """Give the model the weights and buffers from before the step, and its own forward, for a while."""
-        kept = list(zip(self._parameters, self._weights, strict=False)) if self._later else []
-        kept += [(each, saved) for each, saved, _ in self._buffers]
+        kept = self._weights + self._buffers
         patched = vars(self.model).pop("forward", None) if hasattr(self.model, "_original_forward") else None
         _swap(kept)
         try:
@@ -465,8 +468,8 @@ class Watch:
 
 
 @torch.no_grad()
-def _swap(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for one, other in pairs:
+def _swap(tensors: list[Kept]) -> None:
+    for one, other, _ in tensors:
         kept = local(one).clone()
         local(one).copy_(other)
         other.copy_(kept)
@@ -474,9 +477,10 @@ def _swap(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside of what DDP and torch.compile made of it."""
-    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(model, "_orig_mod"):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-    return model
+    inner: Any = model
+    while isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
+    return inner
 
 
 def loss_in(output: Any) -> Tensor | None:

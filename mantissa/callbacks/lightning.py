@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from mantissa.watch import Watch
 
@@ -21,7 +21,7 @@ _FORMATS = {
 """By Lightning's name."""
 
 
-class Precision(Callback):  # type: ignore[misc]
+class Precision(Callback):
     """Watches a training with one optimizer, whose ``precision`` is what is requested.
 
     A step is replayed by ``training_step`` of a copy of the module, which has no trainer.
@@ -37,8 +37,8 @@ class Precision(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         folder = Path(trainer.default_root_dir) / "mantissa"
-        options = {"precision": _FORMATS.get(trainer.precision), "folder": folder, "loss": _loss} | self._options
-        self.watch = Watch(pl_module, trainer.optimizers[0], scaler, **options)
+        options: dict[str, Any] = {"precision": _FORMATS.get(trainer.precision), "folder": folder, "loss": _loss}
+        self.watch = Watch(pl_module, trainer.optimizers[0], scaler, **options | self._options)
         self._steps = trainer.global_step
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -56,7 +56,7 @@ class Precision(Callback):  # type: ignore[misc]
         self.watch.close()
 
 
-def _loss(module: nn.Module, batch: Any) -> Tensor:
-    arguments = batch[: module.training_step.__code__.co_argcount - 1]  # type: ignore[union-attr]
-    output = module.training_step(*arguments)  # type: ignore[operator]
+def _loss(module: Any, batch: Any) -> Tensor:
+    arguments = batch[: module.training_step.__code__.co_argcount - 1]  # it may take no index
+    output = module.training_step(*arguments)
     return output["loss"] if isinstance(output, dict) else output

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from mantissa.watch import Watch
 
 
-class Precision(TrainerCallback):  # type: ignore[misc]
+class Precision(TrainerCallback):
     """Watches a training, whose arguments (``bf16``, ``fp16``, ``tf32``) say what is requested.
 
     Args:
@@ -23,8 +23,8 @@ class Precision(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         precision = next((name for name in ("bf16", "fp16", "tf32") if getattr(args, name)), "fp32")
-        options = {"precision": precision, "folder": Path(args.output_dir) / "mantissa"} | self._options
-        self.watch = Watch(kwargs["model"], kwargs["optimizer"], **options)
+        options: dict[str, Any] = {"precision": precision, "folder": Path(args.output_dir) / "mantissa"}
+        self.watch = Watch(kwargs["model"], kwargs["optimizer"], **options | self._options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watch.step()
