@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -256,22 +255,6 @@ class LoopPasses(Passes):
         with MemoryLedger(self.model, optimizer) as recording:
             self.attempt()
         return recording.report().peak_bytes
-
-
-class LoopUpdate:
-    """The update of passes, as ``mantissa.updates`` measures it."""
-
-    masters = None
-    loss_scale = SimpleNamespace(inverse=lambda correction: None)
-    clip = SimpleNamespace(apply=lambda gradients, norm: None)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
-        """Take the step, whose gradients are true ones, and finite."""
-        self.optimizer.step()
-        return SimpleNamespace(skipped=torch.tensor(False), grad_norm=torch.tensor(math.nan))
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:
