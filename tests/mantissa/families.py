@@ -1,0 +1,155 @@
+"""Tiny models of a dozen families of transformers, with weights that are as large as published ones are.
+
+What is known of the published ones, and where from:
+
+- T5: ``DenseReluDense.wo`` of t5-base reaches 66,246 (transformers issue 5651).
+- Llama: in Llama 2, the gate reaches 255.9 and ``up_proj`` 261.75, so that their product, which is the input of
+  ``down_proj``, is above 65,504; in an early layer ``down_proj`` reaches 753 and is harmless (transformers issue 27179).
+- Mistral: activations as massive as that are harmless: fp16 holds them (arXiv 2402.17762).
+- Gemma 3: the norms after attention and MLP have large weights, and the residual stream reaches 696,320 in 27B
+  (arXiv 2605.15572) and 800,000 in EmbeddingGemma (unsloth pull request 4014); Gemma and Gemma 2, whose embeddings
+  are as much multiplied by the square root of the width, are not affected (TensorRT-Model-Connect pull request 1327).
+- Qwen 2: queries and keys with their biases are so large that the scores overflow in eager attention, and not in fused
+  kernels, which hold them in fp32 (QwenLM/Qwen3 issue 910, transformers pull request 33317). Qwen 3 has norms of queries
+  and keys instead of the biases.
+- Phi-2: the same, with queries and keys of a few hundreds (transformers pull request 28673, mlc-llm 1870).
+- GPT-NeoX: the same, in Pythia 14M (transformers pull request 30199).
+- OPT: softmax over rows of padding gave NaN once (transformers pull request 17437).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+USUAL: dict[str, Any] = {**WIDE, "vocab_size": 200, "intermediate_size": 128, "max_position_embeddings": 64}
+SHARED: dict[str, Any] = {**USUAL, "num_key_value_heads": 2}
+GROUPED: dict[str, Any] = {**SHARED, "head_dim": 16}
+FEW = {"vocab_size": 200, **WIDE}
+
+Plant = Callable[[Any, list[dict[str, Tensor]]], None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, and what must be said of it; an empty string: nothing is found."""
+
+    config: Callable[[], Any]
+    fp16: str = ""
+    """The module that overflows."""
+    plant: Plant = lambda model, batches: None
+    """Makes weights as large as published ones."""
+    attention: str | None = None
+    islands: list[str] = field(default_factory=list)
+    """The fewest modules that have to compute in fp32."""
+
+
+def peak(model: Any, module: str, batches: list[dict[str, Tensor]]) -> Tensor:
+    """The largest output of a module's channels, in fp32."""
+    seen: list[Tensor] = []
+    hook = model.get_submodule(module).register_forward_hook(lambda _, args, output: seen.append(output.flatten(0, -2)))
+    with torch.no_grad(), torch.random.fork_rng():
+        for batch in batches:
+            model(**batch)
+    hook.remove()
+    return torch.cat(seen).amax(0)
+
+
+def reaching(module: str, amax: float) -> Plant:
+    """Scale the weight of a linear layer, so that its largest output is this."""
+
+    @torch.no_grad()
+    def plant(model: Any, batches: list[dict[str, Tensor]]) -> None:
+        model.get_submodule(module).weight.mul_(amax / peak(model, module, batches).max())
+
+    return plant
+
+
+def norm_reaching(module: str, amax: float) -> Plant:
+    """Let one channel of a norm of Gemma, whose weights are added to 1, reach this."""
+
+    @torch.no_grad()
+    def plant(model: Any, batches: list[dict[str, Tensor]]) -> None:
+        largest, channel = peak(model, module, batches).max(0)
+        model.get_submodule(module).weight[channel] = amax / largest - 1
+
+    return plant
+
+
+@torch.no_grad()
+def gated(model: Any, batches: list[dict[str, Tensor]]) -> None:
+    """One channel in which the gate reaches 255.9 and the layer beside it 261.75, of the same token."""
+    mlp = model.model.layers[1].mlp
+    row = mlp.gate_proj.weight[0] * 255.9 / peak(model, "model.layers.1.mlp.gate_proj", batches)[0]
+    mlp.gate_proj.weight[0], mlp.up_proj.weight[0] = row, row * 261.75 / 255.9
+
+
+def biased(*names: str) -> Plant:
+    """Queries and keys of 200 in two channels of each head, which positions hardly rotate."""
+
+    @torch.no_grad()
+    def plant(model: Any, batches: list[dict[str, Tensor]]) -> None:
+        for name in names:
+            heads = model.get_parameter(name).view(-1, 16)
+            if "query_key_value" in name:  # of each head: the query, the key, the value
+                heads = heads.view(4, 3, 16)[:, :2]
+            heads[..., [7, 15]] = 200.0
+
+    return plant
+
+
+LAYER = "model.layers.1"
+FAMILIES = {
+    "gemma": Family(lambda: hf.GemmaConfig(**GROUPED)),
+    "gemma2": Family(
+        lambda: hf.Gemma2Config(**GROUPED), plant=norm_reaching(f"{LAYER}.post_feedforward_layernorm", 2080)
+    ),
+    "gemma3": Family(
+        lambda: hf.Gemma3TextConfig(**GROUPED),
+        f"{LAYER}.post_feedforward_layernorm",
+        norm_reaching(f"{LAYER}.post_feedforward_layernorm", 696320),
+    ),
+    "llama": Family(lambda: hf.LlamaConfig(**USUAL), f"{LAYER}.mlp", gated),
+    "mistral": Family(
+        lambda: hf.MistralConfig(**GROUPED), plant=reaching("model.layers.0.mlp.down_proj", 753)
+    ),
+    "qwen2-eager": Family(
+        lambda: hf.Qwen2Config(**SHARED),
+        f"{LAYER}.self_attn",
+        biased(f"{LAYER}.self_attn.q_proj.bias", f"{LAYER}.self_attn.k_proj.bias"),
+        "eager",
+    ),
+    "qwen2": Family(
+        lambda: hf.Qwen2Config(**SHARED),
+        plant=biased(f"{LAYER}.self_attn.q_proj.bias", f"{LAYER}.self_attn.k_proj.bias"),
+    ),
+    "qwen3": Family(lambda: hf.Qwen3Config(**GROUPED), plant=reaching(f"{LAYER}.self_attn.k_proj", 300)),
+    "t5": Family(
+        lambda: hf.T5Config(vocab_size=200, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0),
+        "encoder.block.1.layer.1.DenseReluDense.wo",
+        reaching("encoder.block.1.layer.1.DenseReluDense.wo", 1.1 * 66246),
+    ),
+    "bert": Family(lambda: hf.BertConfig(**USUAL)),
+    "gpt_neox": Family(
+        lambda: hf.GPTNeoXConfig(**USUAL),
+        "gpt_neox.layers.1.attention",
+        biased("gpt_neox.layers.1.attention.query_key_value.bias"),
+        "eager",
+    ),
+    "phi": Family(
+        lambda: hf.PhiConfig(**USUAL),
+        f"{LAYER}.self_attn",
+        biased(f"{LAYER}.self_attn.q_proj.bias", f"{LAYER}.self_attn.k_proj.bias"),
+        "eager",
+    ),
+    "opt": Family(lambda: hf.OPTConfig(**FEW, ffn_dim=128, word_embed_proj_dim=64, max_position_embeddings=64)),
+    "falcon": Family(lambda: hf.FalconConfig(**FEW)),
+    "mamba": Family(lambda: hf.MambaConfig(vocab_size=200, hidden_size=64, num_hidden_layers=2, state_size=8)),
+    "vit": Family(lambda: hf.ViTConfig(**WIDE, intermediate_size=128, image_size=32, patch_size=8, num_labels=10)),
+}
