@@ -19,11 +19,11 @@ from benchmarks.jobs import BIGNET, LOG_EVERY, TINY_MLP, BareLoop, Job, Workload
 from benchmarks.rows import Bench, Row, Times, ratios
 from evidence.turns import Block, Clock, stopwatch
 from mantissa.display import size
+from mantissa.ledger import MemoryLedger
 from trainer.config.schema import Config
 from trainer.devices import synchronise
 from trainer.errors import RunError
 from trainer.hardware import Hardware, threads
-from trainer.profiling.ledger import MemoryLedger
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
@@ -232,7 +232,7 @@ def _peak(loop: Loop, device: torch.device) -> Iterator[int]:
 
 def memory_is_by(device: torch.device) -> str:
     """Return what measures the peak."""
-    return "CUDA's allocator" if device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
+    return "CUDA's allocator" if device.type == "cuda" else "the ledger of mantissa/ledger.py"
 
 
 def peak_memory(bench: Bench, jobs: Sequence[tuple[Job, str]] = ()) -> Iterator[Row]:

@@ -153,7 +153,7 @@ class MaxBatch(Probe):
     def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
         """Search by trials, or compute it from the forecast."""
         from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
-        from trainer.profiling.ledger import MIB
+        from mantissa.ledger import MIB
         from trainer.run.memory.forecast import forecast
 
         if self.by not in ("trials", "forecast"):

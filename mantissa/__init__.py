@@ -1,3 +1,19 @@
-"""What precision does to one training step of a PyTorch model; needs torch and numpy only."""
+"""What precision does to a training step of any PyTorch model; needs torch and numpy only."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mantissa.examination import examine as examine
+    from mantissa.islands import keep_fp32 as keep_fp32
+    from mantissa.operators import fp32_ops as fp32_ops
 
 __version__ = "0.2.0"
+_HOMES = {"examine": "examination", "keep_fp32": "islands", "fp32_ops": "operators"}
+"""The modules of the public names, which are imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"mantissa.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

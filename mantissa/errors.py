@@ -17,6 +17,14 @@ _NO_MEMORY = re.compile(
 )
 
 
+class UsageError(Exception):
+    """An argument of a user cannot work: the message names it and what to give instead."""
+
+
+class FormatError(Exception):
+    """A model cannot be replayed, or cannot compute in a format, or with these modules in fp32."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

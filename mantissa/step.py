@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,36 @@ Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
 
 
-class FormatError(Exception):
-    """A model cannot compute in a format, or with these modules in fp32."""
+def each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return a batch of the same kind with changed tensors."""
+    result = copy.copy(batch)
+    result.update({name: change(tensor) for name, tensor in batch.items()})
+    return result
+
+
+class Words:
+    """What to set, said as a loop of one's own is written; see the subclass in the words of another program."""
+
+    def modules(self, names: Sequence[str]) -> str:
+        """Return how these submodules come to compute in fp32."""
+        return f"mantissa.keep_fp32(model, {list(names)})"
+
+    def operators(self, names: Sequence[str]) -> str:
+        """Return how these operators come to compute in fp32."""
+        return f"with mantissa.fp32_ops({list(names)}): … around forward and loss"
+
+    def format(self, name: str) -> str:
+        """Return how another format is chosen."""
+        half = FORMATS[name].autocast
+        return "fp32 weights" + (f" under torch.autocast(dtype={half})" if half else ", without autocast")
+
+    def scale(self, value: float) -> str:
+        """Return how the loss scale begins with a value."""
+        return f"torch.amp.GradScaler(init_scale={value:.10g})"
+
+    def rate(self, factor: float) -> str:
+        """Return how the learning rate is multiplied."""
+        return f"a learning rate of {factor:g} times the present one"
 
 
 class Masters(Protocol):
@@ -45,6 +74,7 @@ class Step(ABC):
     The tensors are copies on the host, so that the step can be taken any number of times.
     """
 
+    words: ClassVar[Words] = Words()
     number: int
     """Of the step, counted from 1."""
     format: Format
@@ -78,6 +108,7 @@ class Step(ABC):
         *,
         own: bool = False,
         fp32_modules: list[str] | None = None,
+        fp32_ops: list[str] | None = None,
         recompute: bool = True,
     ) -> Passes:
         """Return the eager passes of this step in a format, in one process.
@@ -87,6 +118,7 @@ class Step(ABC):
             own: start from the run's stored weights and its loss scale, rather than from what the optimizer changes and
                 a scale of 1. The scale stays as it is.
             fp32_modules: in the place of the run's.
+            fp32_ops: likewise.
             recompute: whether activations are recomputed where the run does so.
 
         Raises:
@@ -121,9 +153,17 @@ class Step(ABC):
             scales.append(scales[-1] / 2)
         return scales
 
-    def own(self, fp32_modules: list[str] | None = None, recompute: bool = True) -> Passes:
+    @property
+    @abstractmethod
+    def with_fp32_weights(self) -> str:
+        """The name of a format with the run's numbers in which updates of fp32 weights are kept."""
+
+    def own(
+        self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None, recompute: bool = True
+    ) -> Passes:
         """Return the passes as the run takes them, eager; the arguments are those of ``passes``."""
-        return self.passes(self.format.name, own=True, fp32_modules=fp32_modules, recompute=recompute)
+        lists = {"fp32_modules": fp32_modules, "fp32_ops": fp32_ops}
+        return self.passes(self.format.name, own=True, recompute=recompute, **lists)
 
     def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Passes:
         """Return the passes in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
@@ -133,7 +173,7 @@ class Step(ABC):
 
     def first_samples(self) -> list[Batch]:
         """Return two samples of the first microbatch: rounding is alike in all, and batch norm cannot take one."""
-        return [{name: tensor[:2] for name, tensor in self.microbatches[0].items()}]
+        return [each(self.microbatches[0], lambda tensor: tensor[:2])]
 
 
 @dataclass
@@ -197,9 +237,6 @@ class Passes(ABC):
 
     scale: float
     """The loss scale, which may be set."""
-    in_fp32_module: bool
-    """Whether the program is inside of an fp32 module, whose outermost alone casts its results back to 16 bits; may be
-    set."""
 
     @abstractmethod
     def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
@@ -226,11 +263,12 @@ class Passes(ABC):
         """Return the modules that the run compiles."""
 
     @abstractmethod
-    def train(self, steps: Iterable[list[Batch]]) -> list[float]:
+    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
         """Train some steps from this one's start, as the run does; one that is skipped is taken at half the scale.
 
         Args:
             steps: the microbatches of each.
+            lr: multiplies the learning rates.
 
         Returns:
             The loss of each.
@@ -270,9 +308,7 @@ class Passes(ABC):
         self.start()
         part = self.microbatches if microbatches is None else microbatches
         with self.around():
-            loss, correction = self.gradients(
-                [{name: self._widened(tensor) for name, tensor in batch.items()} for batch in part]
-            )
+            loss, correction = self.gradients([each(batch, self._widened) for batch in part])
         if self.masters is not None:
             self.masters.take_gradients()
         changed = (self.masters or self.model).named_parameters()

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mantissa.generators import random_state, set_random_state
 from trainer.config import compose as overrides
 from trainer.config.schema import Config
-from trainer.determinism import random_state, set_random_state
 from trainer.devices import best_type
 from trainer.errors import Interrupted, UserError, is_out_of_memory
 from trainer.precision import attention, kernels

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
+from mantissa.generators import random_state, set_random_state
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.data.given import Collated
-from trainer.determinism import random_state, set_random_state
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 

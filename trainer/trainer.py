@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from mantissa.generators import random_state, set_random_state
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
-from trainer.determinism import random_state, seed_everything, set_determinism, set_random_state
+from trainer.determinism import seed_everything, set_determinism
 from trainer.devices import select
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence.doctor.report import VERDICT
 from evidence.runs import in_a_process, merged
 from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
+from mantissa.doctor.report import VERDICT
 from trainer.config.compose import compose, quoted
 from trainer.files import PROJECT, read_object
 from trainer.hardware import Hardware

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from evidence.advice.schema import Advice
+from mantissa.ledger import MIB
 from trainer.config.schema import Config
 from trainer.errors import first_line
-from trainer.profiling.ledger import MIB
 from trainer.tracking.mlflow import store
 from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.ui import shown_at

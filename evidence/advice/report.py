@@ -12,11 +12,11 @@ from rich.table import Table
 
 from evidence.advice.commands import comparison, training
 from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, UNDECIDED, Advice, Entry
-from evidence.page import Plot, Section, measured_on, page
 from mantissa.display import duration, size
+from mantissa.ledger import MIB
+from mantissa.page import Plot, Section, measured_on, page
 from mantissa.statistics import Interval
 from trainer.files import write_text
-from trainer.profiling.ledger import MIB
 from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
 ENDED = {

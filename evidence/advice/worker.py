@@ -22,10 +22,10 @@ import torch
 from evidence.advice.candidates import Candidate
 from evidence.runs import merged
 from evidence.turns import steps_of, stopwatch
+from mantissa.ledger import MemoryLedger
 from trainer.config.compose import compose
 from trainer.errors import RunError, first_line, is_out_of_memory
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
-from trainer.profiling.ledger import MemoryLedger
 from trainer.trainer import Trainer
 
 WARM_UP_S = 0.3

@@ -9,7 +9,7 @@ from evidence.claims.criteria import Finding, number
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Outcome
 from mantissa.display import size
-from trainer.profiling.ledger import STEADY
+from mantissa.ledger import STEADY
 
 MOST = 3
 """Sentences for a claim."""

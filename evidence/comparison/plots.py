@@ -10,8 +10,9 @@ from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult
 from evidence.measures import LOSS
 from mantissa.display import mebibytes
-from trainer.profiling.ledger import CATEGORIES, MIB
-from trainer.tracking.plots import COLORS, INK, MARGIN, NOISE, PAPER, QUIET, RULE, bare_figure
+from mantissa.ledger import CATEGORIES, MIB
+from mantissa.page import MARGIN, PAPER
+from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
 SIZE = (4.6, 3.2)
 """Inches."""

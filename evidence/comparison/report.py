@@ -11,8 +11,8 @@ from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import NOT_JUDGED, PAIRS, ArmResult, Ratio
 from evidence.measures import IN_USE
-from evidence.page import Plot, Section, measured_on, page
 from mantissa.display import columns, loss, mebibytes
+from mantissa.page import Plot, Section, measured_on, page
 from mantissa.statistics import EQUIVALENT, Interval, look_level, mean_interval
 from trainer.devices import kind_of
 from trainer.files import write_text

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 from pathlib import Path
-from typing import Any
 
 from evidence.doctor.plots import figures
 from evidence.doctor.step import TrainerStep
-from evidence.page import Section, measured_on, page
 from mantissa.doctor.diagnosis import Diagnosis
-from mantissa.doctor.report import facts, lines, opening, tables
-from mantissa.finding import MEANINGS
-from trainer.files import make_folder, remove_folder, write_json, write_text
+from mantissa.doctor.report import files_of
+from trainer.files import make_folder, remove_folder, write_text
 from trainer.run.provenance import git_facts, versions
-
-PAGE, VERDICT = "report.html", "verdict.json"
 
 
 def folder_of(diagnosis: Diagnosis) -> Path:
@@ -46,47 +39,16 @@ def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:
     """
     folder, step = folder_of(diagnosis), diagnosis.replay.step
     assert isinstance(step, TrainerStep)
-    record = facts(diagnosis) | {
+    record = {
         "recipe": step.config.recipe.name,
         "hardware": step.hardware.facts(),
         "versions": versions(),
         "git": git_facts(),
         "command": shlex.join(command),
     }
-    texts = {PAGE: _page(diagnosis, record)}
-    texts |= {f"{name}.csv": _csv(rows) for name, rows in tables(diagnosis).items()}
+    texts = files_of(diagnosis, step.config.recipe.name, record, figures(diagnosis))
     remove_folder(folder)
     make_folder(folder)
     for name, text in texts.items():
         write_text(folder / name, text)
-    write_json(folder / VERDICT, record)
-    return [folder / name for name in (*texts, VERDICT)]
-
-
-def _page(diagnosis: Diagnosis, record: dict[str, Any]) -> str:
-    replay, checked = diagnosis.replay, tables(diagnosis)
-    found = [f"{each.kind.capitalize()} in {each.place}, {each.direction}." for each in diagnosis.findings]
-    means = dict.fromkeys(MEANINGS[finding.kind] for finding in diagnosis.findings)
-    sections = [Section("Diagnosis", text="\n".join([opening(replay), *lines(diagnosis)]))]
-    if plots := figures(diagnosis):
-        sections.append(Section("Plots", plots=plots))
-    if rows := checked.get("manifest"):
-        cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-        sections.append(Section(f"What ran in which format ({len(rows):,} rows)", table=cells, folded=True))
-    return page(
-        "Doctor",
-        f"{diagnosis.verdict}: {record['recipe']} {replay.precision}, step {replay.step.number}",
-        [*found, *means] or [f"No fault: {opening(replay)}."],
-        record["command"],
-        measured_on(record["hardware"], record["versions"], record["git"]),
-        sections,
-    )
-
-
-def _csv(rows: list[dict[str, Any]]) -> str:
-    buffer = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return buffer.getvalue()
+    return [folder / name for name in texts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,34 +11,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.errors import FormatError
 from mantissa.formats import FORMATS
-from mantissa.step import Batch, FormatError, Passes, Step
+from mantissa.generators import random_state, set_random_state
+from mantissa.ledger import MemoryLedger
+from mantissa.loop import LEAST_SCALE
+from mantissa.step import Batch, Passes, Step, Words
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.data.loader import DataOrder, to_device
-from trainer.determinism import random_state, set_random_state
 from trainer.errors import UserError
 from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
+from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
 from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
-from trainer.precision import islands
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import StaticScaler
-from trainer.profiling.ledger import MemoryLedger
 from trainer.trainer import Trainer
 
-_LEAST_SCALE = 2.0**-10
-"""Below it a skipped step is not tried again."""
+
+class Overrides(Words):
+    """What to set on the command line."""
+
+    def modules(self, names: Sequence[str]) -> str:
+        quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
+        return f'"precision.fp32_modules=[{",".join(quoted)}]"'
+
+    def operators(self, names: Sequence[str]) -> str:
+        return f'"precision.fp32_ops=[{",".join(names)}]"'
+
+    def format(self, name: str) -> str:
+        return f"precision={name}"
+
+    def scale(self, value: float) -> str:
+        return f"scaler=dynamic scaler.init={value:.10g}"
 
 
 @dataclass(kw_only=True)
 class TrainerStep(Step):
     """The next step of a trainer."""
 
+    words = Overrides()
     config: Config
     """Of the run, resolved."""
     plan: Plan
@@ -92,6 +109,7 @@ class TrainerStep(Step):
         *,
         own: bool = False,
         fp32_modules: list[str] | None = None,
+        fp32_ops: list[str] | None = None,
         recompute: bool = True,
     ) -> TrainerPasses:
         precision = self.config.precision
@@ -101,6 +119,8 @@ class TrainerStep(Step):
             precision = replace(precision, mode=format, fp8_scaling=None)
         if fp32_modules is not None:
             precision = replace(precision, fp32_modules=fp32_modules)
+        if fp32_ops is not None:
+            precision = replace(precision, fp32_ops=fp32_ops)
         config = replace(
             self.config,
             precision=precision,
@@ -130,6 +150,10 @@ class TrainerStep(Step):
 
     def free_bytes(self) -> int:
         return available_bytes(self.device)
+
+    @property
+    def with_fp32_weights(self) -> str:
+        return f"{self.format.number.name}_master"
 
 
 class TrainerPasses(Passes):
@@ -181,14 +205,16 @@ class TrainerPasses(Passes):
                     value = value.clone()
                 self.trainer.optimizer.state[parameter][key] = value
 
-    def train(self, steps: Iterable[list[Batch]]) -> list[float]:
+    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
         self._continue()
+        for group in self.trainer.optimizer.param_groups:
+            group[LR_FACTOR] *= lr
         losses = []
         for microbatches in steps:
             self.trainer.counted = microbatches
             generators = random_state(self.trainer.device)
             record = self.trainer.train_step(microbatches)
-            while bool(record.skipped) and self.scale > _LEAST_SCALE:  # as a dynamic scaler would
+            while bool(record.skipped) and self.scale > LEAST_SCALE:  # as a dynamic scaler would
                 self.scale *= 0.5
                 self.trainer.step -= 1
                 set_random_state(generators, self.trainer.device)  # the same dropout as in fp32, which skips nothing
@@ -200,14 +226,6 @@ class TrainerPasses(Passes):
         with MemoryLedger(self.model, self.trainer.optimizer) as recording:
             self.attempt()
         return recording.report().peak_bytes
-
-    @property
-    def in_fp32_module(self) -> bool:
-        return islands.entered
-
-    @in_fp32_module.setter
-    def in_fp32_module(self, value: bool) -> None:
-        islands.entered = value
 
 
 class _Eager(Trainer[Config]):

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from mantissa.ledger import MemoryLedger, tensors
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.errors import RunError, UserError, is_out_of_memory
 from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
-from trainer.profiling.ledger import MemoryLedger, tensors
 from trainer.run.memory.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
 

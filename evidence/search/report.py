@@ -13,10 +13,10 @@ from optuna.distributions import CategoricalDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from evidence.page import Plot, Section, measured_on, page
 from evidence.search.space import overrides_of, shown
 from evidence.search.study import Search
 from mantissa.display import columns, loss
+from mantissa.page import Plot, Section, measured_on, page
 from trainer.config.schema import Config
 from trainer.errors import first_line
 from trainer.files import write_text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8
-from mantissa.step import Batch, Step
+from mantissa.step import Batch, Step, each
 from mantissa.tensors import nudged
 
 STEPS = 20
@@ -90,8 +90,5 @@ def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     passes = step.passes("fp32")
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
-    inputs = (
-        [{name: nudged(tensor, unit, generator) for name, tensor in batch.items()} for batch in each]
-        for each in batches
-    )
+    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in step] for step in batches)
     return passes.train(inputs)

@@ -11,8 +11,9 @@ import torch
 
 from mantissa.display import size
 from mantissa.doctor.provenance import find
+from mantissa.errors import FormatError
 from mantissa.finding import Finding
-from mantissa.step import Batch, FormatError, Step
+from mantissa.step import Batch, Step
 
 CALLS = 40
 """Trials, at most."""

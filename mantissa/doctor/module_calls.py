@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from mantissa import islands
 from mantissa.step import Passes, Step
 from mantissa.tensors import numbers_in, relative_error
 
@@ -153,7 +154,7 @@ def _calls(passes: Passes, take: Callable[[], object]) -> list[Call]:
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        call = Call(name, numbers[name], Nested((args, kwargs)), autocast, passes.in_fp32_module)
+        call = Call(name, numbers[name], Nested((args, kwargs)), autocast, islands.entered)
         others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, (Tensor, *_PLAIN))]
         call.skipped = f"an argument is a {type(others[0]).__name__}" if others else ""
         numbers[name] += 1
@@ -247,12 +248,12 @@ def _as_called(passes: Passes, call: Call) -> Iterator[None]:
     """Return what the call ran in: the format's autocast or the call's own, and inside of fp32 modules or not."""
     dtype = call.autocast if passes.format.half is not None else None
     autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-    passes.in_fp32_module = call.in_fp32_module
+    islands.entered = call.in_fp32_module
     try:
         with passes.around(), passes.autocast(), autocast, NoDropout():
             yield
     finally:
-        passes.in_fp32_module = False
+        islands.entered = False
 
 
 @contextmanager

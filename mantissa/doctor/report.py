@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, Replay
 from mantissa.doctor.fp16_range import LOWEST, Exponents
-from mantissa.finding import FORWARD, OVERFLOW
+from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
+from mantissa.page import Plot, Section, measured_on, page
+
+PAGE, VERDICT = "report.html", "verdict.json"
 
 
 def opening(replay: Replay) -> str:
@@ -85,6 +92,41 @@ def tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     if diagnosis.pairs is not None:
         found["pairs"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.pairs.rows]
     return found
+
+
+def files_of(diagnosis: Diagnosis, subject: str, record: dict[str, Any], plots: Sequence[Plot] = ()) -> dict[str, str]:
+    """Return the texts of the files by name: the page first, the tables as CSV, and the verdict as JSON.
+
+    Args:
+        diagnosis: of the step.
+        subject: what was trained.
+        record: ``command``, and what ``mantissa.page.measured_on`` takes.
+        plots: for the page.
+    """
+    replay, checked = diagnosis.replay, tables(diagnosis)
+    found = [f"{each.kind.capitalize()} in {each.place}, {each.direction}." for each in diagnosis.findings]
+    means = dict.fromkeys(MEANINGS[finding.kind] for finding in diagnosis.findings)
+    sections = [Section("Diagnosis", text="\n".join([opening(replay), *lines(diagnosis)]))]
+    if plots:
+        sections.append(Section("Plots", plots=plots))
+    if rows := checked.get("manifest"):
+        cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+        sections.append(Section(f"What ran in which format ({len(rows):,} rows)", table=cells, folded=True))
+    title = f"{diagnosis.verdict}: {subject} {replay.precision}, step {replay.step.number}"
+    origin = measured_on(record["hardware"], record["versions"], record["git"])
+    answer = [*found, *means] or [f"No fault: {opening(replay)}."]
+    texts = {PAGE: page("Doctor", title, answer, record["command"], origin, sections)}
+    texts |= {f"{name}.csv": _csv(rows) for name, rows in checked.items()}
+    return texts | {VERDICT: json.dumps(facts(diagnosis) | record, indent=2)}
+
+
+def _csv(rows: list[dict[str, Any]]) -> str:
+    buffer = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return buffer.getvalue()
 
 
 def _exponents(layer: Exponents) -> dict[str, Any]:

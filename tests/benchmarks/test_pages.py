@@ -20,6 +20,7 @@ from evidence.comparison.compare import Comparison, Result
 from evidence.comparison.judge import judge
 from evidence.comparison.report import sentences, write_report
 from evidence.runs import NULL_SHIFT, OUTCOME_FILE, Arm
+from mantissa.ledger import CATEGORIES
 from tests.command_line.test_documented_commands import PAGES
 from tests.evidence.advice import made
 from tests.evidence.ended import ended
@@ -28,7 +29,6 @@ from trainer.config.options import run
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.hardware import detect
-from trainer.profiling.ledger import CATEGORIES
 from trainer.seals import write_sealed
 
 RUN = "run: python benchmarks/pages.py"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from evidence.page import Section, page
+from mantissa.page import Section, page
 from tests.serving import served
 from tests.tracked import open_tracker, tracked
 from trainer.tracking.plots import bare_figure

@@ -3,8 +3,8 @@
 import sys
 
 from evidence.certificate import child
+from mantissa.generators import random_state, set_random_state
 from trainer.checkpoint.reader import CheckpointReader
-from trainer.determinism import random_state, set_random_state
 from trainer.trainer import Trainer
 
 

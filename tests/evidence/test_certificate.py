@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from evidence.certificate.differences import differences_between, ulps
+from mantissa.generators import random_state
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import Snapshot
-from trainer.determinism import random_state
 from trainer.files import flush
 from trainer.optim.state import training_state
 from trainer.parallel.world import World

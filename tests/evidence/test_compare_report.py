@@ -16,9 +16,9 @@ from evidence.comparison.judge import Ratio, judge
 from evidence.comparison.plots import figures
 from evidence.comparison.report import HEAD, _change, _cost, lead, rows, sentences, table, write_report
 from evidence.runs import Arm, Outcome
+from mantissa.ledger import CATEGORIES
 from mantissa.statistics import Interval
 from tests.evidence.ended import ended
-from trainer.profiling.ledger import CATEGORIES
 
 STEPS = range(50, 2001, 50)
 FACTS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 
-from evidence.page import Section, page
+from mantissa.page import Section, page
 from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure
 
 HOSTILE = "</title><script>alert('1')</script> onload=\"x\" {{ 7 * 7 }} &amp;"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from mantissa.formats import NUMBERS
+from mantissa.ledger import MemoryLedger
 from recipes.gpt2 import SHAPES, Shape
 from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of
 from tests.parallel.conftest import TORCHRUN, environment
@@ -28,7 +29,6 @@ from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import Precision
 from trainer.profiling import rates
 from trainer.profiling.datasheets import data_sheet
-from trainer.profiling.ledger import MemoryLedger
 from trainer.run.monitor import Monitor
 from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer

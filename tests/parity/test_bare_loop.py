@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mantissa.ledger import MemoryLedger
 from recipes.gpt2 import GPT2
 from tests.helpers import NoData, SmallConvNet, compose, copied, fit, same_bits, start
 from tests.parity.bare import Bare, LossSum, gpt2_loss
@@ -19,7 +20,6 @@ from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Cosine
 from trainer.optim.update import Clip, ClipNorm, ClipValue
 from trainer.precision.scaler import AutoScaler
-from trainer.profiling.ledger import MemoryLedger
 
 STEPS = 9
 CLIPS = {"none": Clip, "norm": lambda: ClipNorm(0.5), "value": lambda: ClipValue(0.01)}

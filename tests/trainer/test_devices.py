@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
+from mantissa.generators import random_state, set_random_state
 from trainer.api import undisturbed
 from trainer.data.loader import PinnedLoader
-from trainer.determinism import random_state, set_random_state
 from trainer.devices import CPU, CUDA, DEVICE_KINDS, MPS, ROCM, XPU, DeviceKind, empty_cache, select, synchronise
 from trainer.errors import UserError
 from trainer.hardware import NATIVE, UNAVAILABLE, available_bytes, detect, peak_memory_bytes, reset_peak_memory

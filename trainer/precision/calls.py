@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mantissa.operators import GROUPS, name_of, spellings
 from trainer.errors import UserError, nearest
-from trainer.precision.operators import GROUPS, name_of, spellings
 
 _IN_PLACE = ("batch_norm", "instance_norm")  # of a copy in 16 bits, the statistics would be lost
 _HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in GROUPS))

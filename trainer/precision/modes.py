@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from mantissa import operators
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
+from mantissa.islands import cast, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError
 from trainer.hardware import UNAVAILABLE, Hardware
-from trainer.precision import kernels, operators
-from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
+from trainer.precision import kernels
 from trainer.precision.kernels import Forms
 from trainer.precision.names import matching
 
@@ -250,8 +251,5 @@ class Precision:
                     f"precision.fp32_modules: {name} is never called: torch's attention uses its weights directly; "
                     f"name the whole module: {parent}"
                 )
-        # A container may never be called, only its children. So they are converted with it.
-        inside = {id(module): module for name in kept for module in modules[name].modules()}
-        for module in inside.values():
-            module.forward = in_fp32(module.forward, device.type, self.format.half_weights)
+        keep_fp32(model, kept, device.type, self.format.half_weights)
         return sorted(kept)

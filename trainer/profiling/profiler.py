@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from mantissa.ledger import Ledger, MemoryLedger
 from trainer.devices import kind_of, synchronise
 from trainer.errors import check_number
-from trainer.profiling.ledger import Ledger, MemoryLedger
 
 log = logging.getLogger("mantissa")
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from mantissa.display import duration, finite, loss
+from mantissa.ledger import MemoryLedger
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
@@ -28,7 +29,6 @@ from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
 from trainer.profiling.energy import EnergyMeter
-from trainer.profiling.ledger import MemoryLedger
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision, Own
 from trainer.run import report

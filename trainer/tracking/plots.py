@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from mantissa.page import ALARM, INK, QUIET, RULE
 from trainer.files import METRICS_FILE, read_json_lines
 
-INK, QUIET, RULE, PAPER, MARGIN, ALARM = "#202124", "#5f6368", "#dadce0", "#ffffff", "#e6f4ea", "#c5221f"
-"""Text, less important text, lines, background, what counts as equal, what is wrong."""
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", INK)
 """Distinguishable with any colour vision (Okabe and Ito 2008)."""
 NOISE = "#80868b"

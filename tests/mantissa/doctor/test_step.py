@@ -15,12 +15,12 @@ from evidence.doctor.step import TrainerPasses, TrainerStep
 from mantissa.doctor.islands import CALLS, price, search
 from mantissa.doctor.provenance import find
 from mantissa.finding import BACKWARD, FORWARD
+from mantissa.generators import random_state
 from mantissa.modules import ModuleTracer
 from mantissa.step import Passes
 from tests.helpers import copied, fit, same_bits, trainer_of
 from tests.mantissa.doctor.faults import Computes, large_ffn
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run
-from trainer.determinism import random_state
 from trainer.trainer import Trainer
 
 GPT2 = ("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4")

@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from mantissa.generators import random_state, set_random_state
 from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.determinism import random_state, set_random_state
 from trainer.errors import NonFiniteError, UserError
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.state import training_state

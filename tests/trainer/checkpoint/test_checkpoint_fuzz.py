@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mantissa.generators import random_state
 from tests.helpers import copied, same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Snapshot
-from trainer.determinism import random_state
 from trainer.errors import UserError
 from trainer.optim.state import training_state
 from trainer.parallel.world import World

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
+from mantissa.ledger import MemoryLedger
 from tests.helpers import KeptGradients, NoData, SmallConvNet, copied, fit, same_bits, start, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -23,7 +24,6 @@ from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, LossScale, Scaler, StaticLossScale
-from trainer.profiling.ledger import MemoryLedger
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mantissa.ledger import MemoryLedger
 from recipes.gpt2 import SHAPES, Shape
 from recipes.resnet import ResNet
 from recipes.vision.architectures import build
 from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.parallel.activation import ActivationCheckpointing, _policy
-from trainer.profiling.ledger import MemoryLedger
 from trainer.recipe import Recipe
 
 GPT2 = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mantissa.dtypes import DtypeRecorder
+from mantissa.generators import random_state
 from tests.helpers import copied, same_bits, trainer_of
-from trainer.determinism import random_state
 from trainer.precision import attention
 from trainer.profiling.attention import KernelsTaken
 from trainer.profiling.flops import ModelFlops

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from mantissa.ledger import MemoryLedger
 from trainer.errors import UserError
-from trainer.profiling.ledger import MemoryLedger
 from trainer.profiling.profiler import MemoryProfiler, Profiler, Session, TorchProfiler
 
 CPU = torch.device("cpu")

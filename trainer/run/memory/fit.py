@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mantissa.formats import BASIC
+from mantissa.ledger import MIB, STEADY
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.config.step import Resolved
@@ -22,7 +23,6 @@ from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP
-from trainer.profiling.ledger import MIB, STEADY
 from trainer.progress import work
 from trainer.recipe import Decision, Recipe
 from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table

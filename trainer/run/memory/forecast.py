@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import columns
+from mantissa.ledger import CATEGORIES, MIB, Ledger, MemoryLedger
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch, Datasets
@@ -28,7 +29,6 @@ from trainer.optim.masters import StochasticWeights
 from trainer.optim.update import Update
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
-from trainer.profiling.ledger import CATEGORIES, MIB, Ledger, MemoryLedger
 from trainer.recipe import Recipe
 from trainer.trainer import Trainer
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mantissa.ledger import MIB, STEADY, Ledger
 from recipes.language import torch_can_chunk
 from tests.helpers import compose
 from trainer.config.schema import Config
@@ -16,7 +17,6 @@ from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, detect
 from trainer.parallel.world import World
-from trainer.profiling.ledger import MIB, STEADY, Ledger
 from trainer.recipe import Decision
 from trainer.run.memory import fit
 from trainer.run.memory.fit import USABLE, choose, fit_plan, needed_bytes, out_of_memory, rough_bytes

@@ -8,13 +8,13 @@ import pytest
 from torch import nn
 
 from evidence.memory.trial import measure
+from mantissa.ledger import CATEGORIES, Ledger
 from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.config.compose import combinations
 from trainer.data.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
-from trainer.profiling.ledger import CATEGORIES, Ledger
 from trainer.recipe import LossOutput
 from trainer.run.memory.forecast import Forecast, forecast, table
 

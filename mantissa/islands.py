@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -34,6 +34,24 @@ def in_fp32(forward: Callable[..., Any], device_type: str, result: torch.dtype |
         return cast(output, result, scalars=False) if outermost and result else output
 
     return fp32_forward
+
+
+def keep_fp32(
+    model: nn.Module, names: Iterable[str], device_type: str, half_weights: torch.dtype | None = None
+) -> None:
+    """Make submodules compute in fp32, with their weights and all that they contain.
+
+    Args:
+        model: changed in place, before its optimizer is made where it has 16-bit weights.
+        names: of the submodules.
+        device_type: of the autocast that is turned off in them.
+        half_weights: the dtype of the model's other weights, to which the results are cast back; None: fp32.
+    """
+    # A container may never be called, only its children. So they are converted with it.
+    inside = {id(module): module for name in names for module in model.get_submodule(name).modules()}
+    for module in inside.values():
+        module.forward = in_fp32(module.forward, device_type, half_weights)
+        module.float()
 
 
 def with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.overrides import TorchFunctionMode
 
-from trainer.precision import islands
+from mantissa import islands
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GROUPS = ("special", "linalg", "fft")
@@ -54,6 +54,11 @@ class OperatorPolicy(TorchFunctionMode):
         """Return the context of both for one forward pass."""
         with autocast, self:
             yield
+
+
+def fp32_ops(names: Iterable[str], device_type: str = "cuda") -> OperatorPolicy:
+    """Return a context for forward and loss in which operators, such as ``softmax``, compute in fp32."""
+    return OperatorPolicy(device_type, dict.fromkeys(names, torch.float32), None)
 
 
 def name_of(function: Any) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.tracking.plots import ALARM, INK, MARGIN, PAPER, QUIET, RULE
-
+INK, QUIET, RULE, PAPER, MARGIN, ALARM = "#202124", "#5f6368", "#dadce0", "#ffffff", "#e6f4ea", "#c5221f"
+"""The colours of plots: text, less important text, lines, background, what counts as equal, what is wrong."""
 Plot = tuple[str, Any]
 """A title and a matplotlib figure."""
 

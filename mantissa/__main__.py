@@ -1,0 +1,34 @@
+"""``python -m mantissa COMMAND``: the library's commands."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from mantissa.errors import FormatError, UsageError
+
+COMMANDS = {
+    "doctor": "what precision does to a training step of your model",
+}
+"""By name, with a line of help; each is a module ``mantissa.commands.NAME`` with ``main(arguments) -> int``."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command, and return its exit code: 2 for a mistake of the user, 130 when interrupted."""
+    name, rest = (arguments or ["--help"])[0], arguments[1:]
+    if name not in COMMANDS:
+        print("python -m mantissa COMMAND …    (COMMAND --help says more)\n")
+        print("\n".join(f"  {command:<9} {text}" for command, text in COMMANDS.items()))
+        return 0 if name in ("-h", "--help") else 2
+    sys.path.insert(0, "")  # the user's modules, as `python script.py` finds them
+    try:
+        return int(import_module(f"mantissa.commands.{name}").main(rest))
+    except (UsageError, FormatError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""``python -m mantissa doctor module:function``: examine the step of a function's model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from mantissa.errors import UsageError
+from mantissa.examination import PRECISIONS, examine
+
+
+def main(arguments: list[str]) -> int:
+    """Examine, print the report and write its page; return 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED."""
+    parser = argparse.ArgumentParser("python -m mantissa doctor", description="Examine one training step of a model.")
+    parser.add_argument("function", help="module:function, which returns model, loss, batches and maybe the optimizer")
+    parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    parser.add_argument("--scale", type=float, help="a fixed loss scale; default: dynamic with fp16, else none")
+    parser.add_argument("--budget", type=float, default=60, help="seconds for the checks (default: 60)")
+    parser.add_argument("--report", default="mantissa-doctor", help="folder of the page (default: mantissa-doctor)")
+    options = parser.parse_args(arguments)
+    module, _, name = options.function.partition(":")
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{options.function}: {error}; give module:function, importable from this folder") from None
+    model, loss, batches, *rest = function()
+    report = examine(
+        model,
+        loss,
+        batches,
+        options.precision,
+        *rest,
+        scale=options.scale,
+        budget_s=options.budget,
+        say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
+    )
+    print(file=sys.stderr)
+    print(report)
+    page = report.write(options.report, f"python -m mantissa doctor {' '.join(arguments)}")
+    print(f"report {page}")
+    return report.diagnosis.exit_code

@@ -1,0 +1,157 @@
+"""``mantissa.examine``: what precision does to one training step of any PyTorch model."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.doctor.diagnosis import CHECKS, Diagnosis, Replay, diagnose
+from mantissa.doctor.report import files_of, lines, opening
+from mantissa.errors import UsageError
+from mantissa.finding import Finding
+from mantissa.generators import random_state, set_random_state
+from mantissa.loop import LoopPasses, LoopStep, LoopUpdate, Loss
+from mantissa.tensors import finite
+from mantissa.updates import Counts, UpdateMeter
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
+
+
+@dataclass
+class Report:
+    """What was found in a step; ``print(report)`` shows it."""
+
+    diagnosis: Diagnosis
+
+    @property
+    def verdict(self) -> str:
+        """``HEALTHY``, ``FOUND``, or ``NOT REPRODUCED``: the step was not finite, and its replay is."""
+        return self.diagnosis.verdict
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The faults, each with its place, its line of code and its cures; empty where there is none."""
+        return self.diagnosis.findings
+
+    def __str__(self) -> str:
+        return "\n".join([opening(self.diagnosis.replay), *lines(self.diagnosis)])
+
+    def write(self, folder: str | Path, command: str = "mantissa.examine(…)") -> Path:
+        """Write ``report.html``, ``verdict.json`` and the tables as CSV into a folder; return the page's path."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"command": command, "hardware": _machine(), "git": {}}
+        record["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+        names = [(folder / name, text) for name, text in files_of(self.diagnosis, "model", record).items()]
+        for path, text in names:
+            path.write_text(text, encoding="utf-8")
+        return names[0][0]
+
+
+def examine(
+    model: nn.Module,
+    loss: Loss,
+    batches: Sequence[Any],
+    precision: str = "bf16",
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scale: float | None = None,
+    accumulate: int = 1,
+    number: int = 1,
+    generators: dict[str, Tensor] | None = None,
+    checks: Sequence[str] = CHECKS,
+    budget_s: float = 60,
+    say: Callable[[str], None] = lambda part: None,
+) -> Report:
+    """Take a training step in every format, and say what is not finite, what is wrong, where, and what cures it.
+
+    The model, the optimizer, the batches and the random generators stay as they are: everything happens to copies.
+
+    Args:
+        model: as it trains now (in ``train()`` or ``eval()``), with its weights. What ``torch.compile`` made of it is
+            examined eagerly first.
+        loss: called as ``loss(model, batch)``; returns the mean loss, a scalar. It enters no autocast.
+        batches: the first one is the step that is examined (the first ``accumulate``), the rest are the steps
+            after it. Tensors on the model's device, in nested dicts, tuples and lists.
+        precision: what training uses. ``bf16`` and ``fp16``: torch.autocast; ``bf16_pure`` and ``fp16_pure``: weights,
+            gradients and optimizer state in 16 bits; ``fp32``; ``tf32``.
+        optimizer: over the model's parameters, with its state. None: neither updates nor following steps are examined.
+        scale: a fixed loss scale. None: with ``fp16`` dynamic from 65536, as ``torch.amp.GradScaler``; else 1.
+        accumulate: batches in one step.
+        number: of the step, for the report.
+        generators: from ``mantissa.generators.random_state``, as they were before the step. None: as they are now.
+        checks: some of ``mantissa.doctor.diagnosis.CHECKS``.
+        budget_s: seconds for the checks; what does not fit is named in the report.
+        say: hears the name of every part before it begins.
+
+    Raises:
+        UsageError: an argument cannot work.
+        FormatError: the model cannot be copied.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    if len(batches) < accumulate:
+        raise UsageError(f"{len(batches)} batches for accumulate={accumulate}; give at least one step's batches")
+    if optimizer is not None:
+        known = {id(parameter) for parameter in model.parameters()}
+        if not any(id(weight) in known for group in optimizer.param_groups for weight in group["params"]):
+            raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
+    before = random_state(next(model.parameters()).device)
+    step = LoopStep.of(model, loss, batches, precision, optimizer, scale, accumulate, number, generators)
+    if step.optimizer is None:
+        checks = [check for check in checks if check not in ("updates", "divergence")]
+    try:
+        return Report(diagnose(take(step), tuple(checks), budget_s, say=say))
+    finally:
+        set_random_state(before, step.device)
+
+
+def take(step: LoopStep) -> Replay:
+    """Take a step as its loop does, eagerly, and say how it ended."""
+    passes = step.passes(step.format.name, own=True)
+    began = time.monotonic()
+    notes: list[str] = []
+    try:
+        found = passes.until_finite()
+    except Exception:  # the format sweep says what it is
+        return Replay(step, math.nan, math.nan, False, time.monotonic() - began, 0, "its beginning", notes=notes)
+    step.seconds = time.monotonic() - began
+    weights = found.gradients.values()
+    sound = all(map(finite, weights))
+    norms = [torch.linalg.vector_norm(each.float()) / passes.scale for each in weights if not each.is_sparse]
+    norm = torch.stack(norms).norm().item() if norms else math.nan
+    updates: dict[str, Counts] = {}
+    if sound and passes.optimizer is not None:
+        updates, why = _updates(passes)
+        notes += [f"updates: not measured ({why})"] if why else []
+    held = sum(each.numel() * each.element_size() for each in step.weights.values())
+    return Replay(
+        step, found.loss.item(), norm, not sound, step.seconds, 4 * held, "its beginning", updates, notes=notes
+    )
+
+
+def _updates(passes: LoopPasses) -> tuple[dict[str, Counts], str]:
+    """Return what rounding does to the update for which the passes stand ready, and why it is not known."""
+    assert passes.optimizer is not None
+    torch._foreach_mul_([each.grad for each in passes.model.parameters() if each.grad is not None], 1 / passes.scale)
+    update = LoopUpdate(passes.optimizer)
+    try:
+        with UpdateMeter(passes.model, update, passes.format.half) as meter:
+            update.step()
+        return meter.results(), ""
+    except Exception as error:  # an optimizer of which no copy can be made, or whose elements are not alone
+        return {}, f"{type(passes.optimizer).__name__}: {error}"
+
+
+def _machine() -> dict[str, Any]:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
+    return {"name": name, "device": kind, "threads": torch.get_num_threads()}

@@ -1,0 +1,279 @@
+"""Any model, loss function and batches as a step that can be replayed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from mantissa.errors import FormatError
+from mantissa.formats import FORMATS
+from mantissa.generators import random_state, set_random_state
+from mantissa.islands import cast, keep_fp32
+from mantissa.ledger import MemoryLedger
+from mantissa.operators import OperatorPolicy
+from mantissa.step import Batch, Passes, Step, each
+from mantissa.tensors import finite
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""From the model and a batch to the mean loss, a scalar."""
+LEAST_SCALE = 2.0**-10
+"""Below it a skipped step is not tried again."""
+_QUICK = 0.5
+"""Seconds up to which a step is examined with all its samples, and not with two of them."""
+
+
+class LoopBatch(dict[str, Tensor]):
+    """The tensors of one batch by name, and how the batch is made of them again."""
+
+    def __init__(self, batch: Any) -> None:
+        nested = dict(batch) if isinstance(batch, Mapping) else batch  # also what torch does not know as a dict
+        leaves, self._structure = tree_flatten_with_path(nested)
+        self._leaves = [(keystr(path), leaf) for path, leaf in leaves]
+        super().__init__({name: leaf for name, leaf in self._leaves if isinstance(leaf, Tensor)})
+
+    def whole(self) -> Any:
+        """Return the batch as it was given, with the tensors of now."""
+        return tree_unflatten([self.get(name, leaf) for name, leaf in self._leaves], self._structure)
+
+
+@dataclass(kw_only=True)
+class LoopStep(Step):
+    """A step of a loop that somebody else wrote.
+
+    The model and the optimizer are copies, and are copied again for every format.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer | None
+    steps: list[list[Batch]]
+    """The microbatches of each step, the one that is examined first."""
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+    """That the step takes."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        loss: Loss,
+        batches: Sequence[Any],
+        precision: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        scale: float | None = None,
+        accumulate: int = 1,
+        number: int = 1,
+        generators: dict[str, Tensor] | None = None,
+    ) -> LoopStep:
+        """Copy what a step starts from; the arguments are those of ``mantissa.examine``.
+
+        Raises:
+            FormatError: the model or the optimizer cannot be copied, and how to make it so.
+        """
+        format, original = FORMATS[precision], getattr(model, "_orig_mod", model)
+        device = next(original.parameters()).device
+        generators = generators or random_state(device)
+        try:
+            copied, own = copy.deepcopy((original, optimizer))
+        except Exception as error:  # of many kinds: what is in a model decides
+            raise FormatError(
+                f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
+                "give the model before it is sharded, or with torch.nn.utils.parametrizations for weight norm"
+            ) from error
+        if format.half_weights is not None:
+            _cast(copied, own, format.half_weights)
+        flat: list[Batch] = [LoopBatch(batch) for batch in batches]
+        steps = [flat[first : first + accumulate] for first in range(0, len(flat), accumulate)]
+        scales = scale if scale is not None else 65536.0 if format.needs_loss_scale else 1.0
+        parameters = dict(copied.named_parameters())
+        return cls(
+            number=number,
+            format=format,
+            fp32_modules=[],
+            fp32_ops=[],
+            compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
+            device=device,
+            microbatches=steps[0],
+            weights={name: each.detach().float().clone() for name, each in parameters.items()},
+            stored={name: each.detach().clone() for name, each in parameters.items()},
+            buffers={name: each.detach().clone() for name, each in copied.named_buffers()},
+            scale=scales,
+            least_scale=LEAST_SCALE if format.needs_loss_scale and scale is None else 0.0,
+            model=copied,
+            loss=loss,
+            optimizer=own,
+            steps=steps,
+            generators=generators,
+        )
+
+    def passes(
+        self,
+        format: str,
+        *,
+        own: bool = False,
+        fp32_modules: list[str] | None = None,
+        fp32_ops: list[str] | None = None,
+        recompute: bool = True,
+    ) -> LoopPasses:
+        return LoopPasses(self, format, own, fp32_modules or [], fp32_ops or [])
+
+    def restore_generators(self) -> None:
+        set_random_state(self.generators, self.device)
+
+    def following(self, count: int) -> list[list[Batch]]:
+        return [self.steps[index % len(self.steps)] for index in range(count)]
+
+    def share(self, microbatches: list[Batch]) -> float:
+        return len(microbatches) / len(self.microbatches)
+
+    def first_samples(self) -> list[Batch]:
+        first = self.microbatches[0]
+        if self.seconds <= _QUICK or len({tensor.shape[:1] for tensor in first.values()}) != 1:
+            return [first]  # tensors whose rows are not the samples cannot be cut
+        return [each(first, lambda tensor: tensor[:2])]
+
+    def available(self, format: str) -> bool:
+        number = FORMATS[format].number
+        if not number.only_nvidia:
+            return True
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= number.capability
+
+    def free_bytes(self) -> int:
+        if self.device.type == "cpu":
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.accelerator.get_memory_info(self.device)[0]
+
+    @property
+    def with_fp32_weights(self) -> str:
+        return self.format.number.name
+
+
+class LoopPasses(Passes):
+    """The passes of a copy of the model."""
+
+    step: LoopStep
+
+    def __init__(self, step: LoopStep, format: str, own: bool, fp32_modules: list[str], fp32_ops: list[str]) -> None:
+        model, self.optimizer = copy.deepcopy((step.model, step.optimizer))
+        if not own:
+            _cast(model, self.optimizer, FORMATS[format].weights)
+        self._fp32_ops = fp32_ops
+        for name in fp32_modules:
+            parent = name.rpartition(".")[0]
+            if isinstance(model.get_submodule(parent), nn.MultiheadAttention) and parent not in fp32_modules:
+                raise FormatError(f"{name} is never called: torch's attention uses its weights directly")
+        half = FORMATS[format].half_weights
+        keep_fp32(model, fp32_modules, step.device.type, half)
+        if half is not None:
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: (cast(args, half), cast(kwargs, half)), with_kwargs=True
+            )
+        self.scale = step.scale if own else 1.0
+        super().__init__(step, format, model, None, fp32_modules, own)
+
+    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
+        total: Tensor | None = None
+        for batch in microbatches:
+            loss = self.loss(batch) / len(self.microbatches)
+            if loss.requires_grad:
+                (loss * self.scale).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total.float() if total.itemsize < 4 else total, 1.0
+
+    def loss(self, batch: Batch) -> Tensor:
+        assert isinstance(batch, LoopBatch)
+        with self.autocast():
+            return self.step.loss(self.model, batch.whole())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        dtype, device = self.format.autocast, self.step.device.type
+        contexts = ExitStack()
+        contexts.enter_context(nullcontext() if dtype is None else torch.autocast(device, dtype=dtype))
+        if self._fp32_ops:
+            policy = OperatorPolicy(device, dict.fromkeys(self._fp32_ops, torch.float32), self.format.half_weights)
+            contexts.enter_context(policy)
+        return contexts
+
+    def blocks(self) -> list[nn.Module]:
+        lists = [list(each) for each in self.model.modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
+        return max(lists, key=len, default=[])
+
+    def compiled(self) -> list[nn.Module]:
+        return [self.model]
+
+    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
+        assert self.optimizer is not None
+        self.start()
+        losses = []
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * lr
+        for microbatches in steps:
+            losses.append(self._train_step(microbatches))
+        return losses
+
+    def _train_step(self, microbatches: list[Batch]) -> float:
+        assert self.optimizer is not None
+        self.microbatches = microbatches
+        generators = random_state(self.step.device)
+        while True:
+            self.optimizer.zero_grad()
+            with self.around():
+                loss, _ = self.gradients([each(batch, self._widened) for batch in microbatches])
+            gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+            sound = all(map(finite, gradients))
+            if sound or not self.format.needs_loss_scale or self.scale <= LEAST_SCALE or not self.step.least_scale:
+                break
+            self.scale /= 2  # as a dynamic scaler would, with the same dropout
+            set_random_state(generators, self.step.device)
+        if self.scale != 1:
+            torch._foreach_mul_(gradients, 1 / self.scale)
+        if sound or not self.format.needs_loss_scale:
+            self.optimizer.step()
+        return loss.item()
+
+    def peak_bytes(self) -> int:
+        optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0)
+        with MemoryLedger(self.model, optimizer) as recording:
+            self.attempt()
+        return recording.report().peak_bytes
+
+
+class LoopUpdate:
+    """The update of passes, as ``mantissa.updates`` measures it."""
+
+    masters = None
+    loss_scale = SimpleNamespace(inverse=lambda correction: None)
+    clip = SimpleNamespace(apply=lambda gradients, norm: None)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
+        """Take the step, whose gradients are true ones, and finite."""
+        self.optimizer.step()
+        return SimpleNamespace(skipped=torch.tensor(False), grad_norm=torch.tensor(math.nan))
+
+
+def _cast(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:
+    """Cast weights, buffers and the optimizer's state, as ``model.to(dtype)`` before training does."""
+    model.to(dtype)
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        for key, value in state.items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and value.is_floating_point()
+                and key != "step"
+            ):
+                state[key] = value.to(dtype)
