@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.display import columns, quantity, size
+from mantissa.display import about, columns, quantity
 from mantissa.errors import UsageError
-from mantissa.examine import Report, examine
-from mantissa.formats import FORMATS, FP16
+from mantissa.examination import PRECISIONS, Report, examine
+from mantissa.formats import FP16
 from mantissa.tensors import numbers_in
 
 Batch = dict[str, Tensor]
@@ -74,14 +74,14 @@ class Checkup:
     @property
     def exit_code(self) -> int:
         """0: nothing was found in any precision."""
-        return max(report.exit_code for report in self.reports.values())
+        return max(report.diagnosis.exit_code for report in self.reports.values())
 
     def __str__(self) -> str:
         """Return two tables: the verdicts, and the largest activations."""
         verdicts = [("precision", "verdict", "where", "fp32 islands", "cost")]
         for precision, report in self.reports.items():
             where = [f"{found.kind}: {found.place}" for found in report.findings]
-            islands = report.islands
+            islands = report.diagnosis.islands
             cured = islands is not None and islands.cured
             wanted = "none cures it" if islands and not cured else "-"
             names = islands.modules if islands is not None and cured else [wanted]
@@ -94,7 +94,7 @@ class Checkup:
         largest = [("largest activation of", "|x| in fp32", f"{FP16.largest:g} / |x|", "in", "autocast to fp16")]
         for peak in self.peaks[:_SHOWN]:
             held = "fp16" if peak.in_fp16 else "fp32"
-            times = f"{peak.headroom:.2g} x" + ("  OVERFLOWS" if peak.headroom < 1 and peak.in_fp16 else "")
+            times = f"{about(peak.headroom)} x" + ("  OVERFLOWS" if peak.headroom < 1 and peak.in_fp16 else "")
             largest.append((f"{peak.kind}, {peak.what}", quantity(peak.amax), times, peak.module, held))
         return f"{self.title}\n\n{columns(verdicts)}\n\n{columns(largest)}"
 
@@ -107,7 +107,7 @@ def checkup(
     Args:
         model: in fp32, whose output has a ``loss``.
         batches: the model's named inputs, labels among them.
-        precisions: of ``mantissa.formats.FORMATS``.
+        precisions: of ``mantissa.examination.PRECISIONS``.
         title: what is examined, in words.
         budget_s: seconds for each precision.
     """
@@ -136,6 +136,7 @@ def activations(model: nn.Module, batches: Sequence[Batch]) -> list[Peak]:
             if in_fp16:
                 half.update({(name, what)} if tensor.dtype == torch.float16 else ())
             elif (amax := tensor.abs().max().item()) > peaks.get((kind, what), Peak("", "", "", -1.0)).amax:
+                peaks.pop((kind, what), None)
                 peaks[kind, what] = Peak(kind, name, what, amax)
 
     def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -286,7 +287,7 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return its exit code: 0 nothing was found, 7 something was."""
     parser = argparse.ArgumentParser(prog="python -m mantissa checkup", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a folder that save_pretrained wrote, or the name of a model on the Hub")
-    parser.add_argument("--precision", default="fp16,bf16", help=f"of {', '.join(FORMATS)}")
+    parser.add_argument("--precision", default="fp16,bf16", help=f"of {', '.join(PRECISIONS)}")
     parser.add_argument("--text", help="a file to train on; default: documentation of Python")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     parser.add_argument("--batch", type=int, default=4, help="rows of a batch")
@@ -297,8 +298,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     precisions = options.precision.split(",")
     for name in precisions:
-        if name not in FORMATS:
-            raise UsageError(f"--precision {name}: there is no such precision; choose from {', '.join(FORMATS)}")
+        if name not in PRECISIONS:
+            raise UsageError(f"--precision {name}: there is no such precision; choose from {', '.join(PRECISIONS)}")
     if options.text and not Path(options.text).is_file():
         raise UsageError(f"--text {options.text}: there is no such file")
     model, task = load(options.model, options.attention)
