@@ -1,19 +1,16 @@
-"""Check a model of transformers before it is trained: which precisions are clean, which modules overflow, what cures.
-
-    python -m mantissa checkup FOLDER_OR_HUB_ID --precision fp16,bf16
-"""
+"""``python -m mantissa checkup MODEL``: which precisions a model of transformers can be trained in."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from pydoc_data.topics import topics
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,281 +22,212 @@ from mantissa.formats import FP16
 from mantissa.tensors import numbers_in
 
 Batch = dict[str, Tensor]
-
-SEQ2SEQ, MASKED, CAUSAL, IMAGES = "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"
-TASKS = {
-    SEQ2SEQ: "AutoModelForSeq2SeqLM",
-    MASKED: "AutoModelForMaskedLM",
-    CAUSAL: "AutoModelForCausalLM",
-    IMAGES: "AutoModelForImageClassification",
-}
-"""The tasks that are checked, by transformers' name of each, and the class that loads a model for it."""
+SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
+MAPPINGS = {SEQ2SEQ: "SEQ_TO_SEQ_CAUSAL_LM", MASKED: "MASKED_LM", CAUSAL: "CAUSAL_LM", IMAGES: "IMAGE_CLASSIFICATION"}
+"""The tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
 _SHOWN = 8
 """Rows of the table of activations."""
 _LEAST_TOKENS = 16
-"""Different tokens in a text. transformers 5 makes an empty tokenizer for a folder that has none."""
+"""Different ones in a text: transformers 5 makes an empty tokenizer for a folder that has none."""
 
 
-@dataclass
-class Peak:
-    """The largest activation of one kind of module, in fp32."""
+class Peak(NamedTuple):
+    """The largest activation of one kind of module, over all layers and batches, in fp32."""
 
-    kind: str
-    """The module's name, with a star for the number of the layer."""
     module: str
-    """That of the largest."""
     what: str
     """``input`` or ``output``."""
     amax: float
-    in_fp16: bool = False
-    """Whether autocast to fp16 holds it in fp16."""
-
-    @property
-    def headroom(self) -> float:
-        """How many times larger it may become before it overflows in fp16; below 1: it does."""
-        return FP16.largest / self.amax if self.amax else float("inf")
+    in_fp16: bool
+    """Whether it is held in fp16 under autocast."""
 
 
-@dataclass
-class Checkup:
-    """What was found in a model."""
-
-    title: str
-    """The model's class and the data, in words."""
-    reports: dict[str, Report]
-    """By precision."""
-    peaks: list[Peak]
-    """The closest to overflow first."""
-
-    @property
-    def exit_code(self) -> int:
-        """0: nothing was found in any precision."""
-        return max(report.diagnosis.exit_code for report in self.reports.values())
-
-    def __str__(self) -> str:
-        """Return two tables: the verdicts, and the largest activations."""
-        verdicts = [("precision", "verdict", "where", "fp32 islands", "cost")]
-        for precision, report in self.reports.items():
-            where = [f"{found.kind}: {found.place}" for found in report.findings]
-            islands = report.diagnosis.islands
-            cured = islands is not None and islands.cured
-            wanted = "none cures it" if islands and not cured else "-"
-            names = islands.modules if islands is not None and cured else [wanted]
-            cost = islands.cost if islands is not None and cured else "-"
-            for number in range(max(len(where), len(names), 1)):
-                first = (precision, report.verdict) if number == 0 else ("", "")
-                place = where[number] if number < len(where) else "" if number else "-"
-                name = names[number] if number < len(names) else ""
-                verdicts.append((*first, place, name, cost if number == 0 else ""))
-        largest = [("largest activation of", "|x| in fp32", f"{FP16.largest:g} / |x|", "in", "autocast to fp16")]
-        for peak in self.peaks[:_SHOWN]:
-            held = "fp16" if peak.in_fp16 else "fp32"
-            times = f"{about(peak.headroom)} x" + ("  OVERFLOWS" if peak.headroom < 1 and peak.in_fp16 else "")
-            largest.append((f"{peak.kind}, {peak.what}", quantity(peak.amax), times, peak.module, held))
-        return f"{self.title}\n\n{columns(verdicts)}\n\n{columns(largest)}"
+def table(reports: dict[str, Report], peaks: Sequence[Peak]) -> str:
+    """Return the verdict of each precision, and the activations that are closest to overflow."""
+    rows = [("precision", "verdict", "where", "fp32 islands", "their cost")]
+    for precision, report in reports.items():
+        islands, names, cost = report.diagnosis.islands, "-", "-"
+        if islands is not None:
+            more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
+            names = islands.modules[0] + more if islands.cured else "none found"
+            cost = islands.cost if islands.cured else "-"
+        where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
+        rows.append((precision, report.verdict, where, names, cost))
+    largest = [("largest activations", "", "|x| in fp32", f"{FP16.largest:g} / |x|", "under fp16 autocast")]
+    for peak in peaks[:_SHOWN]:
+        held = "fp32" if not peak.in_fp16 else "fp16" if peak.amax <= FP16.largest else "fp16: overflows"
+        largest.append((peak.module, peak.what, quantity(peak.amax), about(FP16.largest / peak.amax), held))
+    return f"{columns(rows)}\n\n{columns(largest)}"
 
 
-def checkup(
-    model: nn.Module, batches: Sequence[Batch], precisions: Sequence[str], title: str = "", budget_s: float = 60
-) -> Checkup:
-    """Examine the first training step of a transformers model in each precision; the others must confirm a cure.
+def activations(model: nn.Module, batches: Sequence[Batch]) -> list[Peak]:
+    """Return the largest activation of each kind of module, such as ``layers.*.mlp``, the largest first."""
+    half: set[tuple[str, str]] = set()
+    peaks: dict[str, Peak] = {}
+
+    def note_dtype(module: str, what: str, tensor: Tensor) -> None:
+        half.update([(module, what)] if tensor.dtype == torch.float16 else [])
+
+    def note_size(module: str, what: str, tensor: Tensor) -> None:
+        kind, amax = re.sub(r"\.\d+(?=[. ])", ".*", f"{module} {what}"), tensor.abs().max().item()
+        if kind not in peaks or amax > peaks[kind].amax:
+            peaks.pop(kind, None)  # so that the order is that of the calls
+            peaks[kind] = Peak(module, what, amax, (module, what) in half)
+
+    with torch.autocast(next(model.parameters()).device.type, torch.float16):
+        _watch(model, batches[:1], note_dtype)
+    _watch(model, batches, note_size)
+    once = {peak.amax: peak for peak in reversed(peaks.values())}  # what one module returns, another takes
+    return sorted(once.values(), key=lambda peak: -peak.amax)
+
+
+def _watch(model: nn.Module, batches: Sequence[Batch], note: Callable[[str, str, Tensor], None]) -> None:
+    """Call ``note`` with what each module returns, and what those without submodules take, in forward passes."""
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for what, value in (("input", () if any(module.children()) else args), ("output", output)):
+            for tensor in numbers_in(value)[:1]:  # what follows is a mask, a bias of positions or a cache
+                if tensor.numel():
+                    note(name, what, tensor)
+
+    with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng():
+        for name, module in model.named_modules():
+            if name:
+                hooks.callback(module.register_forward_hook(functools.partial(after, name)).remove)
+        for batch in batches:
+            model(**batch)
+
+
+def load(source: str, attention: str | None = None) -> tuple[Any, str]:
+    """Load a model in fp32, in training, on a GPU where there is one; return it with its task, one of ``MAPPINGS``.
 
     Args:
-        model: in fp32, whose output has a ``loss``.
-        batches: the model's named inputs, labels among them.
-        precisions: of ``mantissa.examination.PRECISIONS``.
-        title: what is examined, in words.
-        budget_s: seconds for each precision.
+        source: a folder that ``save_pretrained`` wrote, or the name of a model on the Hugging Face Hub.
+        attention: transformers' ``attn_implementation``; None: the model's default.
+
+    Raises:
+        UsageError: transformers is not installed, there is no such model, or it is for another task.
     """
-    peaks = activations(model, batches)
-    reports = {name: examine(model, loss, batches, precision=name, budget_s=budget_s) for name in precisions}
-    return Checkup(title or type(model).__name__, reports, peaks)
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UsageError("checkup needs transformers, which is not installed; pip install transformers") from error
+    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+        raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        config.use_cache = config.get_text_config().use_cache = False  # training has no use for it
+        mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
+        able = {task: str(mapping[type(config)]) for task, mapping in mappings.items() if type(config) in mapping}
+        own = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]
+        if not able:
+            raise UsageError(
+                f"{source}: a model of type {config.model_type} is no language model and classifies no images; load it "
+                "yourself and call mantissa.examine(model, loss, batches)"
+            )
+        task = [*own, *able][0]
+        loader = getattr(transformers, f"AutoModelFor{task}")
+        model = loader.from_pretrained(source, config=config, dtype=torch.float32, attn_implementation=attention)
+    except (OSError, ValueError, ImportError) as error:  # absent, unreachable, of unknown type, or code of its own
+        raise UsageError(f"{source} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss that the model itself computes: fp32 scalar, the mean over the labels."""
+def text_batches(model: Any, task: str, tokenizer: Any, text: str, steps: int, rows: int, length: int) -> list[Batch]:
+    """Return the batches of some steps, each with padding at the end of its last row.
+
+    Args:
+        model: of transformers, a language model.
+        task: of the model.
+        tokenizer: of the model; None: the tokens are random.
+        text: to cut into rows.
+        steps: number of batches.
+        rows: of a batch.
+        length: of a row, in tokens; twice as many for an encoder with a decoder, which continues the text.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    shape = steps, rows, length * (1 + (task == SEQ2SEQ))
+    count = steps * rows * shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, shape, generator=generator)
+    if tokenizer is not None:
+        ids = tokenizer(text[: 20 * count], add_special_tokens=False)["input_ids"]
+        if len(ids) < count:
+            raise UsageError(f"the text has {len(ids)} tokens of {count}; set smaller --length, --batch or --steps")
+        if max(ids) >= vocabulary:
+            raise UsageError(
+                f"the tokenizer has token {max(ids)}, and the model ends at {vocabulary - 1}; take its own"
+            )
+        tokens = torch.tensor(ids[:count]).view(shape)
+    paddings = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
+    padding = next((each for each in paddings if each is not None and each >= 0), 0)
+    present = torch.ones(rows, length, dtype=torch.long)
+    present[-1, length // 2 :] = 0
+    batches = []
+    for each in tokens:
+        inputs = each[:, :length].masked_fill(present == 0, padding)
+        labels = each[:, -length:].masked_fill(present == 0, -100)
+        if task == MASKED:
+            hidden = (torch.rand(rows, length, generator=generator) < 0.15) & (present == 1)
+            hidden[:, 0] = True
+            labels = labels.masked_fill(~hidden, -100)
+            inputs = inputs.masked_fill(hidden, getattr(tokenizer, "mask_token_id", None) or 0)
+        batch = {"input_ids": inputs, "labels": labels, "attention_mask": present}
+        batch["token_type_ids"] = torch.zeros_like(inputs)
+        wanted = inspect.signature(model.forward).parameters
+        batches.append({name: tensor.to(model.device) for name, tensor in batch.items() if name in wanted})
+    return batches
+
+
+def image_batches(model: Any, steps: int, rows: int) -> list[Batch]:
+    """Return batches of normal noise, which normalised images resemble, with random labels."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    size = getattr(config, "image_size", 224)
+    shape = rows, config.num_channels, *([size, size] if isinstance(size, int) else size)
+    batches = []
+    for _ in range(steps):
+        pixels = torch.randn(shape, generator=generator)
+        labels = torch.randint(config.num_labels, (rows,), generator=generator)
+        batches.append({"pixel_values": pixels.to(model.device), "labels": labels.to(model.device)})
+    return batches
+
+
+def _tokenizer(source: str, text: str) -> Any:
+    """Return the tokenizer beside a model; None: there is none, or a package that it needs is not installed."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError):
+        return None
+    return tokenizer if len(set(tokenizer(text[:4000])["input_ids"])) >= _LEAST_TOKENS else None
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
     result: Tensor = model(**batch).loss
     return result
 
 
-@torch.no_grad()
-def activations(model: nn.Module, batches: Sequence[Batch]) -> list[Peak]:
-    """Return the largest activation of each kind of module, over all layers and batches, the largest first."""
-    peaks: dict[tuple[str, str], Peak] = {}
-    half: set[tuple[str, str]] = set()
-    device = next(model.parameters()).device.type
-    in_fp16 = False
-
-    def note(name: str, what: str, values: Any) -> None:
-        kind = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        for tensor in numbers_in(values)[:1]:  # what follows is a bias of positions, a mask or a cache
-            if in_fp16:
-                half.update({(name, what)} if tensor.dtype == torch.float16 else ())
-            elif (amax := tensor.abs().max().item()) > peaks.get((kind, what), Peak("", "", "", -1.0)).amax:
-                peaks.pop((kind, what), None)
-                peaks[kind, what] = Peak(kind, name, what, amax)
-
-    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not any(module.children()):
-            note(name, "input", args)
-        note(name, "output", output)
-
-    hooks = [
-        module.register_forward_hook(lambda *call, name=name: after(name, *call))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        with torch.random.fork_rng():
-            for batch in batches:
-                model(**batch)
-            in_fp16 = True
-            with torch.autocast(device, torch.float16):
-                model(**batches[0])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for peak in peaks.values():
-        peak.in_fp16 = (peak.module, peak.what) in half
-    first: dict[float, Peak] = {}
-    for peak in peaks.values():  # what one module returns, another takes, and a third returns again
-        first.setdefault(peak.amax, peak)
-    return sorted(first.values(), key=lambda peak: -peak.amax)
-
-
-def load(source: str, attention: str | None = None) -> tuple[nn.Module, str]:
-    """Load a model of transformers in fp32, with the class that trains it, and return it with its task.
-
-    Args:
-        source: a folder that ``save_pretrained`` wrote, or the name of a model on the Hub.
-        attention: ``eager``, ``sdpa`` or another; None: the model's default.
-
-    Raises:
-        UsageError: transformers is not installed; there is no such model; it is for another task; or it brings code of
-            its own.
-    """
-    transformers = _transformers()
-    if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
-        raise UsageError(f"{source}: there is no such folder")
-    source = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else source
-    try:
-        config = transformers.AutoConfig.from_pretrained(source)
-        task = _task(config)
-        loader = getattr(transformers, TASKS[task])
-        model = loader.from_pretrained(source, dtype=torch.float32, attn_implementation=attention)
-    except (OSError, ValueError, ImportError) as error:  # no such model, no network, its own code, a missing package
-        raise UsageError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
-
-
-def _task(config: Any) -> str:
-    """Return the task of a model: that of its architecture, or else one that the same type can be trained for."""
-    from transformers.models.auto import modeling_auto
-
-    for names in (config.architectures or [], [config.model_type]):
-        for task in TASKS:
-            known = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
-            classes = {each for found in known.values() for each in ([found] if isinstance(found, str) else found)}
-            if classes.intersection(names) or known.keys() & set(names):
-                return task
-    raise UsageError(
-        f"a {config.model_type} model is no language model and no image classifier; load it yourself, and call "
-        "mantissa.examine(model, loss, batches)"
-    )
-
-
-def _transformers() -> ModuleType:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise UsageError("checkup needs transformers, which is not installed: pip install transformers") from error
-    return transformers
-
-
-def text_batches(
-    model: Any, task: str, tokenizer: Any, text: str, steps: int, size: int, length: int
-) -> tuple[list[Batch], str]:
-    """Return the batches of some steps, and where they come from in words.
-
-    The second half of each batch's last row is padding, as batches of texts of several lengths have it.
-
-    Args:
-        model: of transformers.
-        task: of ``TASKS``, a language model.
-        tokenizer: of the model; None: the tokens are random.
-        text: to be cut into rows.
-        steps: batches.
-        size: rows of a batch.
-        length: tokens of a row; of a sequence-to-sequence model, those of the input, and as many labels.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    shape = (steps, size, length * (1 + (task == SEQ2SEQ)))
-    needed = steps * size * shape[-1]
-    generator = torch.Generator().manual_seed(0)
-    ids = tokenizer(text[: 20 * needed], add_special_tokens=False)["input_ids"] if tokenizer else []
-    if len(set(ids)) < _LEAST_TOKENS:
-        tokens, what = torch.randint(vocabulary, shape, generator=generator), "random tokens (it has no tokenizer)"
-    elif len(ids) < needed:
-        raise UsageError(
-            f"the text has {len(ids):,} tokens, and {steps} steps of {size} x {shape[-1]} need {needed:,}: set a smaller --length, --batch or "
-            "--steps, or a longer --text"
-        )
-    elif max(ids) >= vocabulary:
-        raise UsageError(f"the tokenizer has token {max(ids)}, and the model's vocabulary ends at {vocabulary - 1}: they do not belong together")
-    else:
-        tokens, what = torch.tensor(ids[:needed]).view(shape), "text"
-    wanted = inspect.signature(model.forward).parameters
-    pads = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
-    pad = next((each for each in pads if each is not None and each >= 0), 0)  # any will do: it is masked
-    batches = []
-    for rows in tokens:
-        inputs, labels = rows[:, :length].clone(), rows[:, -length:].clone()
-        present = torch.ones_like(inputs)
-        present[-1, length // 2 :] = 0
-        inputs, labels = inputs.masked_fill(present == 0, pad), labels.masked_fill(present == 0, -100)
-        if task == MASKED:
-            hidden = (torch.rand(inputs.shape, generator=generator) < 0.15) & (present == 1)
-            hidden[:, 0] = True
-            labels = labels.masked_fill(~hidden, -100)
-            mask = getattr(tokenizer, "mask_token_id", None)
-            inputs = inputs.masked_fill(hidden, mask if mask is not None else vocabulary - 1)
-        batch = {"input_ids": inputs, "attention_mask": present, "token_type_ids": torch.zeros_like(inputs)}
-        kept = {name: tensor.to(model.device) for name, tensor in batch.items() if name in wanted}
-        batches.append(kept | {"labels": labels.to(model.device)})
-    return batches, what
-
-
-def image_batches(model: Any, steps: int, size: int) -> list[Batch]:
-    """Return batches of normal noise, as images are after they were normalised, with random labels."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-    shape = (size, config.num_channels, side, side)
-    return [
-        {
-            "pixel_values": torch.randn(shape, generator=generator).to(model.device),
-            "labels": torch.randint(config.num_labels, (size,), generator=generator).to(model.device),
-        }
-        for _ in range(steps)
-    ]
-
-
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code: 0 nothing was found, 7 something was."""
-    parser = argparse.ArgumentParser(prog="python -m mantissa checkup", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", help="a folder that save_pretrained wrote, or the name of a model on the Hub")
-    parser.add_argument("--precision", default="fp16,bf16", help=f"of {', '.join(PRECISIONS)}")
-    parser.add_argument("--text", help="a file to train on; default: documentation of Python")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
-    parser.add_argument("--batch", type=int, default=4, help="rows of a batch")
-    parser.add_argument("--steps", type=int, default=3, help="steps: the first is examined, a cure must hold in all")
-    parser.add_argument("--attention", help="attn_implementation, such as eager or sdpa")
-    parser.add_argument("--budget-s", type=float, default=60, help="seconds for each precision")
-    parser.add_argument("--report", help="a folder for the whole reports")
+    """Check a model and print what was found; return 0 if every precision is HEALTHY, 7 FOUND, 8 NOT REPRODUCED."""
+    parser = argparse.ArgumentParser(
+        "python -m mantissa checkup", description="Try precisions on a transformers model."
+    )
+    parser.add_argument("model", help="a folder that save_pretrained wrote, or a name on the Hugging Face Hub")
+    parser.add_argument("--precision", default="fp16,bf16", help=f"of {', '.join(PRECISIONS)} (default: fp16,bf16)")
+    parser.add_argument("--text", help="file to train on (default: the documentation of Python)")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a row (default: 128)")
+    parser.add_argument("--batch", type=int, default=4, help="rows in a step (default: 4)")
+    parser.add_argument("--steps", type=int, default=3, help="forward and backward passes (default: 3)")
+    parser.add_argument("--attention", help="eager, sdpa, … (default: the model's)")
+    parser.add_argument("--budget", type=float, default=60, help="seconds for each precision (default: 60)")
+    parser.add_argument("--report", help="folder for a page about each precision")
     options = parser.parse_args(arguments)
     precisions = options.precision.split(",")
-    for name in precisions:
-        if name not in PRECISIONS:
-            raise UsageError(f"--precision {name}: there is no such precision; choose from {', '.join(PRECISIONS)}")
+    if unknown := [name for name in precisions if name not in PRECISIONS]:
+        raise UsageError(f"--precision {unknown[0]} is unknown; use some of {','.join(PRECISIONS)}")
+    if min(options.length - 1, options.batch, options.steps) < 1:
+        raise UsageError("--length must be 2 or more, --batch and --steps 1 or more")
     if options.text and not Path(options.text).is_file():
         raise UsageError(f"--text {options.text}: there is no such file")
     model, task = load(options.model, options.attention)
@@ -308,24 +236,22 @@ def main(arguments: list[str]) -> int:
     else:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
-        length = min(options.length, longest)
-        tokenizer = _tokenizer(options.model)
-        batches, what = text_batches(model, task, tokenizer, text, options.steps, options.batch, length)
+        length, tokenizer = min(options.length, longest), _tokenizer(options.model, text)
+        batches = text_batches(model, task, tokenizer, text, options.steps, options.batch, length)
+        what = (
+            "random tokens, as it has no tokenizer" if tokenizer is None else options.text or "Python's documentation"
+        )
     count = sum(parameter.numel() for parameter in model.parameters())
-    rows = " x ".join(map(str, next(iter(batches[0].values())).shape))
-    title = f"{type(model).__name__}, {quantity(count)} parameters, {len(batches)} batches of {rows}: {what}"
-    result = checkup(model, batches, precisions, title, options.budget_s)
-    for name, report in result.reports.items():
-        print(f"{name}\n{report}\n")
+    shape = " x ".join(map(str, next(iter(batches[0].values())).shape))
+    print(f"{type(model).__name__}, {quantity(count)} parameters; {len(batches)} steps of {shape}: {what}")
+    reports = {}
+    for name in precisions:
+        reports[name] = examine(
+            model, _loss, batches, name, accumulate=len(batches), budget_s=options.budget
+        )  # all passes are of one step, so that none is passed over
+        print(f"\n{name}: {reports[name]}")
         if options.report:
-            report.write(Path(options.report) / name)
-    print(result)
-    return result.exit_code
-
-
-def _tokenizer(source: str) -> Any:
-    """Return the tokenizer beside a model; None: there is none, or a package that it needs is not installed."""
-    try:
-        return _transformers().AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError):
-        return None
+            command = f"python -m mantissa checkup {' '.join(arguments)}"
+            print(f"report {reports[name].write(Path(options.report) / name, command)}")
+    print(f"\n{table(reports, activations(model, batches))}")
+    return max(report.diagnosis.exit_code for report in reports.values())

@@ -4,14 +4,16 @@ What is known of the published ones, and where from:
 
 - T5: ``DenseReluDense.wo`` of t5-base reaches 66,246 (transformers issue 5651).
 - Llama: in Llama 2, the gate reaches 255.9 and ``up_proj`` 261.75, so that their product, which is the input of
-  ``down_proj``, is above 65,504; in an early layer ``down_proj`` reaches 753 and is harmless (transformers issue 27179).
+  ``down_proj``, is above 65,504; ``down_proj`` of an early layer reaches 753, which is harmless (transformers issue
+  27179).
 - Mistral: activations as massive as that are harmless: fp16 holds them (arXiv 2402.17762).
-- Gemma 3: the norms after attention and MLP have large weights, and the residual stream reaches 696,320 in 27B
-  (arXiv 2605.15572) and 800,000 in EmbeddingGemma (unsloth pull request 4014); Gemma and Gemma 2, whose embeddings
-  are as much multiplied by the square root of the width, are not affected (TensorRT-Model-Connect pull request 1327).
-- Qwen 2: queries and keys with their biases are so large that the scores overflow in eager attention, and not in fused
-  kernels, which hold them in fp32 (QwenLM/Qwen3 issue 910, transformers pull request 33317). Qwen 3 has norms of queries
-  and keys instead of the biases.
+- Gemma 3: norms after attention and MLP have large weights, and the residual stream reaches 696,320 in 27B (arXiv
+  2605.15572) and 800,000 in EmbeddingGemma (unsloth pull request 4014); fp16 is refused for it, and not for Gemma and
+  Gemma 2, whose embeddings are multiplied by the square root of the width, too (TensorRT-Model-Connect pull request
+  1327). Activations of Gemma 4 stay below 2,080 (unsloth pull request 4875); Gemma 2 here reaches that, too.
+- Qwen 2: queries and keys with their biases are so large that the scores overflow in eager attention, and not in
+  fused kernels, which hold them in fp32 (QwenLM/Qwen3 issue 910, transformers pull request 33317). Qwen 3 has norms
+  of queries and keys instead of the biases.
 - Phi-2: the same, with queries and keys of a few hundreds (transformers pull request 28673, mlc-llm 1870).
 - GPT-NeoX: the same, in Pythia 14M (transformers pull request 30199).
 - OPT: softmax over rows of padding gave NaN once (transformers pull request 17437).
@@ -20,18 +22,22 @@ What is known of the published ones, and where from:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
 from torch import Tensor
 
+from mantissa.commands.checkup import CAUSAL, IMAGES, MASKED, SEQ2SEQ, image_batches, text_batches
+
 WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 USUAL: dict[str, Any] = {**WIDE, "vocab_size": 200, "intermediate_size": 128, "max_position_embeddings": 64}
 SHARED: dict[str, Any] = {**USUAL, "num_key_value_heads": 2}
 GROUPED: dict[str, Any] = {**SHARED, "head_dim": 16}
 FEW = {"vocab_size": 200, **WIDE}
+LAYER = "model.layers.1"
 
 Plant = Callable[[Any, list[dict[str, Tensor]]], None]
 
@@ -46,19 +52,33 @@ class Family:
     plant: Plant = lambda model, batches: None
     """Makes weights as large as published ones."""
     attention: str | None = None
-    islands: list[str] = field(default_factory=list)
-    """The fewest modules that have to compute in fp32."""
+    task: str = CAUSAL
+
+    def save(self, folder: Path, seed: int = 0, *, steps: int = 2, rows: int = 3, length: int = 32) -> None:
+        """Make the model, let its weights be large for the batches that it will be checked with, and save it."""
+        torch.manual_seed(seed)
+        loader = getattr(hf, f"AutoModelFor{self.task}")
+        model = loader.from_config(self.config(), dtype=torch.float32, attn_implementation=self.attention).train()
+        images = self.task == IMAGES
+        batches = (
+            image_batches(model, steps, rows)
+            if images
+            else text_batches(model, self.task, None, "", steps, rows, length)
+        )
+        self.plant(model, batches)
+        model.save_pretrained(folder)
 
 
-def peak(model: Any, module: str, batches: list[dict[str, Tensor]]) -> Tensor:
-    """The largest output of a module's channels, in fp32."""
+def outputs(model: Any, module: str, batches: list[dict[str, Tensor]]) -> Tensor:
+    """What a module returns in fp32: a row for each token."""
     seen: list[Tensor] = []
-    hook = model.get_submodule(module).register_forward_hook(lambda _, args, output: seen.append(output.flatten(0, -2).abs()))
+    watched = model.get_submodule(module)
+    hook = watched.register_forward_hook(lambda _, args, output: seen.append(output.flatten(0, -2)))
     with torch.no_grad(), torch.random.fork_rng():
         for batch in batches:
             model(**batch)
     hook.remove()
-    return torch.cat(seen).amax(0)
+    return torch.cat(seen)
 
 
 def reaching(module: str, amax: float) -> Plant:
@@ -66,7 +86,7 @@ def reaching(module: str, amax: float) -> Plant:
 
     @torch.no_grad()
     def plant(model: Any, batches: list[dict[str, Tensor]]) -> None:
-        model.get_submodule(module).weight.mul_(amax / peak(model, module, batches).max())
+        model.get_submodule(module).weight.mul_(amax / outputs(model, module, batches).abs().max())
 
     return plant
 
@@ -76,7 +96,7 @@ def norm_reaching(module: str, amax: float) -> Plant:
 
     @torch.no_grad()
     def plant(model: Any, batches: list[dict[str, Tensor]]) -> None:
-        largest, channel = peak(model, module, batches).max(0)
+        largest, channel = outputs(model, module, batches).abs().amax(0).max(0)
         model.get_submodule(module).weight[channel] = amax / largest - 1
 
     return plant
@@ -86,7 +106,7 @@ def norm_reaching(module: str, amax: float) -> Plant:
 def gated(model: Any, batches: list[dict[str, Tensor]]) -> None:
     """One channel in which the gate reaches 255.9 and the layer beside it 261.75, of the same token."""
     mlp = model.model.layers[1].mlp
-    row = mlp.gate_proj.weight[0] * 255.9 / peak(model, "model.layers.1.mlp.gate_proj", batches)[0]
+    row = mlp.gate_proj.weight[0] * 255.9 / outputs(model, f"{LAYER}.mlp.gate_proj", batches)[:, 0].max()
     mlp.gate_proj.weight[0], mlp.up_proj.weight[0] = row, row * 261.75 / 255.9
 
 
@@ -104,7 +124,6 @@ def biased(*names: str) -> Plant:
     return plant
 
 
-LAYER = "model.layers.1"
 FAMILIES = {
     "gemma": Family(lambda: hf.GemmaConfig(**GROUPED)),
     "gemma2": Family(
@@ -116,9 +135,7 @@ FAMILIES = {
         norm_reaching(f"{LAYER}.post_feedforward_layernorm", 696320),
     ),
     "llama": Family(lambda: hf.LlamaConfig(**USUAL), f"{LAYER}.mlp", gated),
-    "mistral": Family(
-        lambda: hf.MistralConfig(**GROUPED), plant=reaching("model.layers.0.mlp.down_proj", 753)
-    ),
+    "mistral": Family(lambda: hf.MistralConfig(**GROUPED), plant=reaching("model.layers.0.mlp.down_proj", 753)),
     "qwen2-eager": Family(
         lambda: hf.Qwen2Config(**SHARED),
         f"{LAYER}.self_attn",
@@ -131,11 +148,21 @@ FAMILIES = {
     ),
     "qwen3": Family(lambda: hf.Qwen3Config(**GROUPED), plant=reaching(f"{LAYER}.self_attn.k_proj", 300)),
     "t5": Family(
-        lambda: hf.T5Config(vocab_size=200, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0),
+        lambda: hf.T5Config(
+            vocab_size=200,
+            d_model=64,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        ),
         "encoder.block.1.layer.1.DenseReluDense.wo",
         reaching("encoder.block.1.layer.1.DenseReluDense.wo", 66246),
+        task=SEQ2SEQ,
     ),
-    "bert": Family(lambda: hf.BertConfig(**USUAL)),
+    "bert": Family(lambda: hf.BertConfig(**USUAL), task=MASKED),
     "gpt_neox": Family(
         lambda: hf.GPTNeoXConfig(**USUAL),
         "gpt_neox.layers.1.attention",
@@ -151,5 +178,7 @@ FAMILIES = {
     "opt": Family(lambda: hf.OPTConfig(**FEW, ffn_dim=128, word_embed_proj_dim=64, max_position_embeddings=64)),
     "falcon": Family(lambda: hf.FalconConfig(**FEW)),
     "mamba": Family(lambda: hf.MambaConfig(vocab_size=200, hidden_size=64, num_hidden_layers=2, state_size=8)),
-    "vit": Family(lambda: hf.ViTConfig(**WIDE, intermediate_size=128, image_size=32, patch_size=8, num_labels=10)),
+    "vit": Family(
+        lambda: hf.ViTConfig(**WIDE, intermediate_size=128, image_size=32, patch_size=8, num_labels=10), task=IMAGES
+    ),
 }
