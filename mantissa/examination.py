@@ -64,6 +64,7 @@ def examine(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scale: float | None = None,
+    fixed_scale: bool = False,
     accumulate: int = 1,
     number: int = 1,
     generators: dict[str, Tensor] | None = None,
@@ -84,7 +85,8 @@ def examine(
         precision: what training uses. ``bf16`` and ``fp16``: torch.autocast; ``bf16_pure`` and ``fp16_pure``: weights,
             gradients and optimizer state in 16 bits; ``fp32``; ``tf32``.
         optimizer: over the model's parameters, with its state. None: neither updates nor following steps are examined.
-        scale: a fixed loss scale. None: with ``fp16`` dynamic from 65536, as ``torch.amp.GradScaler``; else 1.
+        scale: the loss scale of this step. None: 65536 with fp16, as ``torch.amp.GradScaler`` begins, else 1.
+        fixed_scale: whether no scaler lowers it where gradients overflow; without a scaler it is 1 and fixed.
         accumulate: batches in one step.
         number: of the step, for the report.
         generators: from ``mantissa.generators.random_state``, as they were before the step. None: as they are now.
@@ -105,9 +107,9 @@ def examine(
         if not any(id(weight) in known for group in optimizer.param_groups for weight in group["params"]):
             raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
     before = random_state(next(model.parameters()).device)
-    step = LoopStep.of(model, loss, batches, precision, optimizer, scale, accumulate, number, generators)
+    step = LoopStep.of(model, loss, batches, precision, optimizer, scale, fixed_scale, accumulate, number, generators)
     if step.optimizer is None:
-        checks = [check for check in checks if check not in ("updates", "divergence")]
+        checks = [check for check in checks if check not in ("updates", "state", "divergence")]
     try:
         return Report(diagnose(take(step), tuple(checks), budget_s, say=say))
     finally:

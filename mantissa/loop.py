@@ -53,11 +53,14 @@ class LoopStep(Step):
     The model and the optimizer are copies, and are copied again for every format.
     """
 
+    sums_loss = False
     model: nn.Module
     loss: Loss
     optimizer: torch.optim.Optimizer | None
     steps: list[list[Batch]]
     """The microbatches of each step, the one that is examined first."""
+    first: int
+    """The number of that step."""
     generators: dict[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     """That the step takes."""
@@ -71,6 +74,7 @@ class LoopStep(Step):
         precision: str,
         optimizer: torch.optim.Optimizer | None = None,
         scale: float | None = None,
+        fixed_scale: bool = False,
         accumulate: int = 1,
         number: int = 1,
         generators: dict[str, Tensor] | None = None,
@@ -84,7 +88,7 @@ class LoopStep(Step):
         device = next(original.parameters()).device
         generators = generators or random_state(device)
         try:
-            copied, own = copy.deepcopy((original, optimizer))
+            copied, own = _copy(original, optimizer)
         except Exception as error:  # of many kinds: what is in a model decides
             raise FormatError(
                 f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
@@ -108,11 +112,13 @@ class LoopStep(Step):
             stored={name: each.detach().clone() for name, each in parameters.items()},
             buffers={name: each.detach().clone() for name, each in copied.named_buffers()},
             scale=scales,
-            least_scale=LEAST_SCALE if format.needs_loss_scale and scale is None else 0.0,
+            least_scale=LEAST_SCALE if format.needs_loss_scale and not fixed_scale else 0.0,
+            moments={name: own.state[each] for name, each in parameters.items() if own and each in own.state},
             model=copied,
             loss=loss,
             optimizer=own,
             steps=steps,
+            first=number,
             generators=generators,
         )
 
@@ -131,7 +137,8 @@ class LoopStep(Step):
         set_random_state(self.generators, self.device)
 
     def following(self, count: int) -> list[list[Batch]]:
-        return [self.steps[index % len(self.steps)] for index in range(count)]
+        done = self.number - self.first
+        return [self.steps[(done + index) % len(self.steps)] for index in range(count)]
 
     def share(self, microbatches: list[Batch]) -> float:
         return len(microbatches) / len(self.microbatches)
@@ -164,8 +171,8 @@ class LoopPasses(Passes):
     step: LoopStep
 
     def __init__(self, step: LoopStep, format: str, own: bool, fp32_modules: list[str], fp32_ops: list[str]) -> None:
-        model, self.optimizer = copy.deepcopy((step.model, step.optimizer))
-        if not own:
+        model, self.optimizer = _copy(step.model, step.optimizer)
+        if not own or format != step.format.name:
             _cast(model, self.optimizer, FORMATS[format].weights)
         self._fp32_ops = fp32_ops
         for name in fp32_modules:
@@ -263,6 +270,15 @@ class LoopUpdate:
         """Take the step, whose gradients are true ones, and finite."""
         self.optimizer.step()
         return SimpleNamespace(skipped=torch.tensor(False), grad_norm=torch.tensor(math.nan))
+
+
+def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Copy both, with the hooks of parameters, which torch leaves out."""
+    copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer))
+    for mine, its in zip(model.parameters(), copied[0].parameters(), strict=True):
+        for hook in (mine._backward_hooks or {}).values():
+            its.register_hook(hook)
+    return copied
 
 
 def _cast(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ def numbers_in(nested: Any) -> list[Tensor]:
 
 def finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite."""
+    tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
@@ -43,7 +44,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
     Infinite, if ``found`` is not finite there; NaN, if ``expected`` is 0.
     """
-    found, expected = found.detach().double(), expected.detach().double()
+    found, expected = (each.detach().double() for each in (found, expected))
+    if expected.is_sparse:
+        found, expected = found.to_dense(), expected.to_dense()
     known = expected.isfinite()
     found, expected = found[known], expected[known]
     size = torch.linalg.vector_norm(expected).item()

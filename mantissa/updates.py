@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
-from mantissa.formats import BF16, Format
+from mantissa.formats import Format
 from mantissa.step import Masters
 
 SAMPLE = 65536
@@ -284,9 +284,8 @@ def judge(updates: dict[str, Counts], format: Format) -> Examined:
         return Examined()
     name = format.number.name
 
-    def finding(kind: str, parameter: str, detail: str, cure: str = "") -> Finding:
-        module, cures = parameter.rpartition(".")[0], [f"precision={name}_master{cure}"]
-        return Finding(kind, UPDATE, module, format.name, detail=f"{parameter}: {detail}", cure=cures)
+    def finding(kind: str, parameter: str, detail: str) -> Finding:
+        return Finding(kind, UPDATE, parameter.rpartition(".")[0], format.name, detail=f"{parameter}: {detail}")
 
     found = [
         finding(
@@ -298,7 +297,7 @@ def judge(updates: dict[str, Counts], format: Format) -> Examined:
     for parameter, share in _worst(lost).items():
         quality = updates[parameter].edq
         detail = f"{share:.0%} of the updates are rounded away, effective descent quality {quality:.2f}"
-        found.append(finding(LOST, parameter, detail, ", or precision=bf16_sr" if format.number is BF16 else ""))
+        found.append(finding(LOST, parameter, detail))
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
     return Examined(findings=found[:_SHOWN], notes=notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,8 +64,6 @@ class TrainerStep(Step):
     generators: dict[str, Tensor]
     prototype: nn.Module
     """The recipe's model in fp32 on the host; its weights do not matter."""
-    moments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By parameter: the optimizer's state."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> TrainerStep:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, zip_longest
 from typing import Any
@@ -13,11 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
-from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, storage
+from mantissa.doctor.tape import MASKED, Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes
+from mantissa.step import Passes, each
 from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
@@ -39,7 +42,12 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
         opened: whether the MATH kernel is in use.
     """
     modules = ModuleTracer(passes.model)
-    named = [*passes.model.named_parameters(), *passes.model.named_buffers()]
+    data = [
+        (f"batch{name}" if name.startswith("[") else f"batch['{name}']", tensor)
+        for batch in passes.microbatches
+        for name, tensor in batch.items()
+    ]
+    named = [*passes.model.named_parameters(), *passes.model.named_buffers(), *data]
     with modules, Tape(modules, named) as tape:
         found = passes.attempt()
     slice_ = behind([node for name in found.harmed for node in tape.writers(found.sinks[name])])
@@ -50,11 +58,13 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     path = _path(cause, slice_, found.harmed)
 
     def finding(kind: str, at: Operator, detail: str) -> Finding:
-        return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path)
+        line = str(at.line or "")
+        return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path, line=line)
 
     operator = cause.operator
-    if cause.outside:
-        return finding(INPUT, operator, f"{', '.join(dict.fromkeys(cause.outside))} is not finite before the step")
+    masks = [each for each in cause.roots() if not (each.tensor.isnan() | (each.tensor == math.inf)).any()]
+    if cause.roots() and (len(masks) < len(cause.roots()) or operator.name not in MASKED):
+        return _of_input(passes, cause, finding(INPUT, operator, ""))
     if "scaled_dot_product" in operator.op and not opened:
         with sdpa_kernel(SDPBackend.MATH):
             inside = find(passes, format, opened=True)
@@ -65,9 +75,45 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     if kind == DOMAIN and format not in (FP32, FP64) and (source := _flushed(passes, modules, cause.number)):
         flushed, lost = source
         return finding(UNDERFLOW, flushed, f"{lost}; {operator.op} then divides by 0 or takes a logarithm of it")
+    if masks:
+        detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding(kind, operator, detail)
+
+
+def _of_input(passes: Passes, cause: Node, finding: Finding) -> Finding:
+    """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
+    outside = min(cause.roots(), key=lambda each: not each.name.startswith("batch"))
+    name, rows = outside.name, outside.rows
+    bad = int((~outside.tensor.detach().isfinite()).sum())
+    stored = f"{dtype_name(outside.tensor.dtype)}, " if outside.tensor.dtype.itemsize == 2 else ""
+    finding.detail = f"{name} ({stored}{bad:,} of {outside.tensor.numel():,} elements) is not finite before the step"
+    finding.module, finding.tensor = ("", name) if name.startswith("batch") else (name.rpartition(".")[0], name)
+    batches, own, buffers = passes.microbatches, passes.weights, dict(passes.step.buffers)
+    size = len(outside.tensor) if outside.tensor.ndim else 0
+    if name.startswith("batch") and 0 < len(rows) < size:
+        samples = f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
+        finding.tensor += f", {samples}"
+        left = [row for row in range(size) if row not in rows]
+        passes.microbatches = [
+            each(batch, lambda tensor: tensor[left] if tensor.shape[:1] == (size,) else tensor) for batch in batches
+        ]
+        cure = f"leave out {samples} of {name}: without, the step is finite"
+    else:
+        cure = f"finite values in {name}: with zeros in their place, the step is finite"
+        passes.microbatches = [each(batch, _without_infinities) for batch in batches]
+        passes.weights = {key: _without_infinities(tensor) for key, tensor in own.items()}
+        passes.step.buffers.update({key: _without_infinities(tensor) for key, tensor in passes.step.buffers.items()})
+    with suppress(RuntimeError):  # a batch of another size
+        finding.cure = [] if passes.attempt().harmed else [cure]
+    passes.microbatches, passes.weights = batches, own
+    passes.step.buffers.update(buffers)
+    return finding
+
+
+def _without_infinities(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
 
 
 def absorbed(passes: Passes, errors: list[Finding]) -> list[Finding]:
@@ -172,6 +218,8 @@ def _kind(passes: Passes, modules: ModuleTracer, number: int) -> tuple[str, str]
         count = f"{int(bad.sum()):,} of {low.numel():,} elements"
         if bool(torch.isfinite(reference).all()):
             amax, largest = reference.abs().max().item(), torch.finfo(low.dtype).max
+            if amax <= largest:
+                return OVERFLOW, f"an intermediate result overflows; the reference has at most {amax:.6g}, {count}"
             return OVERFLOW, f"reference amax {amax:.6g} > {largest:.6g}, {count}"
         shown = sorted({f"{value:g}" for value in reference[~reference.isfinite()].tolist()})
         return DOMAIN, f"the reference is {', '.join(shown)} too, {count}"
@@ -192,6 +240,7 @@ class _Flushes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._number += 1
+        self._modules.line()
         if not self._last - _DEPTH <= self._number <= self._last:
             return func(*args, **kwargs)
         changes = func._schema.is_mutable
