@@ -6,6 +6,7 @@ import argparse
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,24 +41,6 @@ class Peak(NamedTuple):
     amax: float
     in_fp16: bool
     """Whether it is held in fp16 under autocast."""
-
-
-def table(reports: dict[str, Report], peaks: Sequence[Peak]) -> str:
-    """Return the verdict of each precision, and the activations that are closest to overflow."""
-    rows = [("precision", "verdict", "where", "fp32 islands", "their cost")]
-    for precision, report in reports.items():
-        islands, names, cost = report.diagnosis.islands, "-", "-"
-        if islands is not None:
-            more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
-            names = islands.modules[0] + more if islands.cured else "none found"
-            cost = islands.cost if islands.cured else "-"
-        where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
-        rows.append((precision, report.verdict, where, names, cost))
-    largest = [("largest activations", "", "|x| in fp32", f"{FP16.largest:g} / |x|", "under fp16 autocast")]
-    for peak in peaks[:_SHOWN]:
-        held = "fp32" if not peak.in_fp16 else "fp16" if peak.amax <= FP16.largest else "fp16: overflows"
-        largest.append((peak.module, peak.what, quantity(peak.amax), about(FP16.largest / peak.amax), held))
-    return f"{columns(rows)}\n\n{columns(largest)}"
 
 
 def activations(model: nn.Module, batches: Sequence[Batch]) -> list[Peak]:
@@ -133,65 +116,6 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
 
 
-def text_batches(model: Any, task: str, tokenizer: Any, text: str, steps: int, rows: int, length: int) -> list[Batch]:
-    """Return the batches of some steps, each with padding at the end of its last row.
-
-    Args:
-        model: of transformers, a language model.
-        task: of the model.
-        tokenizer: of the model; None: the tokens are random.
-        text: to cut into rows.
-        steps: number of batches.
-        rows: of a batch.
-        length: of a row, in tokens; twice as many for an encoder with a decoder, which continues the text.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    shape = steps, rows, length * (1 + (task == SEQ2SEQ))
-    count = steps * rows * shape[-1]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, shape, generator=generator)
-    if tokenizer is not None:
-        ids = tokenizer(text[: 20 * count], add_special_tokens=False)["input_ids"]
-        if len(ids) < count:
-            raise UsageError(f"the text has {len(ids)} tokens of {count}; set smaller --length, --batch or --steps")
-        if max(ids) >= vocabulary:
-            raise UsageError(
-                f"the tokenizer has token {max(ids)}, and the model ends at {vocabulary - 1}; take its own"
-            )
-        tokens = torch.tensor(ids[:count]).view(shape)
-    paddings = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
-    padding = next((each for each in paddings if each is not None and each >= 0), 0)
-    present = torch.ones(rows, length, dtype=torch.long)
-    present[-1, length // 2 :] = 0
-    batches = []
-    for each in tokens:
-        inputs = each[:, :length].masked_fill(present == 0, padding)
-        labels = each[:, -length:].masked_fill(present == 0, -100)
-        if task == MASKED:
-            hidden = (torch.rand(rows, length, generator=generator) < 0.15) & (present == 1)
-            hidden[:, 0] = True
-            labels = labels.masked_fill(~hidden, -100)
-            inputs = inputs.masked_fill(hidden, getattr(tokenizer, "mask_token_id", None) or 0)
-        batch = {"input_ids": inputs, "labels": labels, "attention_mask": present}
-        batch["token_type_ids"] = torch.zeros_like(inputs)
-        wanted = inspect.signature(model.forward).parameters
-        batches.append({name: tensor.to(model.device) for name, tensor in batch.items() if name in wanted})
-    return batches
-
-
-def image_batches(model: Any, steps: int, rows: int) -> list[Batch]:
-    """Return batches of normal noise, which normalised images resemble, with random labels."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    size = getattr(config, "image_size", 224)
-    shape = rows, config.num_channels, *([size, size] if isinstance(size, int) else size)
-    batches = []
-    for _ in range(steps):
-        pixels = torch.randn(shape, generator=generator)
-        labels = torch.randint(config.num_labels, (rows,), generator=generator)
-        batches.append({"pixel_values": pixels.to(model.device), "labels": labels.to(model.device)})
-    return batches
-
-
 def _tokenizer(source: str, text: str) -> Any:
     """Return the tokenizer beside a model; None: there is none, or a package that it needs is not installed."""
     from transformers import AutoTokenizer
@@ -203,9 +127,77 @@ def _tokenizer(source: str, text: str) -> Any:
     return tokenizer if len(set(tokenizer(text[:4000])["input_ids"])) >= _LEAST_TOKENS else None
 
 
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    result: Tensor = model(**batch).loss
-    return result
+def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[int, int, int]) -> list[Batch]:
+    """Return batches for a language model, with padding at the end of each one's last row.
+
+    Args:
+        model: of transformers.
+        task: of the model.
+        tokenizer: of the model; None: the tokens are random.
+        text: to cut into rows.
+        shape: number of batches, rows of a batch, tokens of a row (as many again are a decoder's, where there is one).
+    """
+    number, rows, length = shape
+    vocabulary, generator = model.get_input_embeddings().num_embeddings, torch.Generator().manual_seed(0)
+    width = 2 * length if task == SEQ2SEQ else length
+    count = number * rows * width
+    tokens = torch.randint(vocabulary, (count,), generator=generator)
+    if tokenizer is not None:
+        tokens = torch.tensor(tokenizer(text[: 20 * count], add_special_tokens=False, verbose=False)["input_ids"])
+        if len(tokens) < count:
+            raise UsageError(f"the text has {len(tokens)} of {count} tokens; set smaller --length, --batch or --steps")
+        if tokens.max() >= vocabulary:
+            raise UsageError(
+                f"the tokenizer has token {tokens.max()}, the model ends at {vocabulary - 1}; take its own"
+            )
+    paddings = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
+    padding = next((each for each in paddings if each is not None and each >= 0), 0)
+    present = torch.ones(rows, length, dtype=torch.long)
+    present[-1, length // 2 :] = 0
+    wanted = inspect.signature(model.forward).parameters
+    batches = []
+    for each in tokens[:count].view(number, rows, width):
+        inputs, labels = each[:, :length].masked_fill(present == 0, padding), each[:, -length:]
+        if task == MASKED:
+            hidden = torch.rand(rows, length, generator=generator) < 0.15
+            hidden[:, 0] = True
+            labels = labels.masked_fill(~hidden, -100)
+            inputs = inputs.masked_fill(hidden & (present == 1), getattr(tokenizer, "mask_token_id", None) or 0)
+        labels = labels.masked_fill(present == 0, -100)
+        batch = {"input_ids": inputs, "attention_mask": present, "token_type_ids": 0 * inputs, "labels": labels}
+        batches.append({name: tensor.to(model.device) for name, tensor in batch.items() if name in wanted})
+    return batches
+
+
+def image_batches(model: Any, number: int, rows: int) -> list[Batch]:
+    """Return batches of normal noise, which normalised images resemble, with random labels."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    size = getattr(config, "image_size", 224)
+    shape = rows, config.num_channels, *([size, size] if isinstance(size, int) else size)
+    batches = []
+    for _ in range(number):
+        pixels = torch.randn(shape, generator=generator)
+        labels = torch.randint(config.num_labels, (rows,), generator=generator)
+        batches.append({"pixel_values": pixels.to(model.device), "labels": labels.to(model.device)})
+    return batches
+
+
+def table(reports: dict[str, Report], peaks: Sequence[Peak]) -> str:
+    """Return the verdict of each precision, and the activations that are closest to overflow."""
+    rows = [("precision", "verdict", "where", "fp32 islands", "their cost")]
+    for precision, report in reports.items():
+        islands, names, cost = report.diagnosis.islands, "-", "-"
+        if islands is not None:
+            more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
+            names = islands.modules[0] + more if islands.cured else "none found"
+            cost = islands.cost if islands.cured else "-"
+        where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
+        rows.append((precision, report.verdict, where, names, cost))
+    largest = [("largest activations", "", "|x| in fp32", f"{FP16.largest:g} / |x|", "under fp16 autocast")]
+    for peak in peaks[:_SHOWN]:
+        held = "fp32" if not peak.in_fp16 else "fp16" if peak.amax <= FP16.largest else "fp16: overflows"
+        largest.append((peak.module, peak.what, quantity(peak.amax), about(FP16.largest / peak.amax), held))
+    return f"{columns(rows)}\n\n{columns(largest)}"
 
 
 def main(arguments: list[str]) -> int:
@@ -217,7 +209,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--precision", default="fp16,bf16", help=f"of {', '.join(PRECISIONS)} (default: fp16,bf16)")
     parser.add_argument("--text", help="file to train on (default: the documentation of Python)")
     parser.add_argument("--length", type=int, default=128, help="tokens in a row (default: 128)")
-    parser.add_argument("--batch", type=int, default=4, help="rows in a step (default: 4)")
+    parser.add_argument("--batch", type=int, default=4, help="rows in a batch (default: 4)")
     parser.add_argument("--steps", type=int, default=3, help="forward and backward passes (default: 3)")
     parser.add_argument("--attention", help="eager, sdpa, … (default: the model's)")
     parser.add_argument("--budget", type=float, default=60, help="seconds for each precision (default: 60)")
@@ -236,22 +228,29 @@ def main(arguments: list[str]) -> int:
     else:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
-        length, tokenizer = min(options.length, longest), _tokenizer(options.model, text)
-        batches = text_batches(model, task, tokenizer, text, options.steps, options.batch, length)
+        shape, tokenizer = (options.steps, options.batch, min(options.length, longest)), _tokenizer(options.model, text)
+        batches = text_batches(model, task, tokenizer, text, shape)
         what = (
             "random tokens, as it has no tokenizer" if tokenizer is None else options.text or "Python's documentation"
         )
     count = sum(parameter.numel() for parameter in model.parameters())
-    shape = " x ".join(map(str, next(iter(batches[0].values())).shape))
-    print(f"{type(model).__name__}, {quantity(count)} parameters; {len(batches)} steps of {shape}: {what}")
+    size = " x ".join(map(str, next(iter(batches[0].values())).shape))
+    print(f"{type(model).__name__}, {quantity(count)} parameters; {len(batches)} passes over {size}: {what}")
     reports = {}
     for name in precisions:
-        reports[name] = examine(
-            model, _loss, batches, name, accumulate=len(batches), budget_s=options.budget
-        )  # all passes are of one step, so that none is passed over
-        print(f"\n{name}: {reports[name]}")
+        reports[name] = report = examine(
+            model,
+            lambda model, batch: model(**batch).loss,
+            batches,
+            name,
+            accumulate=len(batches),  # one step of all passes, so that each of them is examined
+            budget_s=options.budget,
+            say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
+        )
+        print(file=sys.stderr)
+        print(f"\n{name}: {report}")
         if options.report:
-            command = f"python -m mantissa checkup {' '.join(arguments)}"
-            print(f"report {reports[name].write(Path(options.report) / name, command)}")
+            page = report.write(Path(options.report) / name, f"python -m mantissa checkup {' '.join(arguments)}")
+            print(f"report {page}")
     print(f"\n{table(reports, activations(model, batches))}")
     return max(report.diagnosis.exit_code for report in reports.values())

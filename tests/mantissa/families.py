@@ -63,7 +63,7 @@ class Family:
         batches = (
             image_batches(model, steps, rows)
             if images
-            else text_batches(model, self.task, None, "", steps, rows, length)
+            else text_batches(model, self.task, None, "", (steps, rows, length))
         )
         self.plant(model, batches)
         model.save_pretrained(folder)

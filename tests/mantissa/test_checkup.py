@@ -66,7 +66,7 @@ def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pyt
     text = tmp_path / "text.txt"
     text.write_text("\n".join(topics.values())[:5000])
     assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16", "--text", str(text)]) == 0
-    assert f"2 steps of 3 x 32: {text}" in capsys.readouterr().out
+    assert f"2 passes over 3 x 32: {text}" in capsys.readouterr().out
     assert main(["checkup", str(tmp_path), "--steps", "100", "--text", str(text)]) == 2
     assert "set smaller --length, --batch or --steps" in capsys.readouterr().err
 
