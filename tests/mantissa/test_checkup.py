@@ -41,6 +41,13 @@ def test_the_module_that_overflows_in_fp16_is_named_and_cured(
         assert found["fp16"] == ["HEALTHY", "-", "-", "-"]
 
 
+def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FAMILIES["llama"].save(tmp_path, seed=1)
+    assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "fp16"]) == 7
+    assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "fp16", "--steps", "1"]) == 0
+    assert f"overflow: {LAYER}.mlp" in capsys.readouterr().out
+
+
 def test_the_activation_that_is_closest_to_overflow_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
