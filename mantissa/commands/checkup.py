@@ -171,13 +171,14 @@ def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[
 
 def image_batches(model: Any, number: int, rows: int) -> list[Batch]:
     """Return batches of normal noise, which normalised images resemble, with random labels."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    size = getattr(config, "image_size", 224)
-    shape = rows, config.num_channels, *([size, size] if isinstance(size, int) else size)
+    generator = torch.Generator().manual_seed(0)
+    vision = getattr(model.config, "vision_config", model.config)
+    size = getattr(vision, "image_size", 224)
+    shape = rows, vision.num_channels, *([size, size] if isinstance(size, int) else size)
     batches = []
     for _ in range(number):
         pixels = torch.randn(shape, generator=generator)
-        labels = torch.randint(config.num_labels, (rows,), generator=generator)
+        labels = torch.randint(model.config.num_labels, (rows,), generator=generator)
         batches.append({"pixel_values": pixels.to(model.device), "labels": labels.to(model.device)})
     return batches
 

@@ -51,6 +51,8 @@ class Family:
     """The module that overflows."""
     plant: Plant = lambda model, batches: None
     """Makes weights as large as published ones."""
+    islands: str = ""
+    """The fewest modules that have to compute in fp32; empty: that which overflows."""
     attention: str | None = None
     task: str = CAUSAL
 
@@ -91,13 +93,14 @@ def reaching(module: str, amax: float) -> Plant:
     return plant
 
 
-def norm_reaching(module: str, amax: float) -> Plant:
-    """Let one channel of a norm of Gemma, whose weights are added to 1, reach this."""
+def norms_reaching(amax: float, *layers: int) -> Plant:
+    """Let one channel of the norms after the MLPs of Gemma, whose weights are added to 1, reach this."""
 
     @torch.no_grad()
     def plant(model: Any, batches: list[dict[str, Tensor]]) -> None:
-        largest, channel = outputs(model, module, batches).abs().amax(0).max(0)
-        model.get_submodule(module).weight[channel] = amax / largest - 1
+        for name in (f"model.layers.{layer}.post_feedforward_layernorm" for layer in layers):
+            largest, channel = outputs(model, name, batches).abs().amax(0).max(0)
+            model.get_submodule(name).weight[channel] = amax / largest - 1
 
     return plant
 
@@ -126,13 +129,12 @@ def biased(*names: str) -> Plant:
 
 FAMILIES = {
     "gemma": Family(lambda: hf.GemmaConfig(**GROUPED)),
-    "gemma2": Family(
-        lambda: hf.Gemma2Config(**GROUPED), plant=norm_reaching(f"{LAYER}.post_feedforward_layernorm", 2080)
-    ),
+    "gemma2": Family(lambda: hf.Gemma2Config(**GROUPED), plant=norms_reaching(2080, 1)),
     "gemma3": Family(
         lambda: hf.Gemma3TextConfig(**GROUPED),
-        f"{LAYER}.post_feedforward_layernorm",
-        norm_reaching(f"{LAYER}.post_feedforward_layernorm", 696320),
+        "model.layers.0.post_feedforward_layernorm",
+        norms_reaching(696320 / 2, 0, 1),
+        islands="model.layers.0.post_feedforward_layernorm and 1 more",
     ),
     "llama": Family(lambda: hf.LlamaConfig(**USUAL), f"{LAYER}.mlp", gated),
     "mistral": Family(lambda: hf.MistralConfig(**GROUPED), plant=reaching("model.layers.0.mlp.down_proj", 753)),

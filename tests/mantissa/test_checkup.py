@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -35,8 +36,9 @@ def test_the_module_that_overflows_in_fp16_is_named_and_cured(
     assert found["bf16"] == ["HEALTHY", "-", "-", "-"]
     if family.fp16:
         verdict, where, islands, cost = found["fp16"]
-        assert (verdict, where, islands) == ("FOUND", f"overflow: {family.fp16}", family.fp16)
-        assert "time" in cost
+        assert (verdict, where) == ("FOUND", f"overflow: {family.fp16}")
+        assert islands == (family.islands or family.fp16)
+        assert re.match(r"([-+]\d+% time \[.*\], )?[-+]\d", cost)  # a step of less than 5 ms is not timed
     else:
         assert found["fp16"] == ["HEALTHY", "-", "-", "-"]
 
