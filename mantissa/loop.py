@@ -92,8 +92,9 @@ class LoopStep(Step):
         except Exception as error:  # of many kinds: what is in a model decides
             raise FormatError(
                 f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
-                "give the model before it is sharded, or with torch.nn.utils.parametrizations for weight norm"
+                "give the model before it is wrapped or sharded"
             ) from error
+        weights = {name: each.detach().float().clone() for name, each in copied.named_parameters()}
         if format.half_weights is not None:
             _cast(copied, own, format.half_weights)
         flat: list[Batch] = [LoopBatch(batch) for batch in batches]
@@ -108,7 +109,7 @@ class LoopStep(Step):
             compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
             device=device,
             microbatches=steps[0],
-            weights={name: each.detach().float().clone() for name, each in parameters.items()},
+            weights=weights,
             stored={name: each.detach().clone() for name, each in parameters.items()},
             buffers={name: each.detach().clone() for name, each in copied.named_buffers()},
             scale=scales,
@@ -274,8 +275,10 @@ class LoopUpdate:
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Copy both, with the hooks of parameters, which torch leaves out."""
-    copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer))
+    """Copy both, with the hooks of parameters and with results that modules keep, which torch would leave out."""
+    kept = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
+    memo = {id(each): each.detach().clone() for each in kept if each.grad_fn is not None}
+    copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer), memo)
     for mine, its in zip(model.parameters(), copied[0].parameters(), strict=True):
         for hook in (mine._backward_hooks or {}).values():
             its.register_hook(hook)
