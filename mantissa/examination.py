@@ -84,7 +84,7 @@ def examine(
             after it. Tensors on the model's device, in nested dicts, tuples and lists.
         precision: what training uses. ``bf16`` and ``fp16``: torch.autocast; ``bf16_pure`` and ``fp16_pure``: weights,
             gradients and optimizer state in 16 bits; ``fp32``; ``tf32``.
-        optimizer: over the model's parameters, with its state. None: neither updates nor following steps are examined.
+        optimizer: over the model's parameters, with its state. None: updates are not examined, and the weights stay.
         scale: the loss scale of this step. None: 65536 with fp16, as ``torch.amp.GradScaler`` begins, else 1.
         fixed_scale: whether no scaler lowers it where gradients overflow; without a scaler it is 1 and fixed.
         accumulate: batches in one step.
@@ -109,7 +109,7 @@ def examine(
     before = random_state(next(model.parameters()).device)
     step = LoopStep.of(model, loss, batches, precision, optimizer, scale, fixed_scale, accumulate, number, generators)
     if step.optimizer is None:
-        checks = [check for check in checks if check not in ("updates", "state", "divergence")]
+        checks = [check for check in checks if check not in ("updates", "state")]
     try:
         return Report(diagnose(take(step), tuple(checks), budget_s, say=say))
     finally:
@@ -119,15 +119,18 @@ def examine(
 def take(step: LoopStep) -> Replay:
     """Take a step as its loop does, eagerly, and say how it ended."""
     passes = step.passes(step.format.name, own=True)
-    began = time.monotonic()
     notes: list[str] = []
     try:
         found = passes.until_finite()
     except Exception:  # the format sweep says what it is
-        return Replay(step, math.nan, math.nan, False, time.monotonic() - began, 0, "its beginning", notes=notes)
+        return Replay(step, math.nan, math.nan, False, 0.0, 0, "its beginning", notes=notes)
+    began = time.monotonic()  # what is done for the first time takes longer
+    found = passes.attempt()
     step.seconds = time.monotonic() - began
     weights = found.gradients.values()
     sound = all(map(finite, weights))
+    if sound:
+        step.scale = passes.scale  # to which a scaler backs off at this step
     norms = [torch.linalg.vector_norm(each.float()) / passes.scale for each in weights if not each.is_sparse]
     norm = torch.stack(norms).norm().item() if norms else math.nan
     updates: dict[str, Counts] = {}

@@ -221,8 +221,8 @@ class LoopPasses(Passes):
         return [self.model]
 
     def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0)
+        if self.optimizer is None:  # the weights stay as they are
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.start()
         losses = []
         for group in self.optimizer.param_groups:
@@ -249,7 +249,7 @@ class LoopPasses(Passes):
             torch._foreach_mul_(gradients, 1 / self.scale)
         if sound or not self.format.needs_loss_scale:
             self.optimizer.step()
-        return loss.item()
+        return loss.item() if sound or not self.format.needs_loss_scale else math.nan  # it would be skipped for ever
 
     def peak_bytes(self) -> int:
         optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0)

@@ -51,6 +51,8 @@ HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
 SWEEP = "formats"
 """The name of the format sweep among the checks."""
+_TRAINING = 10.0
+"""Seconds that more than the fewest steps of a divergence may take."""
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Examined)
 CHECKS = (SWEEP, "manifest", "gradients", "range", "pairs", "updates", "state", "divergence", "islands")
@@ -129,7 +131,7 @@ class Budget:
         try:
             return part()
         except Exception as error:  # a check that cannot be made of this model says nothing of it
-            if always:
+            if always or isinstance(error, AssertionError):
                 raise
             why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.left_out.append(f"{name} ({why.partition(chr(10))[0][:200]})")
@@ -408,7 +410,7 @@ def _train_on(result: Diagnosis) -> None:
         needed = budget.seconds + STEPS * seconds
         budget.left_out.append(f"divergence (it takes about {STEPS * seconds:.0f} s; set budget_s={needed:.0f})")
         return
-    batches = step.following(max(STEPS, min(MOST_STEPS, int(budget.left() / 3 / seconds))))
+    batches = step.following(max(STEPS, min(MOST_STEPS, int(min(budget.left() / 3, _TRAINING) / seconds))))
     found = result.divergence = result.add(budget.run("divergence", lambda: divergence(step, batches)))
     if found is not None and (count := found.broken) is not None:
         later = budget.run("the step that breaks", lambda: _broken_later(step, batches, count, FP32))

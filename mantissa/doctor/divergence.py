@@ -163,5 +163,5 @@ def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     passes = step.reference()
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
-    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator, True)) for batch in step] for step in batches)
+    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in step] for step in batches)
     return passes.train(inputs)

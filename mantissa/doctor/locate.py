@@ -130,23 +130,7 @@ def _in_half(step: Step, outside: bool = False) -> list[str]:
     return [name for name in names if name not in _MOVES]
 
 
-_MOVES = frozenset(
-    [
-        "to_copy",
-        "copy",
-        "clone",
-        "detach",
-        "view",
-        "unsafe_view",
-        "t",
-        "transpose",
-        "expand",
-        "slice",
-        "select",
-        "_to_copy",
-        "_unsafe_view",
-    ]
-)
+_MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "transpose", "expand", "slice", "select")
 
 
 def _line_of(step: Step, operator: str) -> Line | None:
@@ -171,7 +155,7 @@ class _Results(TorchDispatchMode):
         place = self._modules.module()
         inside = place == self._module or (not self._outside and f"{place}.".startswith(f"{self._module}.".lstrip(".")))
         name = str(func).rpartition(".")[0].removeprefix("aten.")
-        if inside and not func.is_view and name not in _MOVES:
+        if inside and not func.is_view and name.strip("_") not in _MOVES:
             for tensor in numbers_in(result)[:1]:
                 self.found.append((name, self._modules.line(), tensor.detach().clone()))
         return result

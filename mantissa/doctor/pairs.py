@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
 from mantissa.doctor.module_calls import Call, Different, Evaluated, NoDropout, Recording, evaluate, record
+from mantissa.dtypes import CAST
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
@@ -209,8 +210,11 @@ def wrong_gradients(step: Step) -> WrongGradients:
 
 def rounded_away(step: Step) -> str:
     """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
-    for name, tensor in step.microbatches[0].items():
-        if tensor.is_floating_point() and tensor.ndim and len(tensor) > 1:
+    passes = step.own()
+    with _Rounded() as cast, torch.no_grad():
+        passes.loss(passes.microbatches[0])
+    for name, tensor in passes.microbatches[0].items():
+        if tensor.data_ptr() in cast.addresses and tensor.ndim and len(tensor) > 1:
             exact = tensor.detach().double()
             varies = torch.linalg.vector_norm(exact - exact.mean(0, keepdim=True)).item()
             error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
@@ -220,12 +224,26 @@ def rounded_away(step: Step) -> str:
     return ""
 
 
+class _Rounded(TorchDispatchMode):
+    """Notes the addresses of the tensors that are cast to 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func).startswith(CAST) and result.dtype.itemsize == 2:
+            self.addresses.add(args[0].data_ptr())
+        return result
+
+
 def shaken(passes: Passes, unit: float, seed: int) -> Passes:
     """Return passes whose weights and inputs are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     weights, batches = passes.step.weights, passes.step.microbatches
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in weights.items()}
-    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator, True)) for batch in batches]
+    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in batches]
     return passes
 
 
