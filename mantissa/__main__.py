@@ -10,6 +10,7 @@ from mantissa.errors import FormatError, UsageError
 COMMANDS = {
     "doctor": "what precision does to a training step of your model",
     "compare": "whether two commands train equally well: precisions, commits, versions of torch",
+    "checkup": "which precisions a model of transformers can be trained in, and what cures the others",
 }
 """By name, with a line of help; each is a module ``mantissa.commands.NAME`` with ``main(arguments) -> int``."""
 
