@@ -8,6 +8,7 @@ from importlib import import_module
 from mantissa.errors import FormatError, UsageError
 
 COMMANDS = {
+    "certify": "what a training command loses when it is killed and started again",
     "doctor": "what precision does to a training step of your model",
 }
 """By name, with a line of help; each is a module ``mantissa.commands.NAME`` with ``main(arguments) -> int``."""

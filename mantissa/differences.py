@@ -1,0 +1,295 @@
+"""How a run that was killed and started again differs from one that nobody disturbed, and what it has lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Lines = dict[int, list[str]]
+"""What a process said of each step, in the order of its steps."""
+Values = dict[tuple[str, str, str], Any]
+"""Tensors, numbers and texts by file, part of the file (``optimizer``) and name (``state.0.exp_avg``)."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Numpy's random state, in the checkpoints of transformers.
+_SAFE: list[Any] = [np.ndarray, np.dtype, np.empty(0).__reduce__()[0], type(np.dtype(np.uint32))]
+
+
+class Record(NamedTuple):
+    """What is known of a run: the lines of each start, from the first to the last, and what it left in the end."""
+
+    metrics: list[dict[Any, Any]]
+    """``Lines``, as of the data."""
+    data: list[dict[Any, Any]]
+    values: list[dict[Any, Any]]
+    """One dict of ``Values``."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What was compared between an undisturbed run and a killed one, and what differs."""
+
+    tensors: int
+    """Tensors, numbers and texts that were compared."""
+    elements: int
+    steps: int
+    repeated_steps: int
+    """Steps that were taken more than once, because a kill came before they were saved."""
+    ulp: float
+    """The largest distance of two numbers in units in the last place; infinite for integers, shapes and NaNs."""
+    first_step: int | None
+    """The first step of which a line differs."""
+    place: str
+    """The part of a file that differs first, or empty."""
+    lost: list[str]
+    """One sentence for each thing that was lost."""
+
+    def judge(self, max_ulp: float) -> tuple[str, int]:
+        """Return the verdict and its exit code: 0 BITWISE, 5 ``ULP <= k``, 6 DIVERGED.
+
+        Up to ``max_ulp`` units in the last place are rounding, if no line differs.
+        """
+        if self.first_step is not None:
+            return f"DIVERGED AT step {self.first_step}", 6
+        if not self.ulp:
+            return "BITWISE", 0
+        return (f"ULP <= {self.ulp:g}", 5) if self.ulp <= max_ulp else (f"DIVERGED IN {self.place}", 6)
+
+
+def compare(whole: Record, killed: Record) -> Differences:
+    """Compare a run that nobody disturbed with one that was killed and started again."""
+    (values,), (others,) = whole.values, killed.values
+    lost, place, largest = _of_values(values, others)
+    metrics, data = _wrong_steps(whole.metrics, killed.metrics), _wrong_steps(whole.data, killed.data)
+    # A kill between a checkpoint and the line of its step loses the line, not the step: then the files are equal.
+    wrong = {step for step, found in [*metrics.items(), *data.items()] if found.said or largest or not values}
+    return Differences(
+        tensors=len(values),
+        elements=sum(value.numel() for value in values.values() if isinstance(value, Tensor)),
+        steps=len(whole.metrics[0]),
+        repeated_steps=sum(map(len, killed.metrics)) - len(set().union(*killed.metrics)),
+        ulp=largest,
+        first_step=min(wrong, default=None),
+        place=place,
+        lost=[
+            *_of_data(whole, killed, data),
+            *_of_metrics(metrics, wrong),
+            *_cause(whole, killed, metrics, data),
+            *lost,
+        ],
+    )
+
+
+def unlike(one: Record, other: Record) -> list[set[Any]]:
+    """Return in which steps and values two undisturbed runs differ: a set for each field of a record."""
+    return [
+        {key for key in first.keys() | second.keys() if distance(first.get(key), second.get(key))}
+        for (first,), (second,) in zip(one, other, strict=True)
+    ]
+
+
+def drop(record: Record, keys: list[set[Any]]) -> bool:
+    """Remove steps and values that ``unlike`` returned; return whether something is left."""
+    for parts, unstable in zip(record, keys, strict=True):
+        for part in parts:
+            for key in unstable & part.keys():
+                del part[key]
+    return any(part for parts in record for part in parts)
+
+
+# --- files ---
+
+
+def values_in(path: Path, name: str) -> Values:
+    """Return what a file holds: of safetensors, JSON and what torch.save wrote each value, of others the bytes."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(_leaves(name, load_file(path)))
+    if path.suffix == ".json":
+        return dict(_leaves(name, json.loads(path.read_bytes())))
+    if zipfile.is_zipfile(path):
+        try:
+            with torch.serialization.safe_globals(_SAFE):
+                return dict(_leaves(name, torch.load(path, map_location="cpu", weights_only=True)))
+        except (pickle.UnpicklingError, RuntimeError):  # other objects, or another kind of archive
+            pass
+    return {(name, "", ""): path.read_bytes()}
+
+
+def _leaves(file: str, nested: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
+    parts = nested if isinstance(nested, dict) else {"": nested}
+    for part, content in parts.items():
+        for name, value in leaves(content):
+            yield (file, str(part), name) if name else (file, "", str(part)), value
+
+
+def leaves(nested: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield tensors, numbers, texts and lists of numbers in nested dicts, lists and tuples, by their dotted names."""
+    if isinstance(nested, dict):
+        items = list(nested.items())
+    elif isinstance(nested, list | tuple) and not all(isinstance(item, int | float) for item in nested):
+        items = list(enumerate(nested))
+    else:
+        yield name, torch.from_numpy(nested) if isinstance(nested, np.ndarray) else nested
+        return
+    for key, value in items:
+        yield from leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def distance(one: Any, other: Any) -> float:
+    """Return how far apart two values are in units in the last place; infinite where these mean nothing."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return ulps(one, other)
+    if isinstance(one, float) and isinstance(other, float):
+        return ulps(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
+    return 0.0 if type(one) is type(other) and one == other else math.inf
+
+
+def ulps(one: Tensor, other: Tensor) -> float:
+    """Return the largest distance between two tensors in units in the last place; 0: the same bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return math.inf
+    if torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)):
+        return 0.0
+    if not one.is_floating_point() or not bool((torch.isfinite(one) & torch.isfinite(other)).all()):
+        return math.inf
+    gap = (_ordered(one) - _ordered(other)).abs().max()
+    return max(1.0, float(gap))  # at least 1, since +0 and -0 differ in bits
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """Map floating-point numbers to integers of the same order; neighbours differ by 1."""
+    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).to(torch.int64)
+    lowest = -(2 ** (8 * tensor.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)
+
+
+def _of_values(whole: Values, killed: Values) -> tuple[list[str], str, float]:
+    """Return a sentence for each part of a file that differs, the first such part, and the largest distance."""
+    parts: dict[str, dict[str, float]] = {}
+    for key in sorted(whole.keys() | killed.keys()):
+        parts.setdefault(": ".join(filter(None, key[:2])), {})[key[2]] = distance(whole.get(key), killed.get(key))
+    lost = []
+    for part, distances in parts.items():
+        if not (differing := [name for name in distances if distances[name]]):
+            continue
+        worst = max(distances.values())
+        names = f"{len(differing)} of {len(distances)} values differ, first {differing[0]}"
+        far = f"by up to {worst:,g} ULPs" if math.isfinite(worst) else "in more than rounding"
+        lost.append(f"{part}: {names}, {far}." if differing[0] else f"{part} differs.")
+    first = next((part for part, distances in parts.items() if any(distances.values())), "")
+    return lost, first, max((max(distances.values()) for distances in parts.values()), default=0.0)
+
+
+# --- lines ---
+
+
+class _Wrong(NamedTuple):
+    start: int
+    """By which start of the killed run; the first is 0."""
+    expected: list[str]
+    said: list[str]
+
+
+def kept(starts: list[Lines]) -> Lines:
+    """Return the lines of the steps that count in the end: a start discards all from its first step on."""
+    left: Lines = {}
+    for lines in starts:
+        first = min(lines, default=math.inf)
+        left = {step: said for step, said in left.items() if step < first} | lines
+    return left
+
+
+def _wrong_steps(whole: list[Lines], killed: list[Lines]) -> dict[int, _Wrong]:
+    """Return the steps of which a line differs, in the order found; each time that a step was taken counts."""
+    wrong: dict[int, _Wrong] = {}
+    for start, lines in enumerate(killed):
+        last = next(reversed(lines), None) if start + 1 < len(killed) else None
+        for step, said in lines.items():
+            expected = whole[0].get(step, [])
+            if said != (expected[: len(said)] if step == last else expected):  # a kill may cut the last step's lines
+                wrong.setdefault(step, _Wrong(start, expected, said))
+    left = kept(killed)
+    for lines in whole:
+        for step, expected in lines.items():
+            if left.get(step) != expected:
+                wrong.setdefault(step, _Wrong(len(killed) - 1, expected, left.get(step, [])))
+    return wrong
+
+
+def _of_metrics(wrong: dict[int, _Wrong], counted: set[int]) -> Iterator[str]:
+    kinds: dict[str, list[int]] = {}
+    for step, (_, expected, said) in wrong.items():
+        repeated = expected and len(said) > len(expected) and said[: len(expected)] == expected
+        kind = "differ" if expected and said else "surplus" if said else "missing" if step in counted else "unseen"
+        kinds.setdefault("repeated" if repeated else kind, []).append(step)
+    for kind, sentence in {
+        "missing": "{} missing: never taken, or their lines were never written.",
+        "unseen": "{} without a line, and the files are equal: a kill came between a checkpoint and the line.",
+        "surplus": "{} taken by the killed run alone.",
+        "repeated": "{} taken twice without a kill between.",
+    }.items():
+        if steps := kinds.get(kind):
+            yield sentence.format(f"{_count(steps, 'step')} {'was' if len(steps) == 1 else 'were'}")
+    if steps := kinds.get("differ"):
+        _, expected, said = wrong[min(steps)]
+        values = f"{', '.join(said)} in place of {', '.join(expected)}"
+        yield f"The metric of {_count(steps, 'step')} differs; at step {min(steps)} it is {values}."
+
+
+def _of_data(whole: Record, killed: Record, wrong: dict[int, _Wrong]) -> Iterator[str]:
+    one, other = (Counter(_samples(kept(starts))) for starts in (whole.data, killed.data))
+    skipped, added = one - other, other - one
+    for found, what in (
+        (skipped, "skipped"),
+        ({sample: times for sample, times in added.items() if sample in one}, "seen twice"),
+        ({sample: times for sample, times in added.items() if sample not in one}, "seen by the killed run alone"),
+    ):
+        if found:
+            number = sum(found.values())
+            yield f"{_count(list(found), 'sample', number)} {'was' if number == 1 else 'were'} {what}."
+    if wrong and not skipped and not added:
+        yield f"The samples of {_count(sorted(wrong), 'step')} came in another order, or were others before a replay."
+
+
+def _samples(lines: Lines) -> Iterator[str]:
+    for said in lines.values():
+        for text in said:
+            yield from re.findall(r"[^\s,;\[\](){}]+", text)
+
+
+def _cause(whole: Record, killed: Record, metrics: dict[int, _Wrong], data: dict[int, _Wrong]) -> Iterator[str]:
+    """Say what was not restored, from the first step at which a start differs: its own first, or a later one."""
+    start, step = next(
+        ((found.start, step) for step, found in metrics.items() if found.expected and found.said), (0, 0)
+    )
+    other = next(((found.start, step) for step, found in data.items() if found.said), None)
+    if other and (not start or other[0] <= start):
+        yield f"Start {other[0] + 1} took other samples at step {other[1]}: its place in the data was not restored."
+    elif start and {step - 1, step + 1} & whole.metrics[0].keys():
+        first, same = min(killed.metrics[start]), " on the same samples" if whole.data[0] else ""
+        if step > first:
+            what = "the optimizer's state, the learning rate or the loss scale was"
+        else:
+            what = f"the weights or the random state (of dropout{'' if whole.data[0] else ', or of the data'}) were"
+        yield f"Start {start + 1} began at step {first} and differed from step {step} on{same}: {what} not restored."
+
+
+def _count(items: Sequence[Any], noun: str, number: int | None = None) -> str:
+    """Return ``3 steps (7, 8, 9)``, with the first five items."""
+    number = len(items) if number is None else number
+    listed = ", ".join(map(str, items[:5])) + (", …" if len(items) > 5 else "")
+    return f"{number} {noun}{'s' * (number != 1)} ({listed})"
