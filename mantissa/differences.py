@@ -52,7 +52,7 @@ class Differences:
     first_step: int | None
     """The first step of which a line differs."""
     place: str
-    """The part of a file that differs first, or empty."""
+    """The first value in a file that differs, or empty."""
     lost: list[str]
     """One sentence for each thing that was lost."""
 
@@ -77,7 +77,7 @@ def compare(whole: Record, killed: Record) -> Differences:
     wrong = {step for step, found in [*metrics.items(), *data.items()] if found.said or largest or not values}
     return Differences(
         tensors=len(values),
-        elements=sum(value.numel() for value in values.values() if isinstance(value, Tensor)),
+        elements=sum(value.numel() if isinstance(value, Tensor) else 1 for value in values.values()),
         steps=len(whole.metrics[0]),
         repeated_steps=sum(map(len, killed.metrics)) - len(set().union(*killed.metrics)),
         ulp=largest,
@@ -126,7 +126,7 @@ def values_in(path: Path, name: str) -> Values:
                 return dict(_leaves(name, torch.load(path, map_location="cpu", weights_only=True)))
         except (pickle.UnpicklingError, RuntimeError):  # other objects, or another kind of archive
             pass
-    return {(name, "", ""): path.read_bytes()}
+    return {(name, "", "its bytes"): path.read_bytes()}
 
 
 def _leaves(file: str, nested: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
@@ -178,20 +178,18 @@ def _ordered(tensor: Tensor) -> Tensor:
 
 
 def _of_values(whole: Values, killed: Values) -> tuple[list[str], str, float]:
-    """Return a sentence for each part of a file that differs, the first such part, and the largest distance."""
+    """Return a sentence for each part of a file that differs, the first such value, and the largest distance."""
     parts: dict[str, dict[str, float]] = {}
     for key in sorted(whole.keys() | killed.keys()):
         parts.setdefault(": ".join(filter(None, key[:2])), {})[key[2]] = distance(whole.get(key), killed.get(key))
-    lost = []
+    lost, place = [], ""
     for part, distances in parts.items():
-        if not (differing := [name for name in distances if distances[name]]):
-            continue
-        worst = max(distances.values())
-        names = f"{len(differing)} of {len(distances)} values differ, first {differing[0]}"
-        far = f"by up to {worst:,g} ULPs" if math.isfinite(worst) else "in more than rounding"
-        lost.append(f"{part}: {names}, {far}." if differing[0] else f"{part} differs.")
-    first = next((part for part, distances in parts.items() if any(distances.values())), "")
-    return lost, first, max((max(distances.values()) for distances in parts.values()), default=0.0)
+        if differing := [name for name in distances if distances[name]]:
+            worst = max(distances.values())
+            far = f"by up to {worst:.3g} ULPs" if math.isfinite(worst) else "in more than rounding"
+            place = place or ": ".join(filter(None, (part, differing[0])))
+            lost.append(f"{part}: {len(differing)} of {len(distances)} values differ, first {differing[0]}, {far}.")
+    return lost, place, max((max(distances.values()) for distances in parts.values()), default=0.0)
 
 
 # --- lines ---
@@ -280,12 +278,12 @@ def _cause(whole: Record, killed: Record, metrics: dict[int, _Wrong], data: dict
     if other and (not start or other[0] <= start):
         yield f"Start {other[0] + 1} took other samples at step {other[1]}: its place in the data was not restored."
     elif start and {step - 1, step + 1} & whole.metrics[0].keys():
-        first, same = min(killed.metrics[start]), " on the same samples" if whole.data[0] else ""
+        first, same = min(killed.metrics[start]), " with the same samples" if whole.data[0] else ""
         if step > first:
             what = "the optimizer's state, the learning rate or the loss scale was"
         else:
             what = f"the weights or the random state (of dropout{'' if whole.data[0] else ', or of the data'}) were"
-        yield f"Start {start + 1} began at step {first} and differed from step {step} on{same}: {what} not restored."
+        yield f"Start {start + 1} began at step {first} and differed from step {step} on,{same}: {what} not restored."
 
 
 def _count(items: Sequence[Any], noun: str, number: int | None = None) -> str:

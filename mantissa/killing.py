@@ -19,8 +19,8 @@ class Moment:
     """When a command is killed."""
 
     delay_s: float
-    step: float | None = None
-    """``delay_s`` after the line of this step, or of a later one; None: after the start."""
+    step: int | None = None
+    """``delay_s`` after the line of this step, or at the line of a later one; None: after the start."""
 
 
 @dataclass
@@ -70,9 +70,10 @@ def run(command: str, log: Path, progress: re.Pattern[str], moment: Moment | Non
         ready.register(process.stdout, selectors.EVENT_READ)
         try:
             while True:
-                if not ready.select(None if due is None else max(0.0, due - time.monotonic())):
+                if due is not None and time.monotonic() >= due:
                     _kill(process.pid)
-                    due = None
+                    moment = due = None
+                if not ready.select(None if due is None else due - time.monotonic()):
                     continue
                 if not (content := os.read(process.stdout.fileno(), 1 << 16)):
                     break
@@ -81,8 +82,8 @@ def run(command: str, log: Path, progress: re.Pattern[str], moment: Moment | Non
                 for line in whole:
                     attempt.lines.append((time.monotonic() - began, line.decode(errors="replace")))
                     match = progress.search(attempt.lines[-1][1])
-                    if match and moment and moment.step is not None and due is None and int(match[1]) >= moment.step:
-                        due, moment = time.monotonic() + moment.delay_s, None
+                    if match and moment and moment.step is not None and int(match[1]) >= moment.step:
+                        due = time.monotonic() + (moment.delay_s if int(match[1]) == moment.step else 0)
         except BaseException:
             _kill(process.pid)
             raise
@@ -107,14 +108,15 @@ def _kill(leader: int) -> None:
 def planned(whole: Attempt, progress: re.Pattern[str], kills: int, seed: int) -> list[Moment]:
     """Return when to kill, in the order of the steps.
 
-    A moment is drawn uniformly from the time between the undisturbed run's first line of a step and its end, and is
-    told as so many seconds after a step's line. So each start has to come further than the one before, however slow
-    the machine is, and most kills come after the first checkpoint. Every fifth kill comes while the command starts.
+    A moment is drawn uniformly from the time between the undisturbed run's first line of a step and its last, and a
+    tenth more, and told as so many seconds after a step's line. So each start has to come further than the one before,
+    however slow the machine is, and most kills come after the first checkpoint. Every fifth comes during a start.
     """
     generator = random.Random(seed)
     steps = [(seconds, int(match[1])) for seconds, line in whole.lines if (match := progress.search(line))]
-    first = steps[0][0]
-    times = sorted(generator.uniform(first, whole.seconds) for _ in range(kills - kills // 5))
+    first, last = steps[0][0], steps[-1][0]
+    end = min(whole.seconds, last + (last - first) / 10)
+    times = sorted(generator.uniform(first, end) for _ in range(kills - kills // 5))
     moments = []
     for moment in times:
         seconds, step = max(each for each in steps if each[0] <= moment)

@@ -107,7 +107,7 @@ def certify(options: argparse.Namespace) -> dict[str, Any]:
     if starts[-1].status:
         verdict, code = "NOT RESUMED", 6
         lost = [f"Start {len(starts)} ended with status {starts[-1].status}: {starts[-1].last_line}"]
-    elif len(starts) > 1 and not resumes:
+    elif any(spans[1:]) and not resumes:
         verdict, code = "NOT RESUMED", 6
         lost = [f"None of {len(starts)} starts continued where the one before was: each began at step {begin}.", *lost]
     facts = [
