@@ -72,23 +72,19 @@ def compare(whole: Record, killed: Record) -> Differences:
     """Compare a run that nobody disturbed with one that was killed and started again."""
     (values,), (others,) = whole.values, killed.values
     lost, place, largest = _of_values(values, others)
+    if values and not largest:  # a kill between a checkpoint and the line of its step loses the line, not the step
+        whole = whole._replace(metrics=_seen(whole.metrics, killed.metrics), data=_seen(whole.data, killed.data))
     metrics, data = _wrong_steps(whole.metrics, killed.metrics), _wrong_steps(whole.data, killed.data)
-    # A kill between a checkpoint and the line of its step loses the line, not the step: then the files are equal.
-    wrong = {step for step, found in [*metrics.items(), *data.items()] if found.said or largest or not values}
+    said = [*_cause(whole, killed, metrics, data), *_of_data(whole, killed, data), *_of_metrics(metrics)]
     return Differences(
         tensors=len(values),
         elements=sum(value.numel() if isinstance(value, Tensor) else 1 for value in values.values()),
         steps=len(whole.metrics[0]),
         repeated_steps=sum(map(len, killed.metrics)) - len(set().union(*killed.metrics)),
         ulp=largest,
-        first_step=min(wrong, default=None),
+        first_step=min(metrics | data, default=None),
         place=place,
-        lost=[
-            *_of_data(whole, killed, data),
-            *_of_metrics(metrics, wrong),
-            *_cause(whole, killed, metrics, data),
-            *lost,
-        ],
+        lost=said + lost,
     )
 
 
@@ -211,6 +207,12 @@ def kept(starts: list[Lines]) -> Lines:
     return left
 
 
+def _seen(whole: list[Lines], killed: list[Lines]) -> list[Lines]:
+    """Return the undisturbed run's lines of the steps that the killed run has in the end."""
+    left = kept(killed)
+    return [{step: said for step, said in lines.items() if step in left} for lines in whole]
+
+
 def _wrong_steps(whole: list[Lines], killed: list[Lines]) -> dict[int, _Wrong]:
     """Return the steps of which a line differs, in the order found; each time that a step was taken counts."""
     wrong: dict[int, _Wrong] = {}
@@ -228,24 +230,18 @@ def _wrong_steps(whole: list[Lines], killed: list[Lines]) -> dict[int, _Wrong]:
     return wrong
 
 
-def _of_metrics(wrong: dict[int, _Wrong], counted: set[int]) -> Iterator[str]:
-    kinds: dict[str, list[int]] = {}
-    for step, (_, expected, said) in wrong.items():
-        repeated = expected and len(said) > len(expected) and said[: len(expected)] == expected
-        kind = "differ" if expected and said else "surplus" if said else "missing" if step in counted else "unseen"
-        kinds.setdefault("repeated" if repeated else kind, []).append(step)
-    for kind, sentence in {
-        "missing": "{} missing: never taken, or their lines were never written.",
-        "unseen": "{} without a line, and the files are equal: a kill came between a checkpoint and the line.",
-        "surplus": "{} taken by the killed run alone.",
-        "repeated": "{} taken twice without a kill between.",
-    }.items():
-        if steps := kinds.get(kind):
-            yield sentence.format(f"{_count(steps, 'step')} {'was' if len(steps) == 1 else 'were'}")
-    if steps := kinds.get("differ"):
-        _, expected, said = wrong[min(steps)]
+def _of_metrics(wrong: dict[int, _Wrong]) -> Iterator[str]:
+    missing = [step for step, found in wrong.items() if not found.said]
+    surplus = [step for step, found in wrong.items() if len(found.said) > len(found.expected)]
+    differing = sorted(set(wrong).difference(missing, surplus))
+    if missing:
+        yield f"{_count(missing, 'step')} missing."
+    if surplus:
+        yield f"{_count(surplus, 'step')} taken once too often, without a kill between."
+    if differing:
+        _, expected, said = wrong[differing[0]]
         values = f"{', '.join(said)} in place of {', '.join(expected)}"
-        yield f"The metric of {_count(steps, 'step')} differs; at step {min(steps)} it is {values}."
+        yield f"The metric of {_count(differing, 'step')} differs; at step {differing[0]} it is {values}."
 
 
 def _of_data(whole: Record, killed: Record, wrong: dict[int, _Wrong]) -> Iterator[str]:
@@ -260,7 +256,7 @@ def _of_data(whole: Record, killed: Record, wrong: dict[int, _Wrong]) -> Iterato
             number = sum(found.values())
             yield f"{_count(list(found), 'sample', number)} {'was' if number == 1 else 'were'} {what}."
     if wrong and not skipped and not added:
-        yield f"The samples of {_count(sorted(wrong), 'step')} came in another order, or were others before a replay."
+        yield f"{_count(sorted(wrong), 'step')} with the samples in another order, or replayed with others."
 
 
 def _samples(lines: Lines) -> Iterator[str]:
@@ -271,19 +267,19 @@ def _samples(lines: Lines) -> Iterator[str]:
 
 def _cause(whole: Record, killed: Record, metrics: dict[int, _Wrong], data: dict[int, _Wrong]) -> Iterator[str]:
     """Say what was not restored, from the first step at which a start differs: its own first, or a later one."""
-    start, step = next(
-        ((found.start, step) for step, found in metrics.items() if found.expected and found.said), (0, 0)
-    )
-    other = next(((found.start, step) for step, found in data.items() if found.said), None)
+    differing = {step: found for step, found in metrics.items() if 0 < len(found.said) <= len(found.expected)}
+    step = next(iter(differing), 0)
+    start = differing[step].start if differing else 0
+    other = next(((found.start, step) for step, found in data.items() if found.said and found.start), None)
     if other and (not start or other[0] <= start):
         yield f"Start {other[0] + 1} took other samples at step {other[1]}: its place in the data was not restored."
     elif start and {step - 1, step + 1} & whole.metrics[0].keys():
-        first, same = min(killed.metrics[start]), " with the same samples" if whole.data[0] else ""
+        first, same = min(killed.metrics[start]), ", with the same samples" if whole.data[0] else ""
         if step > first:
             what = "the optimizer's state, the learning rate or the loss scale was"
         else:
             what = f"the weights or the random state (of dropout{'' if whole.data[0] else ', or of the data'}) were"
-        yield f"Start {start + 1} began at step {first} and differed from step {step} on,{same}: {what} not restored."
+        yield f"Start {start + 1} began at step {first} and differed from step {step} on{same}: {what} not restored."
 
 
 def _count(items: Sequence[Any], noun: str, number: int | None = None) -> str:

@@ -12,15 +12,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+START = -1
+"""Stands for a step, before the first."""
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """When a command is killed."""
 
+    step: int
     delay_s: float
-    step: int | None = None
-    """``delay_s`` after the line of this step, or at the line of a later one; None: after the start."""
+    """After the line of this step, or after the start; the line of a later step ends it."""
 
 
 @dataclass
@@ -65,7 +68,7 @@ def run(command: str, log: Path, progress: re.Pattern[str], moment: Moment | Non
         start_new_session=True,
     )
     assert process.stdout
-    due = began + moment.delay_s if moment and moment.step is None else None
+    due = began + moment.delay_s if moment and moment.step == START else None
     with selectors.DefaultSelector() as ready, log.open("ab") as output, process.stdout:
         ready.register(process.stdout, selectors.EVENT_READ)
         try:
@@ -82,7 +85,7 @@ def run(command: str, log: Path, progress: re.Pattern[str], moment: Moment | Non
                 for line in whole:
                     attempt.lines.append((time.monotonic() - began, line.decode(errors="replace")))
                     match = progress.search(attempt.lines[-1][1])
-                    if match and moment and moment.step is not None and int(match[1]) >= moment.step:
+                    if match and moment and int(match[1]) >= moment.step:
                         due = time.monotonic() + (moment.delay_s if int(match[1]) == moment.step else 0)
         except BaseException:
             _kill(process.pid)
@@ -120,7 +123,7 @@ def planned(whole: Attempt, progress: re.Pattern[str], kills: int, seed: int) ->
     moments = []
     for moment in times:
         seconds, step = max(each for each in steps if each[0] <= moment)
-        moments.append(Moment(moment - seconds, step))
+        moments.append(Moment(step, moment - seconds))
     for _ in range(kills // 5):
-        moments.insert(generator.randint(1, len(moments)), Moment(generator.uniform(0, first)))
+        moments.insert(generator.randint(1, len(moments)), Moment(START, generator.uniform(0, first)))
     return moments

@@ -67,7 +67,7 @@ def with_stateful_loader(out: Path, data: TensorDataset, model: nn.Module, optim
             optimizer.zero_grad()
             loss_of(model, done, batch).backward()
             optimizer.step()
-            if done % EVERY == 0:
+            if done % PER_EPOCH == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
                 torch.save(state | {"loader": loader.state_dict()}, out / "new.pt")
                 (out / "new.pt").replace(path)
