@@ -235,13 +235,13 @@ def _of_metrics(wrong: dict[int, _Wrong]) -> Iterator[str]:
     surplus = [step for step, found in wrong.items() if len(found.said) > len(found.expected)]
     differing = sorted(set(wrong).difference(missing, surplus))
     if missing:
-        yield f"{_count(missing, 'step')} missing."
+        yield f"{counted(missing, 'step')} missing."
     if surplus:
-        yield f"{_count(surplus, 'step')} taken once too often, without a kill between."
+        yield f"{counted(surplus, 'step')} taken once too often, without a kill between."
     if differing:
         _, expected, said = wrong[differing[0]]
         values = f"{', '.join(said)} in place of {', '.join(expected)}"
-        yield f"The metric of {_count(differing, 'step')} differs; at step {differing[0]} it is {values}."
+        yield f"The metric of {counted(differing, 'step')} differs; at step {differing[0]} it is {values}."
 
 
 def _of_data(whole: Record, killed: Record, wrong: dict[int, _Wrong]) -> Iterator[str]:
@@ -254,9 +254,9 @@ def _of_data(whole: Record, killed: Record, wrong: dict[int, _Wrong]) -> Iterato
     ):
         if found:
             number = sum(found.values())
-            yield f"{_count(list(found), 'sample', number)} {'was' if number == 1 else 'were'} {what}."
+            yield f"{counted(list(found), 'sample', number)} {'was' if number == 1 else 'were'} {what}."
     if wrong and not skipped and not added:
-        yield f"{_count(sorted(wrong), 'step')} with the samples in another order, or replayed with others."
+        yield f"{counted(sorted(wrong), 'step')} with the samples in another order, or replayed with others."
 
 
 def _samples(lines: Lines) -> Iterator[str]:
@@ -282,7 +282,7 @@ def _cause(whole: Record, killed: Record, metrics: dict[int, _Wrong], data: dict
         yield f"Start {start + 1} began at step {first} and differed from step {step} on{same}: {what} not restored."
 
 
-def _count(items: Sequence[Any], noun: str, number: int | None = None) -> str:
+def counted(items: Sequence[Any], noun: str, number: int | None = None) -> str:
     """Return ``3 steps (7, 8, 9)``, with the first five items."""
     number = len(items) if number is None else number
     listed = ", ".join(map(str, items[:5])) + (", …" if len(items) > 5 else "")

@@ -13,7 +13,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from mantissa.differences import Record, compare, drop, unlike, values_in
+from mantissa.differences import Record, compare, counted, drop, unlike, values_in
 from mantissa.errors import UsageError
 from mantissa.killing import Attempt, Moment, planned, run
 from mantissa.page import Section, page
@@ -114,9 +114,12 @@ def certify(options: argparse.Namespace) -> dict[str, Any]:
         f"{len(starts) - 1} SIGKILLs, {resumes} resumed after the first step, {found.repeated_steps} steps replayed.",
         f"Compared: the lines of {found.steps} steps, {found.tensors} values in files ({found.elements:,} numbers).",
     ]
-    for keys, what in zip(unstable, ("steps' metrics", "steps' samples", "values in files"), strict=True):
+    for keys, noun in zip(unstable, ("metric line", "data line", "value"), strict=True):
         if keys:
-            facts.append(f"Not judged: {len(keys)} {what}, in which two undisturbed runs already differ.")
+            names = sorted(key if isinstance(key, int) else ": ".join(filter(None, key)) for key in keys)
+            facts.append(f"Not judged, since two undisturbed runs differ: {counted(names, noun)}.")
+    if unstable[0] or unstable[1]:
+        verdict += " WHERE DETERMINISTIC"
     return {
         "verdict": verdict,
         "exit_code": code,
