@@ -4,12 +4,13 @@ Written from the description of that project: random windows drawn from torch's 
 it too, AdamW, a cosine after a warm-up, and a checkpoint of model, optimizer, iteration, best loss and config. No code
 is shared with it.
 
-python benchmarks/resume/nanogpt.py FOLDER [STEPS]
+python benchmarks/resume/nanogpt_loop.py FOLDER [STEPS]
 """
 
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +66,13 @@ def main(out: Path, steps: int) -> None:
                 best = min(best, sum(model(*batch()[:2]).item() for _ in range(4)) / 4)
             model.train()
             if iteration:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": {}}
-                state |= {"iter_num": iteration, "best_val_loss": best, "config": {"context": CONTEXT}}
+                state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state |= {
+                    "model_args": {},
+                    "iter_num": iteration,
+                    "best_val_loss": best,
+                    "config": {"context": CONTEXT},
+                }
                 torch.save(state, path)
         print(f"iter {iteration}: samples {starts}")
         loss = model(tokens, targets)

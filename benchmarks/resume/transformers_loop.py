@@ -1,6 +1,6 @@
 """transformers' Trainer with ``resume_from_checkpoint``, for ``python -m mantissa certify``.
 
-python benchmarks/resume/trainer.py FOLDER [complete]     complete: from the last checkpoint that was saved to its end
+python benchmarks/resume/transformers_loop.py FOLDER [complete]     complete: from the last checkpoint that was saved to its end
 """
 
 import sys

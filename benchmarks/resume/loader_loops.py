@@ -1,7 +1,7 @@
 """Loops that resume within an epoch, as in two threads, for ``python -m mantissa certify``.
 
-python benchmarks/resume/loaders.py FOLDER accelerate    skip_first_batches, then the loader itself (accelerate 4071)
-python benchmarks/resume/loaders.py FOLDER stateful      StatefulDataLoader, saved at an epoch's end (verl 7401)
+python benchmarks/resume/loader_loops.py FOLDER accelerate    skip_first_batches, then the loader itself (accelerate 4071)
+python benchmarks/resume/loader_loops.py FOLDER stateful      StatefulDataLoader, saved at an epoch's end (verl 7401)
 """
 
 import sys
@@ -51,7 +51,7 @@ def with_stateful_loader(out: Path, data: TensorDataset, model: nn.Module, optim
     """Train with a loader that saves its own place, and a sampler that is told the epoch."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
     loader = StatefulDataLoader(data, BATCH, sampler=sampler)
     done = 0
     if (path := out / "last.pt").exists():
