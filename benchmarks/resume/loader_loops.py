@@ -1,7 +1,7 @@
 """Loops that resume within an epoch, as in two threads, for ``python -m mantissa certify``.
 
-python benchmarks/resume/loader_loops.py FOLDER accelerate    skip_first_batches, then the loader itself (accelerate 4071)
-python benchmarks/resume/loader_loops.py FOLDER stateful      StatefulDataLoader, saved at an epoch's end (verl 7401)
+python benchmarks/resume/loader_loops.py FOLDER accelerate   skip_first_batches, then the loader (accelerate 4071)
+python benchmarks/resume/loader_loops.py FOLDER stateful     StatefulDataLoader, saved at an epoch's end (verl 7401)
 """
 
 import sys

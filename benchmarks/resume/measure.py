@@ -24,7 +24,9 @@ OURS = (
     "steps=60 run_name=run output_dir={out} resume=auto"
 )
 LOOPS = {
-    "nanoGPT's loop": (f"{HERE}/nanogpt_loop.py {{out}}", "ckpt.pt", r"iter (\d+): loss (\S+)", r"iter (\d+): samples (.*)"),
+    "nanoGPT's loop": (
+        f"{HERE}/nanogpt_loop.py {{out}}", "ckpt.pt", r"iter (\d+): loss (\S+)", r"iter (\d+): samples (.*)"
+    ),
     "transformers' Trainer": (f"{HERE}/transformers_loop.py {{out}}", "checkpoint-100/*", STEP, SAMPLES),
     "transformers' Trainer, complete checkpoints": (
         f"{HERE}/transformers_loop.py {{out}} complete", "checkpoint-100/*", STEP, SAMPLES

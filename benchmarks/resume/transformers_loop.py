@@ -1,6 +1,8 @@
 """transformers' Trainer with ``resume_from_checkpoint``, for ``python -m mantissa certify``.
 
-python benchmarks/resume/transformers_loop.py FOLDER [complete]     complete: from the last checkpoint that was saved to its end
+python benchmarks/resume/transformers_loop.py FOLDER [complete]
+
+complete: resume from the last checkpoint that was saved to its end, not from the last one.
 """
 
 import sys
