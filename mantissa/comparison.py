@@ -87,7 +87,7 @@ class Comparison:
             if ended.failure and not self._ended(arm):
                 raise UsageError(f"{arm}, seed {seed}: {ended.failure}")
             shown = ended.failure or f"{self.metric} {loss(ended.value)}"
-            print(f"{number:>3}/{len(plan)}  {arm} s{seed}  {shown}  {ended.seconds:.1f} s")
+            print(f"{number:>3}/{len(plan)}  {arm} s{seed}  {shown}  {ended.seconds:.1f} s", flush=True)
         baseline = next(iter(self.arms))
         values = [ended.value for ended in self._ended(baseline).values() if ended.value is not None]
         if len(values) >= PAIRS and len(set(values)) == 1:
