@@ -162,6 +162,7 @@ class Comparison:
             if label == NULL and difference:
                 lines.append(f"Noise: {baseline} with other seeds differs from {baseline} by {difference}.")
             elif label not in (baseline, NULL):
-                clauses = (f"{f'{self.metric} {difference}'.strip()}: {quality.verdict_at(found)}", found.why)
+                same = "" if any(found.differences) or not found.differences else "equal in every digit, with each seed"
+                clauses = (f"{f'{self.metric} {difference}'.strip()}: {quality.verdict_at(found)}", same, found.why)
                 lines.append(f"{label}, compared with {baseline}: {'; '.join(filter(None, clauses))}.")
         return lines
