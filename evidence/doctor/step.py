@@ -16,7 +16,7 @@ from mantissa.formats import FORMATS
 from mantissa.generators import random_state, set_random_state
 from mantissa.ledger import MemoryLedger
 from mantissa.loop import LEAST_SCALE
-from mantissa.step import Batch, Passes, Step, Words
+from mantissa.step import Batch, Passes, Step, Words, each
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
@@ -207,11 +207,16 @@ class TrainerPasses(Passes):
                 self.trainer.optimizer.state[parameter][key] = value
 
     def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
+        with self.around():
+            return self._train(steps, lr)
+
+    def _train(self, steps: Iterable[list[Batch]], lr: float) -> list[float]:
         self._continue()
         for group in self.trainer.optimizer.param_groups:
             group[LR_FACTOR] *= lr
         losses = []
         for microbatches in steps:
+            microbatches = [each(batch, self.widened) for batch in microbatches]
             self.trainer.counted = microbatches
             generators = random_state(self.trainer.device)
             record = self.trainer.train_step(microbatches)
