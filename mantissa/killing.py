@@ -96,6 +96,7 @@ def run(command: str, log: Path, progress: re.Pattern[str], moment: Moment | Non
 
 def _kill(leader: int) -> None:
     """Kill a process group, and descendants in groups of their own, such as the workers of torchrun."""
+    os.killpg(leader, signal.SIGSTOP)  # so that torchrun replaces no worker
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -103,9 +104,10 @@ def _kill(leader: int) -> None:
     doomed = [leader]
     for parent in doomed:
         doomed += [child for child, of in parents.items() if of == parent]
-    for kill, process in [(os.killpg, leader), *((os.kill, child) for child in doomed[1:])]:
+    for process in doomed[1:]:
         with suppress(ProcessLookupError):
-            kill(process, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
+    os.killpg(leader, signal.SIGKILL)
 
 
 def planned(whole: Attempt, progress: re.Pattern[str], kills: int, seed: int) -> list[Moment]:

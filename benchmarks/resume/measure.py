@@ -35,7 +35,7 @@ LOOPS = {
     "accelerate, skip_first_batches": (f"{HERE}/loader_loops.py {{out}} accelerate", "100/*", STEP, SAMPLES),
     "torchdata, saved at an epoch's end": (f"{HERE}/loader_loops.py {{out}} stateful", "last.pt", STEP, SAMPLES),
     "Mantissa": (
-        f"scripts/train.py {OURS}", "run/checkpoints/step-00000060/*", r"step (\d+)/\d+  valid/loss (\S+)", ""
+        f"scripts/train.py {OURS}", "run/checkpoints/step-00000060/*.safetensors", r"step (\d+)/\d+  valid/loss (\S+)", ""
     ),
 }  # fmt: skip
 """By name: the script with its arguments, the files that are compared, and the patterns of metric and samples."""

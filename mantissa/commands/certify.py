@@ -8,6 +8,7 @@ import platform
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict
 from glob import glob
 from pathlib import Path
@@ -81,8 +82,12 @@ def _pattern(name: str, text: str | None) -> re.Pattern[str] | None:
     return pattern
 
 
-def certify(options: argparse.Namespace) -> dict[str, Any]:
+def certify(options: argparse.Namespace, dying: Sequence[str] = ()) -> dict[str, Any]:
     """Run, kill and compare; return the certificate.
+
+    Args:
+        options: of the command line, ``metric`` and ``data`` as patterns.
+        dying: commands that kill themselves, to be started in turn in the place of kills at random moments.
 
     Raises:
         UsageError: an undisturbed run fails, prints no line of a step or writes no such file; or two agree in nothing.
@@ -94,8 +99,12 @@ def certify(options: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("two undisturbed runs of this command agree in nothing; let it set its seeds first")
     starts: list[Attempt] = []
     folder = _begin(options, "killed")
-    for moment in (*planned(first, options.metric, options.kills, options.seed), None):
-        starts.append(_start(options, folder, moment))
+    plan: list[tuple[str, Moment | None]] = [(command, None) for command in dying]
+    if not dying:
+        moments = planned(first, options.metric, options.kills, options.seed)
+        plan = [(options.command, moment) for moment in moments]
+    for command, moment in (*plan, (options.command, None)):
+        starts.append(_start(options, command, folder, moment))
         if not starts[-1].killed:
             break
     killed = _record(options, folder, starts)
@@ -128,7 +137,7 @@ def certify(options: argparse.Namespace) -> dict[str, Any]:
         "kills": len(starts) - 1,
         "resumes": resumes,
         "starts": [
-            {"steps": span, "seconds": start.seconds, "killed": start.killed}
+            {"steps": span, "seconds": start.seconds, "killed": start.killed, "last_line": start.last_line}
             for span, start in zip(spans, starts, strict=True)
         ],
         "comparison": asdict(found),
@@ -148,13 +157,13 @@ def _begin(options: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def _start(options: argparse.Namespace, folder: Path, moment: Moment | None = None) -> Attempt:
-    return run(_in(folder, options.command), folder.with_suffix(".log"), options.metric, moment)
+def _start(options: argparse.Namespace, command: str, folder: Path, moment: Moment | None = None) -> Attempt:
+    return run(_in(folder, command), folder.with_suffix(".log"), options.metric, moment)
 
 
 def _undisturbed(options: argparse.Namespace, name: str) -> tuple[Attempt, Record]:
     folder = _begin(options, name)
-    done = _start(options, folder)
+    done = _start(options, options.command, folder)
     if done.status:
         raise UsageError(f"the command ended with status {done.status}, undisturbed: {done.last_line}")
     record = _record(options, folder, [done])
