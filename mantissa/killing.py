@@ -111,11 +111,10 @@ def _kill(leader: int) -> None:
 
 
 def planned(whole: Attempt, progress: re.Pattern[str], kills: int, seed: int) -> list[Moment]:
-    """Return when to kill, in the order of the steps.
+    """Return when to kill, in the order of the steps: most between an undisturbed run's first step and its end.
 
-    A moment is drawn uniformly from the time between the undisturbed run's first line of a step and its last, and a
-    tenth more, and told as so many seconds after a step's line. So each start has to come further than the one before,
-    however slow the machine is, and most kills come after the first checkpoint. Every fifth comes during a start.
+    A moment follows the line of a step: so each start has to come further than the one before, however slow the machine
+    is, and most come after the first checkpoint.
     """
     generator = random.Random(seed)
     steps = [(seconds, int(match[1])) for seconds, line in whole.lines if (match := progress.search(line))]
