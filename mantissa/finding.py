@@ -7,7 +7,13 @@ from typing import Any
 
 OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
 ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "second moment"
-DIFFERENCE, DIVERGENCE = "difference", "divergence"
+DIFFERENCE, DIVERGENCE, EXCEPTION, RATE, BLOCKED = (
+    "difference",
+    "divergence",
+    "exception",
+    "learning rate",
+    "no gradient",
+)
 
 MEANINGS = {
     OVERFLOW: "A number is larger than the format can hold, so it becomes infinite.",
@@ -21,6 +27,9 @@ MEANINGS = {
     LOST: "Weight updates are too small for the format of the weights, and are rounded away.",
     MOMENT: "The optimizer's second moment is 0 where the gradient is not.",
     DIFFERENCE: "The compiled model gives other results than the eager one.",
+    EXCEPTION: "The step cannot be computed in this format.",
+    RATE: "The updates are too large: the loss grows, in fp32 as well.",
+    BLOCKED: "No gradient passes an operation whose derivative is 0.",
     DIVERGENCE: "Within a few steps, the loss leaves the spread of the reference.",
 }
 """The kinds of faults."""
@@ -48,12 +57,16 @@ class Finding:
     path: list[str] = field(default_factory=list)
     """From the fault to what it harms."""
     cure: list[str] = field(default_factory=list)
-    """What to set, the cheapest first."""
+    """What to set, the cheapest first; each was tried, on this step and on those that follow."""
+    tensor: str = ""
+    """The weight, the buffer, or the batch's tensor and sample that is at fault; empty: none is."""
+    line: str = ""
+    """Of the forward code: file, number and text; empty: it is not known."""
 
     @property
     def place(self) -> str:
-        """The module, in words where that is none."""
-        return self.module or "(the model itself, or the loss)"
+        """The tensor or the module at fault, in words where that is none."""
+        return self.tensor or self.module or "(the model itself, or the loss)"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -65,9 +78,11 @@ class Finding:
         result = " ".join(filter(None, [self.op, self.dtype, str(list(self.shape)) if self.shape else ""]))
         if result or self.detail:
             lines.append("  " + ": ".join(filter(None, [result, self.detail])))
+        if self.line:
+            lines.append(f"  at {self.line}")
         if self.path:
             lines.append("  → " + " → ".join(self.path))
-        return lines + [f"  {cure}" for cure in self.cure]
+        return lines + [f"  {'or' if number else 'cure:'} {cure}" for number, cure in enumerate(self.cure)]
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,11 +52,14 @@ class LoopStep(Step):
     The model and the optimizer are copies, and are copied again for every format.
     """
 
+    sums_loss = False
     model: nn.Module
     loss: Loss
     optimizer: torch.optim.Optimizer | None
     steps: list[list[Batch]]
     """The microbatches of each step, the one that is examined first."""
+    first: int
+    """The number of that step."""
     generators: dict[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     """That the step takes."""
@@ -71,6 +73,7 @@ class LoopStep(Step):
         precision: str,
         optimizer: torch.optim.Optimizer | None = None,
         scale: float | None = None,
+        fixed_scale: bool = False,
         accumulate: int = 1,
         number: int = 1,
         generators: dict[str, Tensor] | None = None,
@@ -84,12 +87,13 @@ class LoopStep(Step):
         device = next(original.parameters()).device
         generators = generators or random_state(device)
         try:
-            copied, own = copy.deepcopy((original, optimizer))
+            copied, own = _copy(original, optimizer)
         except Exception as error:  # of many kinds: what is in a model decides
             raise FormatError(
                 f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
-                "give the model before it is sharded, or with torch.nn.utils.parametrizations for weight norm"
+                "give the model before it is wrapped or sharded"
             ) from error
+        weights = {name: each.detach().float().clone() for name, each in copied.named_parameters()}
         if format.half_weights is not None:
             _cast(copied, own, format.half_weights)
         flat: list[Batch] = [LoopBatch(batch) for batch in batches]
@@ -104,15 +108,17 @@ class LoopStep(Step):
             compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
             device=device,
             microbatches=steps[0],
-            weights={name: each.detach().float().clone() for name, each in parameters.items()},
+            weights=weights,
             stored={name: each.detach().clone() for name, each in parameters.items()},
             buffers={name: each.detach().clone() for name, each in copied.named_buffers()},
             scale=scales,
-            least_scale=LEAST_SCALE if format.needs_loss_scale and scale is None else 0.0,
+            least_scale=LEAST_SCALE if format.needs_loss_scale and not fixed_scale else 0.0,
+            moments={name: own.state[each] for name, each in parameters.items() if own and each in own.state},
             model=copied,
             loss=loss,
             optimizer=own,
             steps=steps,
+            first=number,
             generators=generators,
         )
 
@@ -131,7 +137,8 @@ class LoopStep(Step):
         set_random_state(self.generators, self.device)
 
     def following(self, count: int) -> list[list[Batch]]:
-        return [self.steps[index % len(self.steps)] for index in range(count)]
+        done = self.number - self.first
+        return [self.steps[(done + index) % len(self.steps)] for index in range(count)]
 
     def share(self, microbatches: list[Batch]) -> float:
         return len(microbatches) / len(self.microbatches)
@@ -164,8 +171,8 @@ class LoopPasses(Passes):
     step: LoopStep
 
     def __init__(self, step: LoopStep, format: str, own: bool, fp32_modules: list[str], fp32_ops: list[str]) -> None:
-        model, self.optimizer = copy.deepcopy((step.model, step.optimizer))
-        if not own:
+        model, self.optimizer = _copy(step.model, step.optimizer)
+        if not own or format != step.format.name:
             _cast(model, self.optimizer, FORMATS[format].weights)
         self._fp32_ops = fp32_ops
         for name in fp32_modules:
@@ -213,7 +220,8 @@ class LoopPasses(Passes):
         return [self.model]
 
     def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
-        assert self.optimizer is not None
+        if self.optimizer is None:  # the weights stay as they are
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.start()
         losses = []
         for group in self.optimizer.param_groups:
@@ -240,7 +248,7 @@ class LoopPasses(Passes):
             torch._foreach_mul_(gradients, 1 / self.scale)
         if sound or not self.format.needs_loss_scale:
             self.optimizer.step()
-        return loss.item()
+        return loss.item() if sound or not self.format.needs_loss_scale else math.nan  # it would be skipped for ever
 
     def peak_bytes(self) -> int:
         optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0)
@@ -249,20 +257,15 @@ class LoopPasses(Passes):
         return recording.report().peak_bytes
 
 
-class LoopUpdate:
-    """The update of passes, as ``mantissa.updates`` measures it."""
-
-    masters = None
-    loss_scale = SimpleNamespace(inverse=lambda correction: None)
-    clip = SimpleNamespace(apply=lambda gradients, norm: None)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
-        """Take the step, whose gradients are true ones, and finite."""
-        self.optimizer.step()
-        return SimpleNamespace(skipped=torch.tensor(False), grad_norm=torch.tensor(math.nan))
+def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Copy both, with the hooks of parameters and with results that modules keep, which torch would leave out."""
+    kept = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
+    memo = {id(each): each.detach().clone() for each in kept if each.grad_fn is not None}
+    copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer), memo)
+    for mine, its in zip(model.parameters(), copied[0].parameters(), strict=True):
+        for hook in (mine._backward_hooks or {}).values():
+            its.register_hook(hook)
+    return copied
 
 
 def _cast(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:

@@ -10,7 +10,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from mantissa import places
 from mantissa.finding import BACKWARD, FORWARD
+from mantissa.places import Line
 
 
 class ModuleTracer:
@@ -25,6 +27,8 @@ class ModuleTracer:
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self._owners: list[str] = []
+        self._lines: dict[int, Line] = {}
+        """By sequence number: of the forward code that made the autograd node."""
         self._hooks = ExitStack()
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -57,6 +61,18 @@ class ModuleTracer:
         """Whether a module's forward runs now."""
         return bool(self._stack)
 
+    def line(self) -> Line | None:
+        """Return the line of the forward code to which the operator belongs that runs now.
+
+        Backward operators are found if this was called at every operator of the forward pass.
+        """
+        node, line = torch._C._current_autograd_node(), places.of_stack()
+        if node is not None:
+            return line or self._lines.get(node._sequence_nr())
+        if line is not None:
+            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
+        return line
+
     def module(self) -> str:
         """Return the name of the module whose forward runs now; an empty string: none, or the model itself."""
         return self._stack[-1] if self._stack else ""
@@ -69,5 +85,13 @@ class ModuleTracer:
         variable = getattr(node, "variable", None)
         if variable is not None:  # AccumulateGrad
             return self._parameters.get(id(variable), "").rpartition(".")[0], BACKWARD
+        return self.owner_of(node), BACKWARD
+
+    def owner_of(self, node: Any) -> str:
+        """Return the module whose forward pass made an autograd node."""
         position = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
-        return (self._owners[position] if position >= 0 else ""), BACKWARD
+        return self._owners[position] if position >= 0 else ""
+
+    def line_of(self, node: Any) -> Line | None:
+        """Return the line of the forward code that made an autograd node."""
+        return self._lines.get(node._sequence_nr())

@@ -6,20 +6,24 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mantissa.formats import FORMATS, Format
 from mantissa.tensors import finite
 
 Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
+
+
+def named(tensor: str) -> str:
+    """Return how code names a tensor of a batch: ``batch['x']``."""
+    return f"batch{tensor}" if tensor.startswith("[") else f"batch['{tensor}']"
 
 
 def each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -75,6 +79,8 @@ class Step(ABC):
     """
 
     words: ClassVar[Words] = Words()
+    sums_loss: ClassVar[bool] = True
+    """Whether the loss is a sum, which has to be in fp32."""
     number: int
     """Of the step, counted from 1."""
     format: Format
@@ -98,6 +104,8 @@ class Step(ABC):
     """The loss scale of the step."""
     least_scale: float = 0.0
     """To which the run's scaler backs off; 0: its scale stays as it is."""
+    moments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By parameter: the optimizer's state."""
     ranks: int = 1
     """Processes that the run's gradients were summed over; the microbatches are those of all."""
 
@@ -132,6 +140,20 @@ class Step(ABC):
     @abstractmethod
     def following(self, count: int) -> list[list[Batch]]:
         """Return the microbatches of this step and of those after it, ``count`` steps in all."""
+
+    def after(self, passes: Passes, count: int) -> Step:
+        """Return the step that follows ``count`` steps, which these passes have trained, from their weights."""
+        kept = passes.masters or passes.model
+        stored = {name: tensor.detach().to("cpu", copy=True) for name, tensor in passes.model.named_parameters()}
+        return replace(
+            self,
+            number=self.number + count,
+            microbatches=self.following(count + 1)[-1],
+            weights={name: each.detach().to("cpu", torch.float32, copy=True) for name, each in kept.named_parameters()},
+            stored=stored,
+            buffers={name: each.detach().to("cpu", copy=True) for name, each in passes.model.named_buffers()},
+            scale=passes.scale,
+        )
 
     @abstractmethod
     def share(self, microbatches: list[Batch]) -> float:
@@ -324,7 +346,7 @@ class Passes(ABC):
         default = torch.get_default_dtype()
         torch.set_default_dtype(self._wide)
         try:
-            with _Widened(self._wide):
+            with Widened(self._wide):
                 yield
         finally:
             torch.set_default_dtype(default)
@@ -346,18 +368,16 @@ class Passes(ABC):
         return found
 
 
-class _Widened(TorchFunctionMode):
-    """Replaces every narrower floating-point dtype that a call asks for by ``dtype``."""
+class Widened(TorchDispatchMode):
+    """Replaces every narrower floating-point dtype that an operator asks for by ``dtype``, backward as well."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self._narrower = {torch.float16, torch.bfloat16} | ({torch.float32} if dtype == torch.float64 else set())
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float):
-            return args[0].to(self.dtype) if args[0].dtype != self.dtype else args[0]
-        return function(*map(self._of, args), **{key: self._of(value) for key, value in (kwargs or {}).items()})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(self._of, args), **{key: self._of(value) for key, value in (kwargs or {}).items()})
 
     def _of(self, value: Any) -> Any:
         return self.dtype if isinstance(value, torch.dtype) and value in self._narrower else value

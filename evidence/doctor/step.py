@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ class Overrides(Words):
     def format(self, name: str) -> str:
         return f"precision={name}"
 
+    def rate(self, factor: float) -> str:
+        return f"an optimizer.lr of {factor:g} times this one"
+
     def scale(self, value: float) -> str:
         return f"scaler=dynamic scaler.init={value:.10g}"
 
@@ -64,8 +67,6 @@ class TrainerStep(Step):
     generators: dict[str, Tensor]
     prototype: nn.Module
     """The recipe's model in fp32 on the host; its weights do not matter."""
-    moments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By parameter: the optimizer's state."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> TrainerStep:

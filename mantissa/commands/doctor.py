@@ -15,7 +15,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m mantissa doctor", description="Examine one training step of a model.")
     parser.add_argument("function", help="module:function, which returns model, loss, batches and maybe the optimizer")
     parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
-    parser.add_argument("--scale", type=float, help="a fixed loss scale; default: dynamic with fp16, else none")
+    parser.add_argument("--scale", type=float, help="the loss scale (default: 65536 with fp16, else 1)")
+    parser.add_argument("--fixed-scale", action="store_true", help="no scaler lowers it")
     parser.add_argument("--budget", type=float, default=60, help="seconds for the checks (default: 60)")
     parser.add_argument("--report", default="mantissa-doctor", help="folder of the page (default: mantissa-doctor)")
     options = parser.parse_args(arguments)
@@ -32,6 +33,7 @@ def main(arguments: list[str]) -> int:
         options.precision,
         *rest,
         scale=options.scale,
+        fixed_scale=options.fixed_scale,
         budget_s=options.budget,
         say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
     )

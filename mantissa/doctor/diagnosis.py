@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -13,27 +14,48 @@ import torch
 
 from mantissa.display import size
 from mantissa.doctor.compiled import compiled_trials
-from mantissa.doctor.divergence import REPLAYS, STEPS, Divergence, divergence
+from mantissa.doctor.divergence import MOST_STEPS, RATES, REPLAYS, STEPS, Divergence, divergence
+from mantissa.doctor.exceptions import raised
 from mantissa.doctor.exchange import overflow_of_sum
-from mantissa.doctor.fp16_range import Range, fp16_range
-from mantissa.doctor.islands import Islands, price, search
+from mantissa.doctor.fp16_range import Range, fp16_range, usual
+from mantissa.doctor.gradients import gradients
+from mantissa.doctor.islands import Islands, holds, price, search
+from mantissa.doctor.locate import SPELLED, line_of_error, locate
 from mantissa.doctor.manifest import OperatorManifest, manifest
-from mantissa.doctor.pairs import Pairs, local_errors
+from mantissa.doctor.pairs import Pairs, harm, local_errors, wrong_gradients
 from mantissa.doctor.provenance import absorbed, find
-from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
+from mantissa.doctor.state import state_updates
+from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, RAISES, TF32, FormatTrial, format_sweep
 from mantissa.errors import is_out_of_memory
-from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Examined, Finding
+from mantissa.finding import (
+    BACKWARD,
+    DIVERGENCE,
+    DOMAIN,
+    ERROR,
+    EXCEPTION,
+    FORWARD,
+    INPUT,
+    NOT_FINITE,
+    OVERFLOW,
+    RATE,
+    UNDERFLOW,
+    UPDATE,
+    Examined,
+    Finding,
+)
 from mantissa.formats import FORMATS
-from mantissa.step import Passes, Step
+from mantissa.step import Batch, Passes, Step
 from mantissa.updates import Counts, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
 SWEEP = "formats"
 """The name of the format sweep among the checks."""
+_TRAINING = 10.0
+"""Seconds that more than the fewest steps of a divergence may take."""
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Examined)
-CHECKS = (SWEEP, "manifest", "range", "pairs", "updates", "divergence", "islands")
+CHECKS = (SWEEP, "manifest", "gradients", "range", "pairs", "updates", "state", "divergence", "islands")
 
 
 @dataclass
@@ -56,6 +78,10 @@ class Replay:
     """Of the run; None: a check-up before a run."""
     failed: bool = False
     """Whether the run itself ended at this step, because it was not finite."""
+    before: list[float] = field(default_factory=list)
+    """The losses of the steps that were replayed before this one."""
+    retrained: Callable[[float], list[float]] | None = None
+    """Takes those steps and this one with learning rates multiplied by a factor, and returns the losses."""
     finished: bool = False
     """Whether the run took all its steps, and this is one more."""
     notes: list[str] = field(default_factory=list)
@@ -104,10 +130,11 @@ class Budget:
         began = time.monotonic()
         try:
             return part()
-        except Exception as error:
-            if always or not is_out_of_memory(error):
+        except Exception as error:  # a check that cannot be made of this model says nothing of it
+            if always or isinstance(error, AssertionError):
                 raise
-            self.left_out.append(f"{name} (out of memory)")
+            why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            self.left_out.append(f"{name} ({why.partition(chr(10))[0][:200]})")
             return None
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - began
@@ -174,18 +201,38 @@ def diagnose(
     result = Diagnosis(replay, budget, notes=list(replay.notes))
     if SWEEP in checks or not replay.finite:
         _sweep(result)
+    if result.own is not None and result.own.status == RAISES:
+        if "islands" in checks:
+            _cure(result)
+        result.verdict = FOUND
+        return result
     if "manifest" in checks:
-        result.manifest = result.add(budget.run("manifest", lambda: _manifest(step)))
+        found = budget.run("manifest", lambda: _manifest(step))
+        if found is not None:  # what breaks is found already, with the cast that does it
+            known = {finding.line for finding in result.findings}
+            found.findings = [finding for finding in found.findings if not finding.line or finding.line not in known]
+        result.manifest = result.add(found)
+    if "gradients" in checks and result.finite:
+        result.add(budget.run("gradients", lambda: gradients(step)))
     fp32 = result.trial(FP32)
     if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
-        found = budget.run("range", lambda: fp16_range(step))
-        if found is not None and result.findings:  # what is found there has a cause, which is found already
-            found.findings = []
-        result.range = result.add(found)
+        scales = budget.run("range", lambda: fp16_range(step))
+        for finding in scales.findings if scales is not None else ():
+            assert scales is not None
+            build = functools.partial(_at_scale, step, scales)
+            if finding.cure and not budget.run("cures", functools.partial(holds, step, build)):
+                finding.cure = []
+        if scales is not None and result.findings:  # what is found there has a cause, which is found already
+            scales.findings = []
+        result.range = result.add(scales)
     if "pairs" in checks and result.finite and not result.findings:
         result.pairs = result.add(budget.run("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+    if "pairs" in checks and result.finite and not result.findings:
+        _wrong_gradients(result)
     if "updates" in checks:
-        result.add(judge(replay.updates, step.format))
+        _updates(result)
+    if "state" in checks and result.finite:
+        result.add(budget.run("state", lambda: state_updates(step)))
     if "divergence" in checks:
         _train_on(result)
     if "islands" in checks:
@@ -207,11 +254,34 @@ def _manifest(step: Step) -> OperatorManifest:
     return manifest(passes)
 
 
+def _at_scale(step: Step, scales: Range) -> Passes:
+    passes = step.own()
+    assert scales.highest is not None
+    passes.scale = 2.0 ** usual(scales.highest, scales.lowest or 0)
+    return passes
+
+
 def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
     found = local_errors(step, reference)
     if found.findings:
         found.findings = absorbed(step.own(), found.findings)
+        harmful = harm(step, found)
+        harmless = [f"{each.kind} in {each.place} ({each.detail})" for each in found.findings if each not in harmful]
+        found.notes += [f"{each}: no gradient of the step depends on it" for each in harmless]
+        found.findings = harmful
+    for finding in found.findings:
+        finding.line = finding.line or str(line_of_error(step, finding.module) or "")
     return found
+
+
+def _wrong_gradients(result: Diagnosis) -> None:
+    """Find gradients of the whole step that are wrong though no module is, and the place."""
+    step, budget = result.replay.step, result.budget
+    wrong = budget.run("whole gradients", lambda: wrong_gradients(step), 2 * result.replay.memory_bytes)
+    finding = wrong.finding if wrong is not None else None
+    if wrong is not None and finding is not None:
+        result.findings.append(finding)
+        budget.run("place", lambda: locate(step, finding, wrong.mended, budget.left))
 
 
 def _sweep(result: Diagnosis) -> None:
@@ -227,14 +297,27 @@ def _sweep(result: Diagnosis) -> None:
         passes = None if trial.status else _tried(result, trial)
         if passes is None:
             continue
-        if trial.status == BREAKS and trial.name != FP64 and broken is None:
+        if trial.status == RAISES and trial.name.partition("+")[0] not in (own.name, step.format.number.name):
+            trial.status, trial.why = LEFT_OUT, f"cannot run this model ({trial.why})"  # it has hard-coded dtypes
+        elif trial.status in (BREAKS, RAISES) and trial.name != FP64 and broken is None:
             broken = trial
-            result.findings.append(find(passes, trial.name) or _unlocated(trial))
+            finding = find(passes, trial.name) if trial.status == BREAKS else raised(passes, trial.name)
+            result.findings.append(finding or _unlocated(trial))
+            fp32 = result.trial(FP32)
+            if trial.status == RAISES and fp32 is not None and trial.why in fp32.why:
+                result.findings[-1].format = FP32
         elif trial is own and replay.failed and trial.scale != trial.scales[0]:
             result.findings += _too_large_a_scale(passes, trial)
         del passes
     if own.status == OK:
         step.scale = own.scale
+        if broken is not None and broken is not own:
+            (finding,) = result.findings
+            where = f"{finding.kind} in {finding.place}"
+            result.notes.append(
+                f"{broken.name} breaks ({where}), but precision={step.format.name} as it is used here does not"
+            )
+            result.findings, broken = [], None
     if broken is None and 1 < step.ranks <= len(step.microbatches):
         result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
@@ -244,22 +327,38 @@ def _sweep(result: Diagnosis) -> None:
     if broken is not None and broken.name == FP32:
         fp64 = result.trial(FP64)
         narrow = fp64 is not None and fp64.status == OK
-        cause = "fp32 itself is too narrow here" if narrow else "it is the data, the learning rate or the model"
-        result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
+        if result.findings[0].dtype in ("float16", "bfloat16"):
+            result.notes.append("the code casts to 16 bits where the format is fp32")
+        elif result.findings[0].kind not in (INPUT, EXCEPTION):
+            cause = "they are beyond fp32's range" if narrow else "it is the data, the learning rate or the model"
+            result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
+            if replay.before and replay.retrained is not None:
+                budget.run("learning rate", lambda: _lower_rate(result))
+
+
+def _lower_rate(result: Diagnosis) -> None:
+    """Say that the learning rate is the cause, where a lower one is finite over the replayed steps and this one."""
+    replay = result.replay
+    assert replay.retrained is not None
+    for factor in RATES:
+        losses = replay.retrained(factor)
+        if all(map(math.isfinite, losses)):
+            first = replay.step.number - len(replay.before)
+            detail = (
+                f"from step {first} to {replay.step.number} the loss goes {replay.before[0]:.4g} … "
+                f"{replay.before[-1]:.4g}, not finite; with {factor:g} times the learning rate {losses[0]:.4g} … "
+                f"{losses[-1]:.4g}; what breaks is {result.findings[0].kind} in {result.findings[0].place}"
+            )
+            result.findings = [Finding(RATE, UPDATE, "", FP32, detail=detail, cure=[replay.step.words.rate(factor)])]
+            return
 
 
 def _tried(result: Diagnosis, trial: FormatTrial) -> Passes | None:
     """Take the step in a format, and return the passes that did; None: it is left out, and the trial says why."""
     memory_bytes = result.replay.memory_bytes * (1 + (trial.name == FP64))
     needed = trial.name == FP32 or trial is result.own
-    try:
-        passes = result.budget.run(trial.name, trial.take, memory_bytes, always=needed)
-    except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
-        if trial is result.own or is_out_of_memory(error):
-            raise
-        trial.status, trial.why = LEFT_OUT, f"cannot run this model ({str(error).strip().splitlines()[0][:300]})"
-        return None
-    if passes is None:
+    passes = result.budget.run(trial.name, trial.take, memory_bytes, always=needed)
+    if passes is None and not trial.status:
         trial.status, trial.why = LEFT_OUT, "left out"
     return passes
 
@@ -269,6 +368,8 @@ def _unlocated(trial: FormatTrial) -> Finding:
     harmed = trial.harmed
     gradient = next((name for name in harmed if name != "loss"), "")
     direction, module = (FORWARD, "") if "loss" in harmed else (BACKWARD, gradient.rpartition(".")[0])
+    if trial.status == RAISES:
+        return Finding(EXCEPTION, FORWARD, "", trial.name, detail=trial.why)
     shown = ", ".join(harmed[:3]) + (", …" if len(harmed) > 3 else "")
     return Finding(NOT_FINITE, direction, module, trial.name, detail=f"{shown}: no torch operator made it so")
 
@@ -285,43 +386,96 @@ def _too_large_a_scale(passes: Passes, trial: FormatTrial) -> list[Finding]:
     return [finding]
 
 
+def _updates(result: Diagnosis) -> None:
+    """Judge what rounding does to the updates, and try weights in fp32."""
+    step = result.replay.step
+    found = judge(result.replay.updates, step.format)
+    if found.findings:
+        other = step.with_fp32_weights
+        if result.budget.run("fp32 weights", lambda: holds(step, lambda: step.passes(other, own=True))):
+            for finding in found.findings:
+                finding.cure = [step.words.format(other)]
+    result.add(found)
+
+
 def _train_on(result: Diagnosis) -> None:
     """Train some steps in the run's format and in fp32, where nothing was found and there is time."""
     replay, budget = result.replay, result.budget
     step = replay.step
-    if step.format.half is None:
-        result.notes.append("divergence: only formats of 16 bits are compared with fp32")
-        return
     if result.findings or not result.finite:
         return
-    seconds = STEPS * (REPLAYS * budget.spent.get(FP32, replay.seconds) + replay.seconds)
-    if seconds > budget.left():
-        budget.left_out.append(
-            f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
-        )
+    # In fp32 only what explodes is found, at the cost of one training.
+    seconds = replay.seconds + (REPLAYS + 1) * budget.spent.get(FP32, replay.seconds) * (step.format.half is not None)
+    if STEPS * seconds > budget.left():
+        needed = budget.seconds + STEPS * seconds
+        budget.left_out.append(f"divergence (it takes about {STEPS * seconds:.0f} s; set budget_s={needed:.0f})")
         return
-    result.divergence = result.add(budget.run("divergence", lambda: divergence(step, step.following(STEPS))))
+    batches = step.following(max(STEPS, min(MOST_STEPS, int(min(budget.left() / 3, _TRAINING) / seconds))))
+    found = result.divergence = result.add(budget.run("divergence", lambda: divergence(step, batches)))
+    if found is not None and (count := found.broken) is not None:
+        later = budget.run("the step that breaks", lambda: _broken_later(step, batches, count, FP32))
+        result.findings += [later] if later is not None else []
+    if found is None or not found.findings or found.findings[0].kind != DIVERGENCE:
+        return
+    finding = found.findings[0]
+    later = None
+    if found.at and not math.isfinite(found.away[found.at]):
+        later = budget.run("the step that breaks", lambda: _broken_later(step, batches, found.at))
+    if later is not None:
+        result.findings[-1] = later
+    elif not finding.cure:
+        budget.run(
+            "place", lambda: locate(step, finding, lambda passes: found.mends(passes.train(batches)), budget.left)
+        )
+
+
+def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: str = "") -> Finding | None:
+    """Return the fault of a step that is not finite after ``count`` steps, in the run's own format or another."""
+    passes = step.passes(format) if format else step.own()
+    passes.train(batches[:count])
+    later = step.after(passes, count)
+    broken = later.passes(format) if format else later.own()
+    broken.until_finite()
+    finding = find(broken, format or step.format.name)
+    if finding is not None:
+        finding.detail += f"; in step {step.number + count}, after {count} finite ones"
+    return finding
 
 
 def _cure(result: Diagnosis) -> None:
-    """Search for fp32 modules that cure the first finding of 16 bits in a module, and measure their cost."""
+    """Search for what cures the first finding of 16 bits, and measure what it costs."""
     step, budget = result.replay.step, result.budget
-    curable = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR)
+    curable = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR, EXCEPTION)
     found = [each for each in result.findings if each.kind in curable and each.format not in (FP32, FP64, TF32)]
     if not found or step.format.half is None or found[0].direction not in (FORWARD, BACKWARD):
         return
     finding = found[0]
+    if finding.cure:  # where it was located it was cured
+        return
+    tries: dict[str, Callable[[], Passes]] = {}
+    scales = result.range
+    if finding.direction == BACKWARD and finding.kind == OVERFLOW and scales is not None and scales.highest is not None:
+        scale = step.words.scale(2.0 ** usual(scales.highest, scales.lowest or 0))
+        tries[scale] = functools.partial(_at_scale, step, scales)
 
     def healthy(fp32_modules: list[str]) -> bool:
         return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
-    islands = budget.run("islands", lambda: search(step, finding, healthy, budget.left))
-    if islands is None:
+    if any(budget.run("cures", functools.partial(holds, step, build)) for build in tries.values()):
+        finding.cure += list(tries)
         return
-    result.islands = islands
-    if islands.cured:
-        budget.run("cost of the islands", lambda: price(step, islands))
-    finding.cure.append(islands.text())
+    islands = budget.run("islands", lambda: search(step, finding, healthy, budget.left))
+    if islands is not None and islands.cured:
+        result.islands = islands
+        if finding.kind != EXCEPTION:  # without them there is no step to compare with
+            budget.run("cost of the islands", lambda: price(step, islands))
+        finding.cure.append(islands.text(step.words))
+    name = SPELLED.get(finding.op.removeprefix("aten."), finding.op.removeprefix("aten."))
+    if name and finding.kind != UNDERFLOW and not name.endswith(("_", "to_copy")):
+        tries[step.words.operators([name])] = lambda: step.own(fp32_ops=[*step.fp32_ops, name])
     bf16 = result.trial("bf16")
     if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"]:
-        finding.cure.append("or precision=bf16, which is finite here")
+        tries[step.words.format("bf16")] = lambda: step.passes("bf16", own=True)
+    for cure, build in tries.items():
+        if budget.run("cures", functools.partial(holds, step, build)):
+            finding.cure.append(cure)

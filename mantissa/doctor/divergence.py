@@ -1,23 +1,30 @@
-"""Whether a format trains worse within a few steps, beyond what a rounding of weights and inputs would do."""
+"""Whether a format trains worse within some steps, beyond what a rounding of weights and inputs would do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
-from mantissa.formats import BF16, FP8
+from mantissa.doctor.pairs import rounded_away
+from mantissa.finding import DIVERGENCE, FORWARD, RATE, UPDATE, Examined, Finding
+from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Step, each
 from mantissa.tensors import nudged
 
-STEPS = 20
+STEPS, MOST_STEPS = 20, 60
+"""How many steps are trained: more than the first number where there is time."""
 REPLAYS = 3
 TIMES = 4.0
 _IN_A_ROW = 3
+_WORSE = 0.25
+"""The share of what fp32 has learned that a format may lose."""
+_GROWTH = 10.0
+"""Training explodes where the loss becomes so many times the largest of its first steps."""
+RATES = tuple(10.0**-power for power in range(1, 9))
 
 
 @dataclass
@@ -28,40 +35,71 @@ class Divergence(Examined):
     """The distance of each step's loss from the mean of the fp32 losses."""
     limit: list[float]
     """How much of it rounding explains."""
+    mends: Callable[[Sequence[float]], bool] = field(default=lambda losses: False)
+    """Whether other losses of the same steps do not diverge, nor lose half as much."""
+    at: int = 0
+    """The index of the step from which on it diverges."""
+    broken: int | None = None
+    """The index of the first step that is not finite in fp32 either, whatever the learning rate."""
 
 
 def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     """Train some steps as the run does, and in fp32 from weights and inputs changed by the format's rounding error.
 
-    The run's format is at fault where its loss leaves ``4 x`` the spread of the fp32 losses for three steps in a row.
-    Where only 16 bits hold the weights, fp32 masters are tried as the cure.
+    The run's format is at fault where its loss leaves ``4 x`` the spread of the fp32 losses for three steps in a row,
+    or where it loses a quarter of what fp32 from the very same weights and inputs has learned: where rounding alone
+    destroys what a model has to tell apart, the spread says nothing. What explodes in fp32, too, is the learning
+    rate's matter, if a lower one is tried and cures it.
 
     Args:
         step: the first step.
         batches: the microbatches of each step.
     """
     format = step.format
+    exact = _fp64(step.reference().train(batches))
+    if finding := _rate(step, batches, exact):
+        return Divergence(away=[], limit=[], findings=[finding])
+    if not exact.isfinite().all():
+        return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
+    if format.number is FP32:
+        return Divergence(away=[], limit=[])
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
     own = _fp64(step.own().train(batches))
-    references = _fp64([_changed(step, batches, unit, seed) for seed in range(REPLAYS)])
+    references = torch.stack([_fp64(_changed(step, batches, unit, seed)) for seed in range(REPLAYS)])
     spread = (references.max(0).values - references.min(0).values).cummax(0).values
     middle, limit = references.mean(0), TIMES * spread.clamp(min=unit * unit)
     result = Divergence(away=(own - middle).abs().tolist(), limit=limit.tolist())
-    first = leaves(own, middle, limit)
-    if first is None:
+    first, loss = leaves(own, middle, limit), lost(own, exact)
+    # What a change of the last bit does, too, is the chaos of the training.
+    chaos = abs(lost(_fp64(_changed(step, batches, FP32.unit_roundoff, 0)), exact)) if loss > _WORSE else 0.0
+    worse = loss > max(_WORSE, TIMES * chaos)
+    if first is None and not worse:
         return result
-    away = (own - middle)[first].item()
-    effect = f"differs from that of fp32 by {away:.3g}" if math.isfinite(away) else "is not finite"
-    detail = f"from step {step.number + first} on the loss {effect}; rounding explains at most {limit[first]:.3g}"
+
+    def mends(losses: Sequence[float]) -> bool:
+        other = _fp64(losses)
+        return lost(other, exact) < loss / 2 if worse else leaves(other, middle, limit) is None
+
+    result.mends = mends
+    if first is not None:
+        away = (own - middle)[first].item()
+        effect = f"differs from that of fp32 by {away:.3g}" if math.isfinite(away) else "is not finite"
+        detail = f"from step {step.number + first} on the loss {effect}; rounding explains at most {limit[first]:.3g}"
+    else:
+        third = max(1, len(own) // 3)
+        detail = (
+            f"in {len(own)} steps the loss goes from {exact[0]:.4g} to {exact[-third:].mean():.4g} in fp32, "
+            f"and to {own[-third:].mean():.4g} here"
+        )
+    detail += rounded_away(step)
+    result.at = first or 0
     # The first loss is computed before any update.
-    finding = Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)
-    masters = f"{format.number.name}_master"
+    result.findings = [Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)]
     if format.only_half:
-        with_masters = _fp64(step.passes(masters, own=True).train(batches))
-        if leaves(with_masters, middle, limit) is None:
-            finding.cure = [f"precision={masters}"]
-            finding.detail += f"; with precision={masters} it stays near that of fp32"
-    result.findings = [finding]
+        other = step.with_fp32_weights
+        if mends(step.passes(other, own=True).train(batches)):
+            result.findings[0].cure = [step.words.format(other)]
+            result.findings[0].detail += f"; {step.words.format(other)}: it stays near that of fp32"
     return result
 
 
@@ -81,14 +119,51 @@ def leaves(losses: Tensor, middle: Tensor, limit: Tensor) -> int | None:
     return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
 
 
-def _fp64(losses: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+def lost(losses: Tensor, exact: Tensor) -> float:
+    """Return which share of what fp32 has learned other losses have not, both in the mean of the last third.
+
+    0 where fp32 has not learned anything; infinite where the losses are not finite.
+    """
+    third = max(1, len(exact) // 3)
+    learned = (exact[:3].mean() - exact[-third:].mean()).item()
+    if not 0 < learned < math.inf:
+        return 0.0
+    share = ((losses - exact)[-third:].mean() / learned).item()
+    return share if math.isfinite(share) else math.inf
+
+
+def _rate(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
+    """Return a finding where training explodes in the reference, and does not with a lower learning rate."""
+    if not _explodes(exact):
+        return None
+    for factor in RATES:
+        other = _fp64(step.reference().train(batches, lr=factor))
+        if not _explodes(other):
+            broken = (~exact.isfinite()).nonzero()
+            last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
+            detail = (
+                f"in fp32 the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps, "
+                f"and to {other[-1]:.4g} with {factor:g} times the learning rate"
+            )
+            return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.words.rate(factor)])
+    return None
+
+
+def _explodes(losses: Tensor) -> bool:
+    third = max(1, len(losses) // 3)
+    return not losses.isfinite().all() or bool(losses[-third:].abs().mean() > _GROWTH * losses[:3].abs().max())
+
+
+def _fp64(losses: Sequence[float]) -> Tensor:
     return torch.tensor(losses, dtype=torch.float64)
 
 
 def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> list[float]:
     """Return the losses in fp32 from weights and inputs that are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
-    passes = step.passes("fp32")
+    passes = step.reference()
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
-    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in step] for step in batches)
+    inputs = (
+        [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in step] for step in batches
+    )
     return passes.train(inputs)

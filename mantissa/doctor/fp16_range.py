@@ -55,7 +55,8 @@ class Exponents:
 
     def add(self, gradient: Tensor) -> None:
         """Count a gradient; what is not finite is left out."""
-        size = gradient.detach().abs().flatten()
+        dense = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+        size = dense.abs().flatten()
         size = size[size.isfinite()]
         found = size[size != 0]
         self.zeros += size.numel() - found.numel()
@@ -138,11 +139,11 @@ def fp16_range(step: Step) -> Range:
     for layer in judged:
         if layer.lost(scale) > JUDGED:
             worst[layer.module] = max(worst.get(layer.module, layer), layer, key=lambda each: each.lost(scale))
-    result.findings = [_finding(layer, largest, scale, result.highest, name) for layer in worst.values()]
+    result.findings = [_finding(layer, largest, scale, result.highest, step) for layer in worst.values()]
     return result
 
 
-def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, format: str) -> Finding:
+def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, step: Step) -> Finding:
     what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
     detail = (
         f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {layer.flushed(scale):.0%} of its "
@@ -152,9 +153,14 @@ def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, f
     if needed > highest:
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
-        return Finding(SCALE, BACKWARD, layer.module, format, dtype="float16", detail=detail)
-    cure = [f"scaler=dynamic scaler.init={2**highest if highest >= 0 else 2.0**highest}"]
-    return Finding(UNDERFLOW, BACKWARD, layer.module, format, dtype="float16", detail=detail, cure=cure)
+        return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
+    cure = [step.words.scale(2.0 ** usual(highest, needed))]
+    return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail, cure=cure)
+
+
+def usual(highest: int, lowest: int) -> int:
+    """Return the exponent of a scale between two: of 65536, as torch's scaler begins, where that is between them."""
+    return min(highest, max(16, lowest))
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -191,7 +197,11 @@ def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
             for part, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_hook(partial(count, name, part)).remove)
-        reference.attempt()
+        gradients = reference.attempt().gradients
+    for name, gradient in gradients.items() if len(microbatches) > 1 else ():
+        owner, _, part = name.rpartition(".")
+        if layer := found.get((owner, part)):  # the sum over microbatches may be larger than each
+            layer.amax = max(layer.amax, gradient.abs().max().item() * share)
     return list(found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -10,16 +11,23 @@ from dataclasses import dataclass, field
 import torch
 
 from mantissa.display import size
+from mantissa.doctor.exceptions import raised
 from mantissa.doctor.provenance import find
 from mantissa.errors import FormatError
 from mantissa.finding import Finding
-from mantissa.step import Batch, Step
+from mantissa.step import Batch, Passes, Step, Words
 
 CALLS = 40
 """Trials, at most."""
 _OTHERS = 3
 """Following steps, on whose first microbatch a cure must hold, too."""
-_PAIRS = 3
+_TRAINED = 8
+"""Following steps that a cure must train."""
+_HEADROOM = 2.0
+"""Factor by which fp16 numbers must stay below the largest one where an overflow was cured."""
+_LEAST_SECONDS = 0.005
+"""Of a step whose time is compared: that of a shorter one is noise."""
+_PAIRS = 7
 """Timed steps with and without the islands, after one of each that is not timed."""
 
 
@@ -36,6 +44,8 @@ class Islands:
     calls: int = 0
     time_ratio: float | None = None
     """Of a step with the islands to one without; None: not measured."""
+    time_range: tuple[float, float] = (math.nan, math.nan)
+    """The smallest and the largest of the measured ratios."""
     memory_bytes: int | None = None
     """What they add to the peak of a step."""
 
@@ -45,26 +55,19 @@ class Islands:
         return [*self.own, *self.modules]
 
     @property
-    def override(self) -> str:
-        """What to set. A name such as 0.10 is quoted, or it would be read as a number."""
-        names = [name if any(map(str.isalpha, name)) else f"'{name}'" for name in self.fp32_modules]
-        return f"precision.fp32_modules=[{','.join(names)}]"
-
-    @property
     def cost(self) -> str:
         """What they add to a step, as far as it was measured, and whether they may be more than needed."""
         price = []
         if self.time_ratio is not None:
-            price.append(f"{self.time_ratio - 1:+.0%} time")
+            low, high = self.time_range
+            price.append(f"{self.time_ratio - 1:+.0%} time [{low - 1:+.0%}, {high - 1:+.0%}]")
         if self.memory_bytes is not None:
             price.append(f"{'-' if self.memory_bytes < 0 else '+'}{size(abs(self.memory_bytes))}")
         return ", ".join(price + ([] if self.minimal else ["not minimal: out of time"]))
 
-    def text(self) -> str:
-        """Return a line for the terminal."""
-        if not self.cured:
-            return "islands: no fp32 modules that cure this step were found"
-        return f'islands: "{self.override}"' + (f"  ({self.cost})" if self.cost else "")
+    def text(self, words: Words) -> str:
+        """Return what to set, and what it costs."""
+        return words.modules(self.fp32_modules) + (f"  ({self.cost})" if self.cost else "")
 
 
 def search(
@@ -99,7 +102,7 @@ def search(
         # In an island already: the module that contains the island.
         inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
-    if module is not None:
+    if module is not None or not holds(step, lambda: step.own(result.fp32_modules)):
         return result
     result.cured = result.minimal = True
     for name in list(result.modules):
@@ -125,10 +128,29 @@ def _next_fault(
         return modules[-1]
     for microbatches in tried_on:
         passes.microbatches = microbatches
-        if passes.until_finite().harmed:
-            found = find(passes, "")
+        try:
+            harmed = passes.until_finite().harmed
+        except RuntimeError:
+            harmed, found = ["raises"], raised(passes, "")
+        else:
+            found = find(passes, "") if harmed else None
+        if harmed:
             return found.module if found is not None else ""
     return None if healthy(fp32_modules) else modules[-1]
+
+
+def holds(step: Step, build: Callable[[], Passes]) -> bool:
+    """Return whether a step is finite in other passes, and trains on: what follows is finite, too."""
+    try:
+        passes = build()
+        if passes.until_finite([passes.scale, *step.scales[1:]]).harmed:
+            return False
+        scale = passes.scale
+        passes = build()
+        passes.scale = scale
+        return all(map(math.isfinite, passes.train(step.following(_TRAINED))))
+    except (FormatError, RuntimeError):
+        return False
 
 
 def price(step: Step, result: Islands) -> None:
@@ -146,5 +168,7 @@ def price(step: Step, result: Islands) -> None:
             if step.device.type != "cpu":
                 torch.accelerator.synchronize(step.device)
             seconds.append(time.perf_counter() - began)
+        if min(seconds) < _LEAST_SECONDS:
+            return
         ratios.append(seconds[1] / seconds[0])
-    result.time_ratio = statistics.median(ratios)
+    result.time_ratio, result.time_range = statistics.median(ratios), (min(ratios), max(ratios))

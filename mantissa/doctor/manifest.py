@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
 from mantissa.dtypes import CAST, DtypeRecorder, Row
 from mantissa.finding import DTYPE, FORWARD, Examined, Finding
+from mantissa.modules import ModuleTracer
+from mantissa.places import Line
 from mantissa.step import Passes
 
 
@@ -30,7 +34,7 @@ def manifest(passes: Passes) -> OperatorManifest:
         passes.attempt()
     rows = sorted(recorder.rows())
     findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
-    findings += [*_weights(passes), *_loss(passes)]
+    findings += [*_weights(passes), *_loss(passes), *_casts_in_fp32(passes)]
     return OperatorManifest(rows, findings=findings)
 
 
@@ -96,11 +100,63 @@ def _weights(passes: Passes) -> Iterator[Finding]:
     for name, parameter in passes.model.named_parameters():
         module = name.rpartition(".")[0]
         wanted = torch.float32 if _within(module, passes.fp32_modules) else asked
-        if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize:
+        frozen = not parameter.requires_grad  # whose precision training does not lose
+        if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize and not frozen:
             low.setdefault((module, dtype_name(parameter.dtype)), []).append(name)
     for (module, dtype), names in low.items():
         detail = f"{', '.join(names)} stored in {dtype}, precision={passes.format.name} asks for {dtype_name(asked)}"
         yield _finding(passes, module, "", dtype, detail)
+
+
+class Cast(NamedTuple):
+    """A cast to 16 bits in the code."""
+
+    line: Line | None
+    module: str
+    dtype: str
+
+
+class _Casts(TorchDispatchMode):
+    """Notes the first cast to 16 bits in some modules; an empty name: in what is in none of them."""
+
+    def __init__(self, modules: ModuleTracer, names: list[str]) -> None:
+        super().__init__()
+        self._modules, self._names = modules, names
+        self.found: Cast | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.found is None and str(func).startswith(CAST) and result.dtype in (torch.float16, torch.bfloat16):
+            module = self._modules.module()
+            if any(_within(module, [name]) for name in self._names):
+                self.found = Cast(self._modules.line(), module, dtype_name(result.dtype))
+        return result
+
+
+def explicit_cast(passes: Passes, names: list[str]) -> Cast | None:
+    """Return the first cast to 16 bits that the forward pass makes in some modules.
+
+    Args:
+        passes: in fp32, where no cast is autocast's.
+        names: of the modules.
+    """
+    modules = ModuleTracer(passes.model)
+    passes.start()
+    with modules, _Casts(modules, names) as casts, torch.no_grad():
+        passes.loss(passes.step.first_samples()[0])
+    return casts.found
+
+
+def _casts_in_fp32(passes: Passes) -> list[Finding]:
+    """Return a finding where the code casts to 16 bits though the format has none."""
+    if passes.format.half is not None:
+        return []
+    modules = [name for name, _ in passes.model.named_modules()]
+    cast = explicit_cast(passes, modules)
+    if cast is None:
+        return []
+    detail = f"the code casts to 16 bits, which precision={passes.format.name} does not ask for"
+    return [replace(_finding(passes, cast.module, CAST, cast.dtype, detail), line=str(cast.line or ""))]
 
 
 def _loss(passes: Passes) -> list[Finding]:
@@ -108,7 +164,7 @@ def _loss(passes: Passes) -> list[Finding]:
     passes.start()
     with torch.no_grad():
         dtype = passes.loss(passes.microbatches[0]).dtype
-    if dtype.itemsize > 2:
+    if dtype.itemsize > 2 or not passes.step.sums_loss:
         return []
     detail = f"the summed loss is {dtype_name(dtype)}: sum it in fp32 in Recipe.loss"
     return [_finding(passes, "", "the loss", dtype_name(dtype), detail)]

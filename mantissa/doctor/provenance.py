@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, zip_longest
 from typing import Any
@@ -13,15 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
-from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, storage
-from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
+from mantissa.doctor.tape import MASKED, Node, Operator, Tape, behind, chain, storage
+from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes
+from mantissa.step import Passes, each, named
 from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
+_OUTLIER = 1000.0
+"""A sample is unusual, if its largest number is so many times that of the median sample."""
 _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
 
@@ -39,8 +44,9 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
         opened: whether the MATH kernel is in use.
     """
     modules = ModuleTracer(passes.model)
-    named = [*passes.model.named_parameters(), *passes.model.named_buffers()]
-    with modules, Tape(modules, named) as tape:
+    data = [(named(name), tensor) for batch in passes.microbatches for name, tensor in batch.items()]
+    known = [*passes.model.named_parameters(), *passes.model.named_buffers(), *data]
+    with modules, Tape(modules, known) as tape:
         found = passes.attempt()
     slice_ = behind([node for name in found.harmed for node in tape.writers(found.sinks[name])])
     if not slice_:
@@ -50,11 +56,13 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     path = _path(cause, slice_, found.harmed)
 
     def finding(kind: str, at: Operator, detail: str) -> Finding:
-        return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path)
+        line = str(at.line or "")
+        return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path, line=line)
 
     operator = cause.operator
-    if cause.outside:
-        return finding(INPUT, operator, f"{', '.join(dict.fromkeys(cause.outside))} is not finite before the step")
+    masks = [each for each in cause.roots() if not (each.tensor.isnan() | (each.tensor == math.inf)).any()]
+    if cause.roots() and (len(masks) < len(cause.roots()) or operator.name not in MASKED):
+        return _of_input(passes, cause, finding(INPUT, operator, ""))
     if "scaled_dot_product" in operator.op and not opened:
         with sdpa_kernel(SDPBackend.MATH):
             inside = find(passes, format, opened=True)
@@ -65,9 +73,59 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     if kind == DOMAIN and format not in (FP32, FP64) and (source := _flushed(passes, modules, cause.number)):
         flushed, lost = source
         return finding(UNDERFLOW, flushed, f"{lost}; {operator.op} then divides by 0 or takes a logarithm of it")
+    if masks:
+        detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
+    if kind == OVERFLOW and operator.direction == FORWARD:
+        detail += _outlier(data)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding(kind, operator, detail)
+
+
+def _outlier(data: list[tuple[str, Tensor]]) -> str:
+    """Return which sample is far larger than the others, in words; empty: none is."""
+    for name, tensor in data:
+        if tensor.is_floating_point() and tensor.ndim and len(tensor) > 2:
+            sizes = tensor.detach().abs().reshape(len(tensor), -1).amax(1)
+            largest, usual = sizes.max().item(), sizes.median().item()
+            if largest > _OUTLIER * usual > 0:
+                sample = f"{name}, sample {int(sizes.argmax())}"
+                return f"; {sample} has numbers up to {largest:.3g}, half of the others none above {usual:.3g}"
+    return ""
+
+
+def _of_input(passes: Passes, cause: Node, finding: Finding) -> Finding:
+    """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
+    outside = min(cause.roots(), key=lambda each: not each.name.startswith("batch"))
+    name, rows = outside.name, outside.rows
+    bad = int((~outside.tensor.detach().isfinite()).sum())
+    stored = f"{dtype_name(outside.tensor.dtype)}, " if outside.tensor.dtype.itemsize == 2 else ""
+    finding.detail = f"{name} ({stored}{bad:,} of {outside.tensor.numel():,} elements) is not finite before the step"
+    finding.module, finding.tensor = ("", name) if name.startswith("batch") else (name.rpartition(".")[0], name)
+    batches, own, buffers = passes.microbatches, passes.weights, dict(passes.step.buffers)
+    size = len(outside.tensor) if outside.tensor.ndim else 0
+    if name.startswith("batch") and 0 < len(rows) < size:
+        samples = f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
+        finding.tensor += f", {samples}"
+        left = [row for row in range(size) if row not in rows]
+        passes.microbatches = [
+            each(batch, lambda tensor: tensor[left] if tensor.shape[:1] == (size,) else tensor) for batch in batches
+        ]
+        cure = f"leave out {samples} of {name}: without, the step is finite"
+    else:
+        cure = f"finite values in {name}: with zeros in their place, the step is finite"
+        passes.microbatches = [each(batch, _without_infinities) for batch in batches]
+        passes.weights = {key: _without_infinities(tensor) for key, tensor in own.items()}
+        passes.step.buffers.update({key: _without_infinities(tensor) for key, tensor in passes.step.buffers.items()})
+    with suppress(RuntimeError):  # a batch of another size
+        finding.cure = [] if passes.attempt().harmed else [cure]
+    passes.microbatches, passes.weights = batches, own
+    passes.step.buffers.update(buffers)
+    return finding
+
+
+def _without_infinities(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
 
 
 def absorbed(passes: Passes, errors: list[Finding]) -> list[Finding]:
@@ -108,6 +166,8 @@ def _cause(passes: Passes, starts: list[Node]) -> tuple[Node, bool]:
 
 def _path(cause: Node, slice_: list[Node], harmed: list[str]) -> list[str]:
     """Return what the fault passes through: the modules, or operators outside of them, and at last a sink."""
+    if cause.operator.direction == FORWARD and "loss" in harmed:
+        slice_ = [node for node in slice_ if node.operator.direction == FORWARD]
     operators = [node.operator for node in chain(cause, slice_)[1:]]
     names = [name for name, _ in groupby(each.module or each.op.removeprefix("aten.") for each in operators)]
     if len(names) > 4:
@@ -172,6 +232,8 @@ def _kind(passes: Passes, modules: ModuleTracer, number: int) -> tuple[str, str]
         count = f"{int(bad.sum()):,} of {low.numel():,} elements"
         if bool(torch.isfinite(reference).all()):
             amax, largest = reference.abs().max().item(), torch.finfo(low.dtype).max
+            if amax <= largest:
+                return OVERFLOW, f"an intermediate result overflows; the reference has at most {amax:.6g}, {count}"
             return OVERFLOW, f"reference amax {amax:.6g} > {largest:.6g}, {count}"
         shown = sorted({f"{value:g}" for value in reference[~reference.isfinite()].tolist()})
         return DOMAIN, f"the reference is {', '.join(shown)} too, {count}"
@@ -192,6 +254,7 @@ class _Flushes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._number += 1
+        self._modules.line()
         if not self._last - _DEPTH <= self._number <= self._last:
             return func(*args, **kwargs)
         changes = func._schema.is_mutable

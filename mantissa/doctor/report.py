@@ -70,7 +70,9 @@ def facts(diagnosis: Diagnosis) -> dict[str, Any]:
         ],
         "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
         "findings": [finding.to_dict() for finding in diagnosis.findings],
-        "islands": None if islands is None else asdict(islands) | {"override": islands.override},
+        "islands": None
+        if islands is None
+        else asdict(islands) | {"override": replay.step.words.modules(islands.fp32_modules)},
         "notes": diagnosis.notes,
         "left_out": budget.left_out,
         "budget_s": budget.seconds,

@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 
+from mantissa.errors import FormatError, is_out_of_memory
 from mantissa.formats import BF16, FP8
 from mantissa.step import Passes, Step
 
-OK, BREAKS, DIFFERS, LEFT_OUT = "ok", "BREAKS", "DIFFERS", "left out"
+OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
 
 FP64, FP32, TF32 = "fp64", "fp32", "tf32"
 SCALER = "+scaler"
@@ -32,14 +33,22 @@ class FormatTrial:
     scale: float = 1.0
     """The last one tried."""
     why: str = ""
-    """It was left out."""
+    """Why it was left out, or what it raised."""
     loss: float = math.nan
 
-    def take(self) -> Passes:
-        """Take the step, and return the passes that did; sets ``status``."""
+    def take(self) -> Passes | None:
+        """Take the step, and return the passes that did; None: they cannot be built. Sets ``status``."""
         assert self.build is not None
-        passes = self.build()
-        found = passes.until_finite(self.scales)
+        passes = None
+        try:
+            passes = self.build()
+            found = passes.until_finite(self.scales)
+        except Exception as error:  # of many kinds: the model and the format decide
+            if is_out_of_memory(error):
+                raise
+            self.why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            self.status = LEFT_OUT if isinstance(error, FormatError) else RAISES
+            return passes
         self.harmed, self.scale, self.loss = found.harmed, passes.scale, found.loss.item()
         self.status = BREAKS if self.harmed else OK
         return passes

@@ -18,10 +18,26 @@ from torch.utils._pytree import tree_leaves
 
 from mantissa.display import dtype_name
 from mantissa.modules import ModuleTracer
+from mantissa.places import Line
 from mantissa.tensors import finite, tensors
 
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""
+_MIXING = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "convolution",
+    "native_layer_norm",
+    "native_batch_norm",
+)
+"""Operators that spread an infinity over all that they return: no mask is meant for them."""
+MASKED = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "log_softmax", "softmax")
+"""Operators that masks of -inf are meant for; they are NaN where all is masked."""
 
 
 class Operator(NamedTuple):
@@ -33,11 +49,31 @@ class Operator(NamedTuple):
     direction: str
     dtype: str
     shape: tuple[int, ...]
+    line: Line | None = None
 
     @classmethod
     def of(cls, func: Any, result: Tensor, modules: ModuleTracer) -> Operator:
         """Describe an operator while it runs."""
-        return cls(str(func).rpartition(".")[0], *modules.place(), dtype_name(result.dtype), tuple(result.shape))
+        name, shape = str(func).rpartition(".")[0], tuple(result.shape)
+        return cls(name, *modules.place(), dtype_name(result.dtype), shape, modules.line())
+
+    @property
+    def name(self) -> str:
+        """The operator's name without its namespace."""
+        return self.op.removeprefix("aten.")
+
+
+class Outside(NamedTuple):
+    """A tensor that comes from outside of the step and is not finite: a weight, a buffer, data."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def rows(self) -> list[int]:
+        """The indices along the first dimension at which it is not finite."""
+        bad = ~self.tensor.detach().isfinite()
+        return bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist() if bad.ndim else []
 
 
 @dataclass(eq=False)
@@ -51,13 +87,18 @@ class Node:
     """Whether the infinities were asked for (a mask of -inf), and not computed."""
     sources: list[Node] = field(default_factory=list)
     """What made its inputs that are not finite."""
-    outside: list[str] = field(default_factory=list)
-    """Inputs that are not finite and come from outside: weights, buffers, data."""
+    outside: list[Outside] = field(default_factory=list)
+    """Inputs that are not finite and come from outside."""
 
     @property
     def computes(self) -> bool:
         """Whether it is the first computed operator of its chain."""
         return not self.given and all(source.given for source in self.sources)
+
+    def roots(self) -> list[Outside]:
+        """Return what is not finite outside and reached it through operators that only passed it on."""
+        found = [*self.outside, *(each for source in self.sources if source.given for each in source.roots())]
+        return list({each.name: each for each in found}.values())
 
 
 class Tape(TorchDispatchMode):
@@ -67,7 +108,7 @@ class Tape(TorchDispatchMode):
 
     Args:
         modules: of the model, entered.
-        named: tensors from outside by name (weights, buffers), to name those that are not finite.
+        named: tensors from outside by name (weights, buffers, data), to name those that are not finite.
     """
 
     def __init__(self, modules: ModuleTracer, named: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -87,6 +128,7 @@ class Tape(TorchDispatchMode):
         output = func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
         name = func.__name__.partition(".")[0]
+        self.modules.line()
         inputs = tensors((args, kwargs))
         mutable = func._schema.is_mutable
         held = {storage(tensor) for tensor in inputs}
@@ -109,7 +151,7 @@ class Tape(TorchDispatchMode):
 
     def _node(self, number: int, func: Any, result: Tensor, inputs: list[Tensor], arguments: Any) -> Node:
         sources: list[Node] = []
-        outside: list[str] = []
+        outside: list[Outside] = []
         wrong_outside = False
         for tensor in inputs:
             key = storage(tensor)
@@ -118,10 +160,12 @@ class Tape(TorchDispatchMode):
             if key in self._written:
                 sources += self._written[key]
             else:
-                outside.append(self._names.get(key, "the data"))
-                wrong_outside |= key in self._weights or bool(tensor.isnan().any())  # a buffer may be a mask
+                outside.append(Outside(self._names.get(key, "the data"), tensor))
+                # What is -inf may be a mask.
+                wrong_outside |= key in self._weights or bool((tensor.isnan() | (tensor == math.inf)).any())
         asked = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves(arguments))
         passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
+        passed = passed and func.__name__.partition(".")[0] not in _MIXING
         given = (asked or passed) and not bool(result.isnan().any())
         return Node(number, Operator.of(func, result, self.modules), given, sources, outside)
 

@@ -1,0 +1,189 @@
+"""Where a format that trains worse does so: the fewest modules, or operators, that have to compute in fp32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mantissa.doctor.manifest import explicit_cast
+from mantissa.dtypes import DtypeRecorder
+from mantissa.errors import FormatError
+from mantissa.finding import Finding
+from mantissa.modules import ModuleTracer
+from mantissa.places import Line
+from mantissa.step import Passes, Step, Widened
+from mantissa.tensors import numbers_in, relative_error
+
+_TRIALS = 40
+
+
+class _Search:
+    """Tries fp32 modules and operators, as long as there is time."""
+
+    def __init__(self, step: Step, mends: Callable[[Passes], bool], time_left: Callable[[], float]) -> None:
+        self.step, self._mends, self._time_left = step, mends, time_left
+        self._trials = 0
+
+    def modules(self, names: list[str], casts: bool = True) -> bool:
+        """Return whether these modules in fp32 mend it; without ``casts``, their explicit ones have no effect."""
+        return self._mended(lambda: _without_casts(self.step.own([*self.step.fp32_modules, *names]), names, casts))
+
+    def operators(self, names: list[str]) -> bool:
+        return self._mended(lambda: self.step.own(fp32_ops=[*self.step.fp32_ops, *names]))
+
+    def _mended(self, build: Callable[[], Passes]) -> bool:
+        self._trials += 1
+        if self._trials > _TRIALS or self._time_left() <= 0:
+            return False
+        try:
+            return self._mends(build())
+        except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
+            return False
+
+
+def locate(
+    step: Step,
+    finding: Finding,
+    mends: Callable[[Passes], bool],
+    time_left: Callable[[], float],
+) -> None:
+    """Name the place in a finding, and what mends it.
+
+    Args:
+        step: the step.
+        finding: whose place is not known.
+        mends: whether other passes of the step do not have the fault.
+        time_left: seconds.
+    """
+    search = _Search(step, mends, time_left)
+    model = step.own().model
+    outside = _in_half(step, outside=True)
+    if outside and search.operators(outside):
+        names = next(([name] for name in outside if len(outside) > 1 and search.operators([name])), outside)
+        finding.line = str(_line_of(step, names[0]) or "")
+        finding.cure.append(step.words.operators(names))
+        return
+    for casts in (True, False):
+        found = _fewest(model, functools.partial(search.modules, casts=casts))
+        if found:
+            finding.module = ", ".join(found)
+            finding.line = str(line_of_error(step, found[-1]) or "")
+            if casts:
+                finding.cure.append(step.words.modules(found))
+            elif cast := explicit_cast(step.passes("fp32"), found):
+                finding.line = str(cast.line)
+                finding.cure.append("no cast to 16 bits in this line")
+            return
+    name = next((name for name in _in_half(step) if search.operators([name])), "")
+    if name:
+        finding.cure.append(step.words.operators([name]))
+    cast = explicit_cast(step.passes("fp32"), [""])
+    finding.line = str((cast.line if cast else line_of_error(step, "")) or "")
+
+
+def _fewest(model: nn.Module, mended: Callable[[list[str]], bool]) -> list[str]:
+    """Return the fewest and innermost submodules that mend it together; empty: all of them do not."""
+    found = [name for name, _ in model.named_children()]
+    if not found or not mended(found):
+        return []
+    while True:
+        alone = next((name for name in found if len(found) > 1 and mended([name])), None)
+        if alone is not None:
+            found = [alone]
+        elif len(found) > 1:
+            for name in list(found):
+                rest = [other for other in found if other != name]
+                if len(rest) and mended(rest):
+                    found = rest
+        if len(found) != 1:
+            return found
+        inner = [f"{found[0]}.{name}" for name, _ in model.get_submodule(found[0]).named_children()]
+        if not inner or not mended(inner):
+            return found
+        found = inner
+
+
+def _without_casts(passes: Passes, names: Iterable[str], casts: bool) -> Passes:
+    for module in () if casts else map(passes.model.get_submodule, names):
+        module.forward = functools.partial(_widened, module.forward)
+    return passes
+
+
+def _widened(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with Widened(torch.float32):
+        return forward(*args, **kwargs)
+
+
+def _in_half(step: Step, outside: bool = False) -> list[str]:
+    """Return the names of the operators that compute in 16 bits in the forward pass; ``outside``: in no submodule."""
+    passes = step.own()
+    with DtypeRecorder(passes.model) as recorder, torch.no_grad():
+        passes.loss(step.first_samples()[0])
+    rows = [(SPELLED.get(row.name, row.name).strip("_"), row.module) for row in recorder.rows() if row.in_half]
+    inside = {name for name, module in rows if module}
+    names = dict.fromkeys(name for name, _ in rows if not (outside and name in inside))
+    return [name for name in names if name not in _MOVES]
+
+
+_MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "transpose", "expand", "slice", "select")
+
+
+def _line_of(step: Step, operator: str) -> Line | None:
+    """Return the first line outside of all submodules that calls an operator."""
+    found = _results(step.own(), "", outside=True)
+    return next((line for name, line, _ in found if SPELLED.get(name, name).strip("_") == operator), None)
+
+
+SPELLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear", "_softmax": "softmax", "_log_softmax": "log_softmax"}
+
+
+class _Results(TorchDispatchMode):
+    """Keeps what the operators of a module compute in the forward pass, but for views and casts."""
+
+    def __init__(self, modules: ModuleTracer, module: str, outside: bool) -> None:
+        super().__init__()
+        self._modules, self._module, self._outside = modules, module, outside
+        self.found: list[tuple[str, Line | None, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        place = self._modules.module()
+        inside = place == self._module or (not self._outside and f"{place}.".startswith(f"{self._module}.".lstrip(".")))
+        name = str(func).rpartition(".")[0].removeprefix("aten.")
+        if inside and not func.is_view and name.strip("_") not in _MOVES:
+            for tensor in numbers_in(result)[:1]:
+                self.found.append((name, self._modules.line(), tensor.detach().clone()))
+        return result
+
+
+def _results(passes: Passes, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
+    modules = ModuleTracer(passes.model)
+    passes.start()
+    with modules, passes.around(), _Results(modules, module, outside) as results, torch.no_grad():
+        passes.loss(passes.step.first_samples()[0])
+    return results.found
+
+
+def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None:
+    """Return the line of a module's forward pass at which the error against the reference jumps.
+
+    Args:
+        step: the step.
+        module: its name; an empty string: the whole model.
+        outside: whether its submodules are left out.
+    """
+    sides = [_results(passes, module, outside) for passes in (step.own(), step.reference())]
+    worst, jump, before = None, 0.0, step.format.number.unit_roundoff
+    for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
+        if name != other or low.shape != exact.shape:
+            break
+        error = relative_error(low, exact)
+        if error / before > jump and line is not None:
+            worst, jump = line, error / before
+        before = max(before, error if error == error else 0.0)
+    return worst
