@@ -132,7 +132,7 @@ def test_a_command_without_a_folder_or_that_fails(capsys: pytest.CaptureFixture[
 
 def test_kills_reach_processes_in_groups_of_their_own(tmp_path: Path) -> None:
     """As the workers of torchrun are."""
-    worker = "import os, time; print('step 1 loss 1', flush=True); parent = os.getppid()\n"
+    worker = "import os, time; parent = os.getppid(); print('step 1 loss 1', flush=True)\n"
     worker += "while os.getppid() == parent: time.sleep(0.01)\nprint('survived')"
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
     (tmp_path / "starter.py").write_text(starter)
