@@ -94,7 +94,7 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
     died = Counter(start["last_line"] for start in found["starts"] if start["killed"])
     found["kinds"] = {kind: died[f"killed: {kind}"] for kind in KINDS_OF_KILL}
     found["skipped_steps"] = (folder / "whole.log").read_text().count('"skipped": true')
-    found["facts"] += [f"{count} kills {KINDS_OF_KILL[kind]}." for kind, count in found["kinds"].items() if count]
+    found["facts"] += [f"{count} killed {KINDS_OF_KILL[kind]}." for kind, count in found["kinds"].items() if count]
     found["facts"].append(f"{found['skipped_steps']} steps were skipped.")
     found["command"] = (
         f"python scripts/certify.py {' '.join(recorded(overrides))} kills={options.kills} seed={options.seed}"
