@@ -33,6 +33,7 @@ LOOPS = {
     ),
     "Lightning": (f"{HERE}/lightning_loop.py {{out}}", "last.ckpt", STEP, SAMPLES),
     "accelerate, skip_first_batches": (f"{HERE}/loader_loops.py {{out}} accelerate", "100/*", STEP, SAMPLES),
+    "accelerate, with set_epoch": (f"{HERE}/loader_loops.py {{out}} set_epoch", "100/*", STEP, SAMPLES),
     "torchdata, saved at an epoch's end": (f"{HERE}/loader_loops.py {{out}} stateful", "last.pt", STEP, SAMPLES),
     "Mantissa": (
         f"scripts/train.py {OURS}", "run/checkpoints/step-00000060/*.safetensors", r"step (\d+)/.*valid/loss (\S+)", ""
