@@ -297,7 +297,7 @@ def resumes() -> str:
     for machine, results in records.read(records.RESUMES).items():
         for each in results:
             used = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
-            lost = " ".join(each["lost"][:4]) or "nothing"
+            lost = " ".join(each["lost"][:3]) or "nothing"
             resumed = f"{each['kills']}, {each['resumes']}"
             lines.append((each["loop"], each["verdict"], lost, resumed, f"`{machine}`, {used}", records.origin(each)))
     return table(("loop", "verdict", "lost", "SIGKILLs, resumed", "where", "measured"), lines)
