@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from mantissa.errors import UsageError
+
 START = -1
 """Stands for a step, before the first."""
 
@@ -47,10 +49,16 @@ class Attempt:
         return next((line for _, line in reversed(self.lines) if line.strip()), "")
 
     def by_step(self, pattern: re.Pattern[str]) -> dict[int, list[str]]:
-        """Return by step what a pattern of two groups, step and value, finds in the lines."""
+        """Return by step what a pattern of two groups, step and value, finds in the lines.
+
+        Raises:
+            UsageError: a step is no whole number.
+        """
         found: dict[int, list[str]] = {}
         for _, line in self.lines:
             if match := pattern.search(line):
+                if not match[1].isdecimal():
+                    raise UsageError(f"{pattern.pattern!r} finds the step {match[1]!r}; let (…) find a whole number")
                 found.setdefault(int(match[1]), []).append(match[2])
         return found
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,8 @@ def certify(options: argparse.Namespace, dying: Sequence[str] = ()) -> dict[str,
     }
 
 
-def _in(folder: Path, text: str) -> str:
-    return text.replace(OUT, str(folder))
+def _in(folder: Path, command: str) -> str:
+    return command.replace(OUT, shlex.quote(str(folder)))
 
 
 def _begin(options: argparse.Namespace, name: str) -> Path:
@@ -176,7 +176,7 @@ def _undisturbed(options: argparse.Namespace, name: str) -> tuple[Attempt, Recor
 def _record(options: argparse.Namespace, folder: Path, starts: list[Attempt]) -> Record:
     values: dict[Any, Any] = {}
     for pattern in options.same if not starts[-1].status else ():
-        for path in sorted(glob(_in(folder, pattern), recursive=True)):
+        for path in sorted(glob(pattern.replace(OUT, escape(str(folder))), recursive=True)):
             if Path(path).is_file():
                 values |= values_in(Path(path), path.removeprefix(f"{folder}/"))
     metrics, data = ([start.by_step(pattern) for start in starts] for pattern in (options.metric, options.data))
