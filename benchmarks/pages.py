@@ -97,7 +97,7 @@ def contents() -> blocks.Blocks:
             "comparisons": comparisons([name for name in names() if name != FRONT]),
             "costs": bench("ema", "diagnostics", "optimizers", "loader"),
         },
-        docs / "reliability.md": {"certificates": certificates()},
+        docs / "reliability.md": {"certificates": certificates(), "resumes": resumes()},
         docs / "scaling.md": {"devices": devices()},
         docs / "speed.md": {
             "bf16": bf16_over_fp32(),
@@ -261,7 +261,7 @@ def certified(folder: Path, found: Result) -> Result:
         "recipe": recipe,
         "precision": precision,
         "verdict": found["verdict"],
-        "kills": len(found["kills"]),
+        "kills": found["kills"],
         "steps": of["steps"],
         "steps_again": of["repeated_steps"],
         "tensors": of["tensors"],
@@ -289,6 +289,18 @@ def certificates() -> str:
             cells = (f"`{each['recipe']}`", f"`{each['precision']}`", each["verdict"], str(each["kills"]), steps)
             lines.append((*cells, str(each["tensors"]), f"`{machine}`", records.origin(each)))
     return table(heading, lines)
+
+
+def resumes() -> str:
+    """Return the table of what other loops lose when they are killed."""
+    lines = []
+    for machine, results in records.read(records.RESUMES).items():
+        for each in results:
+            used = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
+            lost = " ".join(each["lost"][:3]) or "nothing"
+            resumed = f"{each['kills']}, {each['resumes']}"
+            lines.append((each["loop"], each["verdict"], lost, resumed, f"`{machine}`, {used}", records.origin(each)))
+    return table(("loop", "verdict", "lost", "SIGKILLs, resumed", "where", "measured"), lines)
 
 
 def comparison(folder: Path, found: Result) -> Result:

@@ -9,6 +9,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,29 +111,25 @@ def drop(record: Record, keys: list[set[Any]]) -> bool:
 
 def values_in(path: Path, name: str) -> Values:
     """Return what a file holds: of safetensors, JSON and what torch.save wrote each value, of others the bytes."""
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    content: Any = path.read_bytes()
+    with suppress(pickle.UnpicklingError, RuntimeError, ValueError):  # other objects, or another kind of archive
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load
 
-        return dict(_leaves(name, load_file(path)))
-    if path.suffix == ".json":
-        return dict(_leaves(name, json.loads(path.read_bytes())))
-    if zipfile.is_zipfile(path):
-        try:
+            content = load(content)
+        elif path.suffix == ".json":
+            content = json.loads(content)
+        elif zipfile.is_zipfile(path):
             with torch.serialization.safe_globals(_SAFE):
-                return dict(_leaves(name, torch.load(path, map_location="cpu", weights_only=True)))
-        except (pickle.UnpicklingError, RuntimeError):  # other objects, or another kind of archive
-            pass
-    return {(name, "", "its bytes"): path.read_bytes()}
+                content = torch.load(path, map_location="cpu", weights_only=True)
+    values = {}
+    for part, held in (content if isinstance(content, dict) else {"content": content}).items():
+        for key, value in _leaves(held):
+            values[(name, str(part), key) if key else (name, "", str(part))] = value
+    return values
 
 
-def _leaves(file: str, nested: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
-    parts = nested if isinstance(nested, dict) else {"": nested}
-    for part, content in parts.items():
-        for name, value in leaves(content):
-            yield (file, str(part), name) if name else (file, "", str(part)), value
-
-
-def leaves(nested: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(nested: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield tensors, numbers, texts and lists of numbers in nested dicts, lists and tuples, by their dotted names."""
     if isinstance(nested, dict):
         items = list(nested.items())
@@ -142,7 +139,7 @@ def leaves(nested: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, torch.from_numpy(nested) if isinstance(nested, np.ndarray) else nested
         return
     for key, value in items:
-        yield from leaves(value, f"{name}.{key}" if name else str(key))
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))
 
 
 def distance(one: Any, other: Any) -> float:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from mantissa.errors import UsageError
+
 START = -1
 """Stands for a step, before the first."""
 
@@ -47,10 +49,16 @@ class Attempt:
         return next((line for _, line in reversed(self.lines) if line.strip()), "")
 
     def by_step(self, pattern: re.Pattern[str]) -> dict[int, list[str]]:
-        """Return by step what a pattern of two groups, step and value, finds in the lines."""
+        """Return by step what a pattern of two groups, step and value, finds in the lines.
+
+        Raises:
+            UsageError: a step is no whole number.
+        """
         found: dict[int, list[str]] = {}
         for _, line in self.lines:
             if match := pattern.search(line):
+                if not match[1].isdecimal():
+                    raise UsageError(f"{pattern.pattern!r} finds the step {match[1]!r}; let (…) find a whole number")
                 found.setdefault(int(match[1]), []).append(match[2])
         return found
 
@@ -96,6 +104,7 @@ def run(command: str, log: Path, progress: re.Pattern[str], moment: Moment | Non
 
 def _kill(leader: int) -> None:
     """Kill a process group, and descendants in groups of their own, such as the workers of torchrun."""
+    os.killpg(leader, signal.SIGSTOP)  # so that torchrun replaces no worker
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -103,17 +112,17 @@ def _kill(leader: int) -> None:
     doomed = [leader]
     for parent in doomed:
         doomed += [child for child, of in parents.items() if of == parent]
-    for kill, process in [(os.killpg, leader), *((os.kill, child) for child in doomed[1:])]:
+    for process in doomed[1:]:
         with suppress(ProcessLookupError):
-            kill(process, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
+    os.killpg(leader, signal.SIGKILL)
 
 
 def planned(whole: Attempt, progress: re.Pattern[str], kills: int, seed: int) -> list[Moment]:
-    """Return when to kill, in the order of the steps.
+    """Return when to kill, in the order of the steps: most between an undisturbed run's first step and its end.
 
-    A moment is drawn uniformly from the time between the undisturbed run's first line of a step and its last, and a
-    tenth more, and told as so many seconds after a step's line. So each start has to come further than the one before,
-    however slow the machine is, and most kills come after the first checkpoint. Every fifth comes during a start.
+    A moment follows the line of a step: so each start has to come further than the one before, however slow the machine
+    is, and most come after the first checkpoint.
     """
     generator = random.Random(seed)
     steps = [(seconds, int(match[1])) for seconds, line in whole.lines if (match := progress.search(line))]

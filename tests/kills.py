@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from evidence.certificate.certify import COMMON, DEFAULTS, SKIPPING
-from evidence.certificate.differences import metrics
+from evidence.certificate.child import metrics
 from mantissa.differences import ulps
 from tests import forks, shortcuts
 from tests.killed import KINDS

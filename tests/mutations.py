@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.certificate.certify import COMMON, DEFAULTS
-from evidence.certificate.differences import metrics
+from evidence.certificate.child import metrics
 from tests import forks
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps

@@ -1,6 +1,7 @@
 """Loops that resume within an epoch, as in two threads, for ``python -m mantissa certify``.
 
-python benchmarks/resume/loader_loops.py FOLDER accelerate   skip_first_batches, then the loader (accelerate 4071)
+python benchmarks/resume/loader_loops.py FOLDER accelerate   skip_first_batches, then the loader (as in accelerate 4071)
+python benchmarks/resume/loader_loops.py FOLDER set_epoch    the same, and set_epoch before each epoch
 python benchmarks/resume/loader_loops.py FOLDER stateful     StatefulDataLoader, saved at an epoch's end (verl 7401)
 """
 
@@ -25,8 +26,10 @@ def loss_of(model: nn.Module, number: int, batch: list[Tensor]) -> Tensor:
     return loss
 
 
-def with_accelerate(out: Path, data: TensorDataset, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train as accelerate's documentation of checkpoints says."""
+def with_accelerate(
+    out: Path, data: TensorDataset, model: nn.Module, optimizer: torch.optim.Optimizer, set_epoch: bool = False
+) -> None:
+    """Train with accelerate's states of samplers, and skip the batches of the epoch that were taken."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
@@ -37,6 +40,8 @@ def with_accelerate(out: Path, data: TensorDataset, model: nn.Module, optimizer:
         accelerator.load_state(str(out / str(done)))
     start, skip = divmod(done, PER_EPOCH)
     for epoch in range(start, EPOCHS):
+        if set_epoch:
+            loader.set_epoch(epoch)
         for batch in accelerator.skip_first_batches(loader, skip) if skip and epoch == start else loader:
             done += 1
             optimizer.zero_grad()
@@ -80,7 +85,10 @@ def main(out: Path, kind: str) -> None:
     data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, WIDTH))
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    {"accelerate": with_accelerate, "stateful": with_stateful_loader}[kind](out, data, model, optimizer)
+    if kind == "stateful":
+        with_stateful_loader(out, data, model, optimizer)
+    else:
+        with_accelerate(out, data, model, optimizer, set_epoch=kind == "set_epoch")
 
 
 if __name__ == "__main__":

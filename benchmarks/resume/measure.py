@@ -33,9 +33,10 @@ LOOPS = {
     ),
     "Lightning": (f"{HERE}/lightning_loop.py {{out}}", "last.ckpt", STEP, SAMPLES),
     "accelerate, skip_first_batches": (f"{HERE}/loader_loops.py {{out}} accelerate", "100/*", STEP, SAMPLES),
+    "accelerate, with set_epoch": (f"{HERE}/loader_loops.py {{out}} set_epoch", "100/*", STEP, SAMPLES),
     "torchdata, saved at an epoch's end": (f"{HERE}/loader_loops.py {{out}} stateful", "last.pt", STEP, SAMPLES),
     "Mantissa": (
-        f"scripts/train.py {OURS}", "run/checkpoints/step-00000060/*", r"step (\d+)/\d+  valid/loss (\S+)", ""
+        f"scripts/train.py {OURS}", "run/checkpoints/step-00000060/*.safetensors", r"step (\d+)/.*valid/loss (\S+)", ""
     ),
 }  # fmt: skip
 """By name: the script with its arguments, the files that are compared, and the patterns of metric and samples."""
@@ -54,7 +55,7 @@ def main(names: list[str]) -> None:
             print(f"{name}:", flush=True)
             report = Path(folder, "report")
             mantissa(["certify", f"{sys.executable} {script}", *options, "--report", str(report)])
-            found = json.loads((report / "certificate.json").read_text())
+            found = json.loads((report / "certificate.json").read_text().replace(f"{report}/killed", "{out}"))
         content = {"loop": name, "versions": {package: version(package) for package in PACKAGES}} | {
             key: found[key] for key in ("verdict", "lost", "facts", "kills", "resumes", "comparison")
         }

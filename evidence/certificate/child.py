@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -24,11 +23,14 @@ import torch
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data.contract import Batch
+from trainer.files import METRICS_FILE, read_json_lines, write_json
 from trainer.run import command
 from trainer.run.run import Run
 from trainer.trainer import StepRecord
 
-TRACE_FILE = "trace.jsonl"
+METRICS_LEFT = "metrics.json"
+"""What a run that ends leaves of its metric log: all but times and memory."""
+_CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s")
 PATIENCE_STEPS = 8
 """How many steps a kill waits for its moment (a skipped step, a save); then it comes at once."""
 
@@ -42,13 +44,19 @@ class Kill:
     step: int
     """From which step on."""
     count: int
-    """Of ``accumulation``, ``save`` and ``evaluation``: at which forward pass, or file written, it dies; from 1.
-
-    Of ``outside``: after so many milliseconds."""
+    """Of ``accumulation``, ``save`` and ``evaluation``: at which forward pass, or file written, it dies; from 1."""
 
     def text(self) -> str:
         """Return it as an argument of the command line."""
         return f"{self.kind}:{self.step}:{self.count}"
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Return a run's metric log without times and memory, which differ between equal runs."""
+    return [
+        {key: value for key, value in line.items() if key not in _CLOCKS and not key.endswith("_per_s")}
+        for line in read_json_lines(run / METRICS_FILE)
+    ]
 
 
 class CountingWriter(CheckpointWriter):
@@ -62,7 +70,7 @@ class CountingWriter(CheckpointWriter):
 
 
 class TracedRun(Run):
-    """Appends a line to ``trace.jsonl`` for every optimizer step: what went in, and what came out, to the last bit."""
+    """Prints two lines for every optimizer step: what went in, and what came out, to the last bit."""
 
     writer_class = CountingWriter
     writer: CountingWriter
@@ -70,25 +78,19 @@ class TracedRun(Run):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._trace = (self.folder.path / TRACE_FILE).open("a", encoding="utf-8")
-        self._trace.write("\n")  # a kill may have cut the last line
-        self._data = ""
         self._counts: Counter[str] = Counter()
-        self._killer: subprocess.Popen[bytes] | None = None
         self.writer.after_flush = partial(self._count, "save")
         self.trainer.model.register_forward_pre_hook(self._before_forward)
-        if self.trainer.step:
-            self._note({"resumed_after": self.trainer.step})
-            if self.kill is not None and self.kill.kind == "restore":
-                self._die()
+        if self.trainer.step and self.kill is not None and self.kill.kind == "restore":
+            self._die()
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
-        """Note what goes into the step, and take it."""
+        """Print what goes into the step, and take it."""
         digest = hashlib.sha256()
         for batch in microbatches:
             for name, tensor in sorted(batch.items()):
                 digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        self._data = digest.hexdigest()
+        print(f"traced step {self.trainer.step + 1} data {digest.hexdigest()}", flush=True)
         self._counts["accumulation"] = self._counts["evaluation"] = 0
         return super().step(microbatches)
 
@@ -102,27 +104,22 @@ class TracedRun(Run):
             self._die()
 
     def log(self, record: StepRecord) -> None:
-        """Write the step's line; die here, before it is evaluated or saved, if that is planned."""
+        """Print the step's line; die here, before it is evaluated or saved, if that is planned."""
         numbers = {name: float(getattr(record, name)).hex() for name in ("loss", "grad_norm", "loss_scale", "lr")}
         skipped = bool(record.skipped)
-        self._note({"step": record.step, "data": self._data, **numbers, "skipped": skipped})
+        print(f"traced step {record.step}: {json.dumps(numbers | {'skipped': skipped})}", flush=True)
         super().log(record)
         if self.kill is None:
             return
         overdue = record.step >= min(self.kill.step + PATIENCE_STEPS, self.plan.steps - 1)
-        if self._due("outside", self.kill.count):
-            if not self._killer:
-                self._note({"killed": "outside", "after_step": record.step, "count": self.kill.count})
-                command = f"sleep {self.kill.count / 1000}; kill -KILL {os.getpid()}"
-                self._killer = subprocess.Popen(["sh", "-c", command])
-            if overdue:
-                signal.pause()  # so that the job does not end before it is killed
-        elif self._due("step") or overdue or (self._due("skip") and skipped):
+        if self._due("step") or overdue or (self._due("skip") and skipped):
             self._die("step" if overdue else self.kill.kind)
 
-    def _note(self, line: dict[str, Any]) -> None:
-        self._trace.write(json.dumps(line) + "\n")
-        self._trace.flush()
+    def train(self) -> dict[str, Any]:
+        """Train, and leave the metric log without what differs between equal runs."""
+        summary = super().train()
+        write_json(self.folder.path / METRICS_LEFT, metrics(self.folder.path))
+        return summary
 
     def _due(self, kind: str, count: int = 0) -> bool:
         """Whether a kill of this kind, at its ``count``-th event or later, is due."""
@@ -133,7 +130,7 @@ class TracedRun(Run):
         assert self.kill is not None
         if threading.current_thread() is threading.main_thread() and not checkpoint.steps(self.folder.checkpoints):
             self.writer.finish()  # a job so fast that its first checkpoint is not written yet would only start again
-        self._note({"killed": kind or self.kill.kind, "after_step": self.trainer.step, "count": self.kill.count})
+        print(f"killed: {kind or self.kill.kind}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,8 +8,10 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,16 @@ from mantissa.killing import Attempt, Moment, planned, run
 from mantissa.page import Section, page
 
 OUT = "{out}"
+NO_DATA = "(?!)()()"
+"""Matches no line."""
 DESCRIPTION = f"""
 Run a training command twice undisturbed and once with SIGKILLs, starting it again each time, and say what is lost.
 
 Each run has to begin from nothing. Write {OUT} for the folder of results, in the command and in --same, and each run
 gets an empty one; or give --clean, which runs before each run and removes the results of the one before.
+
+A kill comes so many seconds after the line of a step, drawn uniformly from the time of training and in the order of the
+steps: each start comes further than the one before. Every fifth kill comes while the command starts.
 
 Exit code: 0 BITWISE, 5 equal within --max-ulp, 6 DIVERGED or NOT RESUMED, 2 for a mistake in the command.
 """
@@ -36,7 +43,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("command", help='resumes by itself when it is started again: "python train.py --resume"')
     parser.add_argument("--metric", required=True, help=r"regular expression, step and value: 'step (\d+) loss (\S+)'")
-    parser.add_argument("--data", help=r"regular expression, step and samples: 'step (\d+) samples (.*)'")
+    parser.add_argument(
+        "--data", default=NO_DATA, help=r"regular expression, step and samples: 'step (\d+) samples (.*)'"
+    )
     parser.add_argument("--same", action="append", default=[], help="a file to compare, or a glob; repeatable")
     parser.add_argument("--kills", type=int, default=20, help="default: 20")
     parser.add_argument("--seed", type=int, default=0, help="decides when it is killed (default: 0)")
@@ -54,24 +63,14 @@ def main(arguments: list[str]) -> int:
     found = certify(options) | {"command": f"python -m mantissa certify {shlex.join(arguments)}"}
     text = "\n".join([found["verdict"], *(f"- {sentence}" for sentence in found["lost"]), *found["facts"]])
     print(text)
-    rows = [
-        (str(number), str(start["steps"]), f"{start['seconds']:.1f}", f"{start['killed']}")
-        for number, start in enumerate(found["starts"], 1)
-    ]
-    sections = [
-        Section("What was done", found["facts"]),
-        Section("Starts", table=[("start", "first and last step", "seconds", "killed"), *rows]),
-    ]
-    answer = [found["verdict"], *found["lost"]]
-    html = page("Certificate", options.command, answer, found["command"], platform.platform(), sections)
+    answer, done = [found["verdict"], *found["lost"]], [Section("What was done", found["facts"])]
+    html = page("Certificate", options.command, answer, found["command"], platform.platform(), done)
     for suffix, content in {"json": json.dumps(found, indent=1), "txt": text + "\n", "html": html}.items():
         (options.report / f"certificate.{suffix}").write_text(content, encoding="utf-8")
     return int(found["exit_code"])
 
 
-def _pattern(name: str, text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
+def _pattern(name: str, text: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:
@@ -81,8 +80,12 @@ def _pattern(name: str, text: str | None) -> re.Pattern[str] | None:
     return pattern
 
 
-def certify(options: argparse.Namespace) -> dict[str, Any]:
+def certify(options: argparse.Namespace, dying: Sequence[str] = ()) -> dict[str, Any]:
     """Run, kill and compare; return the certificate.
+
+    Args:
+        options: of the command line, ``metric`` and ``data`` as patterns.
+        dying: commands that kill themselves, to be started in turn in the place of kills at random moments.
 
     Raises:
         UsageError: an undisturbed run fails, prints no line of a step or writes no such file; or two agree in nothing.
@@ -94,8 +97,10 @@ def certify(options: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("two undisturbed runs of this command agree in nothing; let it set its seeds first")
     starts: list[Attempt] = []
     folder = _begin(options, "killed")
-    for moment in (*planned(first, options.metric, options.kills, options.seed), None):
-        starts.append(_start(options, folder, moment))
+    plan: list[tuple[str, Moment | None]] = [(command, None) for command in dying]
+    plan = plan or [(options.command, moment) for moment in planned(first, options.metric, options.kills, options.seed)]
+    for command, moment in (*plan, (options.command, None)):
+        starts.append(_start(options, command, folder, moment))
         if not starts[-1].killed:
             break
     killed = _record(options, folder, starts)
@@ -128,15 +133,15 @@ def certify(options: argparse.Namespace) -> dict[str, Any]:
         "kills": len(starts) - 1,
         "resumes": resumes,
         "starts": [
-            {"steps": span, "seconds": start.seconds, "killed": start.killed}
+            {"steps": span, "seconds": start.seconds, "killed": start.killed, "last_line": start.last_line}
             for span, start in zip(spans, starts, strict=True)
         ],
         "comparison": asdict(found),
     }
 
 
-def _in(folder: Path, text: str) -> str:
-    return text.replace(OUT, str(folder))
+def _in(folder: Path, command: str) -> str:
+    return command.replace(OUT, shlex.quote(str(folder)))
 
 
 def _begin(options: argparse.Namespace, name: str) -> Path:
@@ -148,18 +153,19 @@ def _begin(options: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def _start(options: argparse.Namespace, folder: Path, moment: Moment | None = None) -> Attempt:
-    return run(_in(folder, options.command), folder.with_suffix(".log"), options.metric, moment)
+def _start(options: argparse.Namespace, command: str, folder: Path, moment: Moment | None = None) -> Attempt:
+    print(f"{folder.name} …", file=sys.stderr, flush=True)
+    return run(_in(folder, command), folder.with_suffix(".log"), options.metric, moment)
 
 
 def _undisturbed(options: argparse.Namespace, name: str) -> tuple[Attempt, Record]:
     folder = _begin(options, name)
-    done = _start(options, folder)
+    done = _start(options, options.command, folder)
     if done.status:
         raise UsageError(f"the command ended with status {done.status}, undisturbed: {done.last_line}")
     record = _record(options, folder, [done])
-    (values,) = record.values
-    for option, found in {"metric": record.metrics[0], "data": record.data[0] or not options.data}.items():
+    (metrics,), (data,), (values,) = record
+    for option, found in {"metric": metrics, "data": data or options.data.pattern == NO_DATA}.items():
         if not found:
             raise UsageError(f"no line of {folder.with_suffix('.log')} matches --{option}, or it began at its end")
     if options.same and not values:
@@ -170,8 +176,8 @@ def _undisturbed(options: argparse.Namespace, name: str) -> tuple[Attempt, Recor
 def _record(options: argparse.Namespace, folder: Path, starts: list[Attempt]) -> Record:
     values: dict[Any, Any] = {}
     for pattern in options.same if not starts[-1].status else ():
-        for path in sorted(glob(_in(folder, pattern), recursive=True)):
+        for path in sorted(glob(pattern.replace(OUT, escape(str(folder))), recursive=True)):
             if Path(path).is_file():
                 values |= values_in(Path(path), path.removeprefix(f"{folder}/"))
-    metrics = [start.by_step(options.metric) for start in starts]
-    return Record(metrics, [start.by_step(options.data) if options.data else {} for start in starts], [values])
+    metrics, data = ([start.by_step(pattern) for start in starts] for pattern in (options.metric, options.data))
+    return Record(metrics, data, [values])

@@ -44,12 +44,14 @@ METRIC = r"step (\d+) loss (\S+)"
 @pytest.fixture
 def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Certifies the loop, which is killed after two steps and once as it starts."""
-    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "a folder [1]"
+    here.mkdir()
+    monkeypatch.chdir(here)
     monkeypatch.setattr(
         "mantissa.commands.certify.planned",
         lambda *plan: [Moment(7, 0.0), Moment(START, 0.0), Moment(12, 0.0)],
     )
-    (tmp_path / "loop.py").write_text(LOOP)
+    Path("loop.py").write_text(LOOP)
 
     def command(kind: str, *options: str) -> int:
         given = {"--metric": METRIC, "--data": r"step (\d+) samples (.*)", "--same": "{out}/last.json"}
@@ -112,6 +114,7 @@ def test_clean_in_the_place_of_a_folder_for_each_run(certify: Callable[..., int]
         (("--metric", "("), "is no regular expression"),
         (("--metric", "epoch (.*) loss (.*)"), "matches --metric"),
         (("--data", "epoch (.*) data (.*)"), "matches --data"),
+        (("--metric", r"(step) \d+ (.*)"), "finds the step 'step'; let (…) find a whole number"),
         (("--same", "{out}/first.json"), "wrote no file {out}/first.json"),
     ],
 )
@@ -132,7 +135,7 @@ def test_a_command_without_a_folder_or_that_fails(capsys: pytest.CaptureFixture[
 
 def test_kills_reach_processes_in_groups_of_their_own(tmp_path: Path) -> None:
     """As the workers of torchrun are."""
-    worker = "import os, time; print('step 1 loss 1', flush=True); parent = os.getppid()\n"
+    worker = "import os, time; parent = os.getppid(); print('step 1 loss 1', flush=True)\n"
     worker += "while os.getppid() == parent: time.sleep(0.01)\nprint('survived')"
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
     (tmp_path / "starter.py").write_text(starter)

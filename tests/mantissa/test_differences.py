@@ -102,6 +102,11 @@ def test_a_line_that_a_kill_cut_or_swallowed_is_no_loss_where_the_files_are_equa
     assert compare(whole(a=2), swallowed).judge(0) == ("DIVERGED AT step 2", 6)
 
 
+def test_a_start_discards_the_steps_after_its_first_one() -> None:
+    ends_early = Record([{1: ["1.5"], 2: ["2.5"], 3: ["3.5"]}, {2: ["2.5"]}], [{}, {}], [{}])
+    assert compare(whole(), ends_early).lost == ["1 step (3) missing."]
+
+
 def test_a_step_taken_twice_and_samples_in_another_order() -> None:
     twice = Record([{1: ["1.5"]}, {2: ["2.5", "2.5"], 3: ["3.5"], 4: ["4.5"]}], [{}], [{}])
     assert compare(whole(), twice).lost == ["2 steps (2, 4) taken once too often, without a kill between."]
@@ -132,7 +137,7 @@ def test_values_of_every_kind_of_file_are_compared_by_name(tmp_path: Path) -> No
     (tmp_path / "t.json").write_text(json.dumps({"log": [{"loss": 1.5}], "best": None}))
     np.savez(tmp_path / "n.npz", one=np.ones(2))
     found = {name: values_in(tmp_path / name, name) for name in ("w.safetensors", "s", "t.json", "n.npz")}
-    assert [*found["w.safetensors"]] == [("w.safetensors", "", "b"), ("w.safetensors", "", "a")]
+    assert {*found["w.safetensors"]} == {("w.safetensors", "", "a"), ("w.safetensors", "", "b")}
     assert [*found["s"]] == [
         ("s", "state", "0.exp_avg"),
         ("s", "groups", "0.lr"),
