@@ -214,7 +214,8 @@ class Watch:
         if self._gradients_seen:
             return
         self._gradients_seen = True
-        self._first.before_update()
+        if self.manifest is None:
+            self._first.before_update()
         optimizer = self.optimizer
         self._save(self._weights)
         found = [local(each.grad) for each in self._parameters if each.grad is not None]
