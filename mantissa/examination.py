@@ -85,7 +85,7 @@ def examine(
             after it. Tensors on the model's device, in nested dicts, tuples and lists.
         precision: what training uses. ``bf16`` and ``fp16``: torch.autocast; ``bf16_pure`` and ``fp16_pure``: weights,
             gradients and optimizer state in 16 bits; ``fp32``; ``tf32``.
-        optimizer: over the model's parameters, with its state. None: neither updates nor following steps are examined.
+        optimizer: over the model's parameters, with its state. None: updates are not examined, and the weights stay.
         scale: the loss scale of this step. None: 65536 with fp16, as ``torch.amp.GradScaler`` begins, else 1.
         fixed_scale: whether no scaler lowers it where gradients overflow; without a scaler it is 1 and fixed.
         accumulate: batches in one step.
@@ -111,7 +111,7 @@ def examine(
     before = random_state(next(model.parameters()).device)
     step = LoopStep.of(model, loss, batches, precision, optimizer, scale, fixed_scale, accumulate, number, generators)
     if step.optimizer is None:
-        checks = [check for check in checks if check not in ("updates", "state", "divergence")]
+        checks = [check for check in checks if check not in ("updates", "state")]
     try:
         return Report(diagnose(take(step, failed), tuple(checks), budget_s, say=say))
     finally:
@@ -121,36 +121,25 @@ def examine(
 def take(step: LoopStep, failed: bool = False) -> Replay:
     """Take a step as its loop does, eagerly, and say how it ended."""
     passes = step.passes(step.format.name, own=True)
-    began = time.monotonic()
-    notes: list[str] = []
+    replay = Replay(step, math.nan, math.nan, False, 0.0, 0, "its beginning", failed=failed)
     try:
         found = passes.until_finite()
     except Exception:  # the format sweep says what it is
-        return Replay(
-            step, math.nan, math.nan, False, time.monotonic() - began, 0, "its beginning", failed=failed, notes=notes
-        )
-    step.seconds = time.monotonic() - began
+        return replay
+    began = time.monotonic()  # what is done for the first time takes longer
+    found = passes.attempt()
+    replay.seconds = step.seconds = time.monotonic() - began
     weights = found.gradients.values()
-    sound = all(map(finite, weights))
+    replay.loss, replay.skipped = found.loss.item(), not all(map(finite, weights))
+    replay.memory_bytes = 4 * sum(each.numel() * each.element_size() for each in step.weights.values())
     norms = [torch.linalg.vector_norm(each.float()) / passes.scale for each in weights if not each.is_sparse]
-    norm = torch.stack(norms).norm().item() if norms else math.nan
-    updates: dict[str, Counts] = {}
-    if sound and passes.optimizer is not None:
-        updates, why = _updates(passes)
-        notes += [f"updates: not measured ({why})"] if why else []
-    held = sum(each.numel() * each.element_size() for each in step.weights.values())
-    return Replay(
-        step,
-        found.loss.item(),
-        norm,
-        not sound,
-        step.seconds,
-        4 * held,
-        "its beginning",
-        updates,
-        failed=failed,
-        notes=notes,
-    )
+    replay.grad_norm = torch.stack(norms).norm().item() if norms else math.nan
+    if not replay.skipped:
+        step.scale = passes.scale  # to which a scaler backs off at this step
+    if not replay.skipped and passes.optimizer is not None:
+        replay.updates, why = _updates(passes)
+        replay.notes += [f"updates: not measured ({why})"] if why else []
+    return replay
 
 
 def _updates(passes: LoopPasses) -> tuple[dict[str, Counts], str]:

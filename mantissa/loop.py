@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -90,8 +91,9 @@ class LoopStep(Step):
         except Exception as error:  # of many kinds: what is in a model decides
             raise FormatError(
                 f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
-                "give the model before it is sharded, or with torch.nn.utils.parametrizations for weight norm"
+                "give the model before it is wrapped or sharded"
             ) from error
+        weights = {name: each.detach().float().clone() for name, each in copied.named_parameters()}
         if format.half_weights is not None:
             _cast(copied, own, format.half_weights)
         flat: list[Batch] = [LoopBatch(batch) for batch in batches]
@@ -106,7 +108,7 @@ class LoopStep(Step):
             compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
             device=device,
             microbatches=steps[0],
-            weights={name: each.detach().float().clone() for name, each in parameters.items()},
+            weights=weights,
             stored={name: each.detach().clone() for name, each in parameters.items()},
             buffers={name: each.detach().clone() for name, each in copied.named_buffers()},
             scale=scales,
@@ -218,7 +220,8 @@ class LoopPasses(Passes):
         return [self.model]
 
     def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
-        assert self.optimizer is not None
+        if self.optimizer is None:  # the weights stay as they are
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.start()
         losses = []
         for group in self.optimizer.param_groups:
@@ -245,7 +248,7 @@ class LoopPasses(Passes):
             torch._foreach_mul_(gradients, 1 / self.scale)
         if sound or not self.format.needs_loss_scale:
             self.optimizer.step()
-        return loss.item()
+        return loss.item() if sound or not self.format.needs_loss_scale else math.nan  # it would be skipped for ever
 
     def peak_bytes(self) -> int:
         optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0)
@@ -255,8 +258,10 @@ class LoopPasses(Passes):
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Copy both, with the hooks of parameters, which torch leaves out."""
-    copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer))
+    """Copy both, with the hooks of parameters and with results that modules keep, which torch would leave out."""
+    kept = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
+    memo = {id(each): each.detach().clone() for each in kept if each.grad_fn is not None}
+    copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer), memo)
     for mine, its in zip(model.parameters(), copied[0].parameters(), strict=True):
         for hook in (mine._backward_hooks or {}).values():
             its.register_hook(hook)

@@ -21,6 +21,11 @@ Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
 
 
+def named(tensor: str) -> str:
+    """Return how code names a tensor of a batch: ``batch['x']``."""
+    return f"batch{tensor}" if tensor.startswith("[") else f"batch['{tensor}']"
+
+
 def each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Return a batch of the same kind with changed tensors."""
     result = copy.copy(batch)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from evidence.doctor.step import TrainerStep, steps_of
@@ -20,6 +21,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
+from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.single import Parallel
 from trainer.profiling.diagnostics import meter_of
 from trainer.run.provenance import git_facts, versions
@@ -88,34 +90,49 @@ def _replay(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | N
         wanted: the number of the step.
         folder: of the run, with its checkpoints; None: there is no run yet.
     """
-    began, reached = _go_to(trainer, wanted, folder)
+    began, reached, losses = _go_to(trainer, wanted, folder)
     notes = []
     if reached < wanted:
         notes = [f"the loss is already not finite at step {reached}: that step is examined instead of step {wanted}"]
         trainer = Trainer.from_config(config)
-        began, _ = _go_to(trainer, reached, folder)
+        began, _, losses = _go_to(trainer, reached, folder)
     replay = take(trainer, began)
+    replay.before = losses
+    replay.retrained = partial(_retrained, config, reached, folder)
     replay.notes = notes + replay.notes
     replay.folder = folder.path if folder is not None else None
     return replay
 
 
-def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int]:
+def _retrained(config: Config, step: int, folder: RunFolder | None, rate: float) -> list[float]:
+    """Return the losses of the replayed steps, ``step`` with them, with ``rate`` times the learning rates."""
+    trainer = Trainer.from_config(config)
+    _restore(folder, trainer, step)
+    for group in trainer.optimizer.param_groups:
+        group[LR_FACTOR] *= rate
+    batches = steps_of(trainer, trainer.step, step - trainer.step)
+    return [trainer.train_step(microbatches).loss.item() for microbatches in batches]
+
+
+def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int, list[float]]:
     """Restore the newest checkpoint before a step, and take plain steps up to it.
 
     Returns:
-        Where that began, and the number of the next step: ``step``, or an earlier one, whose loss was not finite.
+        Where that began; the number of the next step: ``step``, or an earlier one, whose loss was not finite; and the
+        losses of those before it.
     """
     began = _restore(folder, trainer, step)
     left = step - 1 - trainer.step
     if left:
         print(f"replaying {left} step{'s' * (left > 1)} from {began} …")
+    losses: list[float] = []
     for microbatches in steps_of(trainer, trainer.step, left):
         record = trainer.train_step(microbatches)
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
         if not math.isfinite(record.loss.item()) and not passed_over:
-            return began, record.step
-    return began, step
+            return began, record.step, losses
+        losses.append(record.loss.item())
+    return began, step, losses
 
 
 def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:

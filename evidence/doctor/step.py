@@ -47,6 +47,9 @@ class Overrides(Words):
     def format(self, name: str) -> str:
         return f"precision={name}"
 
+    def rate(self, factor: float) -> str:
+        return f"an optimizer.lr of {factor:g} times this one"
+
     def scale(self, value: float) -> str:
         return f"scaler=dynamic scaler.init={value:.10g}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -13,15 +14,15 @@ import torch
 
 from mantissa.display import size
 from mantissa.doctor.compiled import compiled_trials
-from mantissa.doctor.divergence import MOST_STEPS, REPLAYS, STEPS, Divergence, divergence
+from mantissa.doctor.divergence import MOST_STEPS, RATES, REPLAYS, STEPS, Divergence, divergence
 from mantissa.doctor.exceptions import raised
 from mantissa.doctor.exchange import overflow_of_sum
-from mantissa.doctor.fp16_range import Range, fp16_range
+from mantissa.doctor.fp16_range import Range, fp16_range, usual
 from mantissa.doctor.gradients import gradients
 from mantissa.doctor.islands import Islands, holds, price, search
 from mantissa.doctor.locate import SPELLED, line_of_error, locate
 from mantissa.doctor.manifest import OperatorManifest, manifest
-from mantissa.doctor.pairs import Pairs, local_errors
+from mantissa.doctor.pairs import Pairs, harm, local_errors, wrong_gradients
 from mantissa.doctor.provenance import absorbed, find
 from mantissa.doctor.state import state_updates
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, RAISES, TF32, FormatTrial, format_sweep
@@ -36,7 +37,9 @@ from mantissa.finding import (
     INPUT,
     NOT_FINITE,
     OVERFLOW,
+    RATE,
     UNDERFLOW,
+    UPDATE,
     Examined,
     Finding,
 )
@@ -48,6 +51,8 @@ HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
 SWEEP = "formats"
 """The name of the format sweep among the checks."""
+_TRAINING = 10.0
+"""Seconds that more than the fewest steps of a divergence may take."""
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Examined)
 CHECKS = (SWEEP, "manifest", "gradients", "range", "pairs", "updates", "state", "divergence", "islands")
@@ -73,6 +78,10 @@ class Replay:
     """Of the run; None: a check-up before a run."""
     failed: bool = False
     """Whether the run itself ended at this step, because it was not finite."""
+    before: list[float] = field(default_factory=list)
+    """The losses of the steps that were replayed before this one."""
+    retrained: Callable[[float], list[float]] | None = None
+    """Takes those steps and this one with learning rates multiplied by a factor, and returns the losses."""
     finished: bool = False
     """Whether the run took all its steps, and this is one more."""
     notes: list[str] = field(default_factory=list)
@@ -122,7 +131,7 @@ class Budget:
         try:
             return part()
         except Exception as error:  # a check that cannot be made of this model says nothing of it
-            if always:
+            if always or isinstance(error, AssertionError):
                 raise
             why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.left_out.append(f"{name} ({why.partition(chr(10))[0][:200]})")
@@ -208,11 +217,18 @@ def diagnose(
     fp32 = result.trial(FP32)
     if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
         scales = budget.run("range", lambda: fp16_range(step))
+        for finding in scales.findings if scales is not None else ():
+            assert scales is not None
+            build = functools.partial(_at_scale, step, scales)
+            if finding.cure and not budget.run("cures", functools.partial(holds, step, build)):
+                finding.cure = []
         if scales is not None and result.findings:  # what is found there has a cause, which is found already
             scales.findings = []
         result.range = result.add(scales)
     if "pairs" in checks and result.finite and not result.findings:
         result.pairs = result.add(budget.run("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+    if "pairs" in checks and result.finite and not result.findings:
+        _wrong_gradients(result)
     if "updates" in checks:
         _updates(result)
     if "state" in checks and result.finite:
@@ -238,13 +254,34 @@ def _manifest(step: Step) -> OperatorManifest:
     return manifest(passes)
 
 
+def _at_scale(step: Step, scales: Range) -> Passes:
+    passes = step.own()
+    assert scales.highest is not None
+    passes.scale = 2.0 ** usual(scales.highest, scales.lowest or 0)
+    return passes
+
+
 def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
     found = local_errors(step, reference)
     if found.findings:
         found.findings = absorbed(step.own(), found.findings)
+        harmful = harm(step, found)
+        harmless = [f"{each.kind} in {each.place} ({each.detail})" for each in found.findings if each not in harmful]
+        found.notes += [f"{each}: no gradient of the step depends on it" for each in harmless]
+        found.findings = harmful
     for finding in found.findings:
         finding.line = finding.line or str(line_of_error(step, finding.module) or "")
     return found
+
+
+def _wrong_gradients(result: Diagnosis) -> None:
+    """Find gradients of the whole step that are wrong though no module is, and the place."""
+    step, budget = result.replay.step, result.budget
+    wrong = budget.run("whole gradients", lambda: wrong_gradients(step), 2 * result.replay.memory_bytes)
+    finding = wrong.finding if wrong is not None else None
+    if wrong is not None and finding is not None:
+        result.findings.append(finding)
+        budget.run("place", lambda: locate(step, finding, wrong.mended, budget.left))
 
 
 def _sweep(result: Diagnosis) -> None:
@@ -266,11 +303,21 @@ def _sweep(result: Diagnosis) -> None:
             broken = trial
             finding = find(passes, trial.name) if trial.status == BREAKS else raised(passes, trial.name)
             result.findings.append(finding or _unlocated(trial))
+            fp32 = result.trial(FP32)
+            if trial.status == RAISES and fp32 is not None and trial.why in fp32.why:
+                result.findings[-1].format = FP32
         elif trial is own and replay.failed and trial.scale != trial.scales[0]:
             result.findings += _too_large_a_scale(passes, trial)
         del passes
     if own.status == OK:
         step.scale = own.scale
+        if broken is not None and broken is not own:
+            (finding,) = result.findings
+            where = f"{finding.kind} in {finding.place}"
+            result.notes.append(
+                f"{broken.name} breaks ({where}), but precision={step.format.name} as it is used here does not"
+            )
+            result.findings, broken = [], None
     if broken is None and 1 < step.ranks <= len(step.microbatches):
         result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
@@ -285,6 +332,25 @@ def _sweep(result: Diagnosis) -> None:
         elif result.findings[0].kind not in (INPUT, EXCEPTION):
             cause = "they are beyond fp32's range" if narrow else "it is the data, the learning rate or the model"
             result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
+            if replay.before and replay.retrained is not None:
+                budget.run("learning rate", lambda: _lower_rate(result))
+
+
+def _lower_rate(result: Diagnosis) -> None:
+    """Say that the learning rate is the cause, where a lower one is finite over the replayed steps and this one."""
+    replay = result.replay
+    assert replay.retrained is not None
+    for factor in RATES:
+        losses = replay.retrained(factor)
+        if all(map(math.isfinite, losses)):
+            first = replay.step.number - len(replay.before)
+            detail = (
+                f"from step {first} to {replay.step.number} the loss goes {replay.before[0]:.4g} … "
+                f"{replay.before[-1]:.4g}, not finite; with {factor:g} times the learning rate {losses[0]:.4g} … "
+                f"{losses[-1]:.4g}; what breaks is {result.findings[0].kind} in {result.findings[0].place}"
+            )
+            result.findings = [Finding(RATE, UPDATE, "", FP32, detail=detail, cure=[replay.step.words.rate(factor)])]
+            return
 
 
 def _tried(result: Diagnosis, trial: FormatTrial) -> Passes | None:
@@ -344,26 +410,33 @@ def _train_on(result: Diagnosis) -> None:
         needed = budget.seconds + STEPS * seconds
         budget.left_out.append(f"divergence (it takes about {STEPS * seconds:.0f} s; set budget_s={needed:.0f})")
         return
-    batches = step.following(max(STEPS, min(MOST_STEPS, int(budget.left() / 3 / seconds))))
+    batches = step.following(max(STEPS, min(MOST_STEPS, int(min(budget.left() / 3, _TRAINING) / seconds))))
     found = result.divergence = result.add(budget.run("divergence", lambda: divergence(step, batches)))
+    if found is not None and (count := found.broken) is not None:
+        later = budget.run("the step that breaks", lambda: _broken_later(step, batches, count, FP32))
+        result.findings += [later] if later is not None else []
     if found is None or not found.findings or found.findings[0].kind != DIVERGENCE:
         return
     finding = found.findings[0]
-    if not math.isfinite(found.away[found.at]) and found.at:
-        if later := budget.run("the step that breaks", lambda: _broken_later(step, batches, found.at)):
-            result.findings[-1] = finding = later
-            return
-    if not finding.cure:
-        budget.run("place", lambda: locate(step, finding, batches, found.mends, budget.left))
+    later = None
+    if found.at and not math.isfinite(found.away[found.at]):
+        later = budget.run("the step that breaks", lambda: _broken_later(step, batches, found.at))
+    if later is not None:
+        result.findings[-1] = later
+    elif not finding.cure:
+        budget.run(
+            "place", lambda: locate(step, finding, lambda passes: found.mends(passes.train(batches)), budget.left)
+        )
 
 
-def _broken_later(step: Step, batches: list[list[Batch]], count: int) -> Finding | None:
-    """Return the fault of a step that is not finite after ``count`` steps."""
-    passes = step.own()
+def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: str = "") -> Finding | None:
+    """Return the fault of a step that is not finite after ``count`` steps, in the run's own format or another."""
+    passes = step.passes(format) if format else step.own()
     passes.train(batches[:count])
-    own = step.after(passes, count).own()
-    own.until_finite()
-    finding = find(own, step.format.name)
+    later = step.after(passes, count)
+    broken = later.passes(format) if format else later.own()
+    broken.until_finite()
+    finding = find(broken, format or step.format.name)
     if finding is not None:
         finding.detail += f"; in step {step.number + count}, after {count} finite ones"
     return finding
@@ -377,10 +450,20 @@ def _cure(result: Diagnosis) -> None:
     if not found or step.format.half is None or found[0].direction not in (FORWARD, BACKWARD):
         return
     finding = found[0]
+    if finding.cure:  # where it was located it was cured
+        return
+    tries: dict[str, Callable[[], Passes]] = {}
+    scales = result.range
+    if finding.direction == BACKWARD and finding.kind == OVERFLOW and scales is not None and scales.highest is not None:
+        scale = step.words.scale(2.0 ** usual(scales.highest, scales.lowest or 0))
+        tries[scale] = functools.partial(_at_scale, step, scales)
 
     def healthy(fp32_modules: list[str]) -> bool:
         return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
+    if any(budget.run("cures", functools.partial(holds, step, build)) for build in tries.values()):
+        finding.cure += list(tries)
+        return
     islands = budget.run("islands", lambda: search(step, finding, healthy, budget.left))
     if islands is not None and islands.cured:
         result.islands = islands
@@ -388,10 +471,11 @@ def _cure(result: Diagnosis) -> None:
             budget.run("cost of the islands", lambda: price(step, islands))
         finding.cure.append(islands.text(step.words))
     name = SPELLED.get(finding.op.removeprefix("aten."), finding.op.removeprefix("aten."))
-    if name and finding.kind != UNDERFLOW and not name.endswith("_") and name not in ("to_copy", "_to_copy"):
-        if budget.run(f"{name} in fp32", lambda: holds(step, lambda: step.own(fp32_ops=[*step.fp32_ops, name]))):
-            finding.cure.append(step.words.operators([name]))
+    if name and finding.kind != UNDERFLOW and not name.endswith(("_", "to_copy")):
+        tries[step.words.operators([name])] = lambda: step.own(fp32_ops=[*step.fp32_ops, name])
     bf16 = result.trial("bf16")
     if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"]:
-        if budget.run("bf16", lambda: holds(step, lambda: step.passes("bf16", own=True))):
-            finding.cure.append(step.words.format("bf16"))
+        tries[step.words.format("bf16")] = lambda: step.passes("bf16", own=True)
+    for cure, build in tries.items():
+        if budget.run("cures", functools.partial(holds, step, build)):
+            finding.cure.append(cure)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mantissa.doctor.pairs import rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, RATE, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Step, each
@@ -23,7 +24,7 @@ _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
 _GROWTH = 10.0
 """Training explodes where the loss becomes so many times the largest of its first steps."""
-_RATES = (0.1, 0.01, 0.001)
+RATES = tuple(10.0**-power for power in range(1, 9))
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Divergence(Examined):
     """Whether other losses of the same steps do not diverge, nor lose half as much."""
     at: int = 0
     """The index of the step from which on it diverges."""
+    broken: int | None = None
+    """The index of the first step that is not finite in fp32 either, whatever the learning rate."""
 
 
 def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
@@ -56,6 +59,8 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     exact = _fp64(step.reference().train(batches))
     if finding := _rate(step, batches, exact):
         return Divergence(away=[], limit=[], findings=[finding])
+    if not exact.isfinite().all():
+        return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
     if format.number is FP32:
         return Divergence(away=[], limit=[])
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
@@ -86,6 +91,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
             f"in {len(own)} steps the loss goes from {exact[0]:.4g} to {exact[-third:].mean():.4g} in fp32, "
             f"and to {own[-third:].mean():.4g} here"
         )
+    detail += rounded_away(step)
     result.at = first or 0
     # The first loss is computed before any update.
     result.findings = [Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)]
@@ -130,7 +136,7 @@ def _rate(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | No
     """Return a finding where training explodes in the reference, and does not with a lower learning rate."""
     if not _explodes(exact):
         return None
-    for factor in _RATES:
+    for factor in RATES:
         other = _fp64(step.reference().train(batches, lr=factor))
         if not _explodes(other):
             broken = (~exact.isfinite()).nonzero()
@@ -157,5 +163,7 @@ def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     passes = step.reference()
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
-    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in step] for step in batches)
+    inputs = (
+        [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in step] for step in batches
+    )
     return passes.train(inputs)

@@ -154,8 +154,13 @@ def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, s
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
         return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
-    cure = [step.words.scale(2.0**highest)]
+    cure = [step.words.scale(2.0 ** usual(highest, needed))]
     return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail, cure=cure)
+
+
+def usual(highest: int, lowest: int) -> int:
+    """Return the exponent of a scale between two: of 65536, as torch's scaler begins, where that is between them."""
+    return min(highest, max(16, lowest))
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -192,7 +197,11 @@ def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
             for part, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_hook(partial(count, name, part)).remove)
-        reference.attempt()
+        gradients = reference.attempt().gradients
+    for name, gradient in gradients.items() if len(microbatches) > 1 else ():
+        owner, _, part = name.rpartition(".")
+        if layer := found.get((owner, part)):  # the sum over microbatches may be larger than each
+            layer.amax = max(layer.amax, gradient.abs().max().item() * share)
     return list(found.values())
 
 

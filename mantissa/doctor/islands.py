@@ -143,7 +143,7 @@ def holds(step: Step, build: Callable[[], Passes]) -> bool:
     """Return whether a step is finite in other passes, and trains on: what follows is finite, too."""
     try:
         passes = build()
-        if passes.until_finite().harmed:
+        if passes.until_finite([passes.scale, *step.scales[1:]]).harmed:
             return False
         scale = passes.scale
         passes = build()

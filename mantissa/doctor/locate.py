@@ -11,28 +11,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.doctor.manifest import explicit_cast
-from mantissa.dtypes import CAST, DtypeRecorder
+from mantissa.dtypes import DtypeRecorder
 from mantissa.errors import FormatError
 from mantissa.finding import Finding
 from mantissa.modules import ModuleTracer
 from mantissa.places import Line
-from mantissa.step import Batch, Passes, Step, Widened
+from mantissa.step import Passes, Step, Widened
 from mantissa.tensors import numbers_in, relative_error
 
 _TRIALS = 40
 
 
 class _Search:
-    """Trains the steps with fp32 modules and operators, as long as there is time."""
+    """Tries fp32 modules and operators, as long as there is time."""
 
-    def __init__(
-        self,
-        step: Step,
-        batches: list[list[Batch]],
-        mends: Callable[[list[float]], bool],
-        time_left: Callable[[], float],
-    ) -> None:
-        self.step, self._batches, self._mends, self._time_left = step, batches, mends, time_left
+    def __init__(self, step: Step, mends: Callable[[Passes], bool], time_left: Callable[[], float]) -> None:
+        self.step, self._mends, self._time_left = step, mends, time_left
         self._trials = 0
 
     def modules(self, names: list[str], casts: bool = True) -> bool:
@@ -47,7 +41,7 @@ class _Search:
         if self._trials > _TRIALS or self._time_left() <= 0:
             return False
         try:
-            return self._mends(build().train(self._batches))
+            return self._mends(build())
         except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
             return False
 
@@ -55,25 +49,23 @@ class _Search:
 def locate(
     step: Step,
     finding: Finding,
-    batches: list[list[Batch]],
-    mends: Callable[[list[float]], bool],
+    mends: Callable[[Passes], bool],
     time_left: Callable[[], float],
 ) -> None:
-    """Name the place of a divergence in the finding, and what mends it.
+    """Name the place in a finding, and what mends it.
 
     Args:
-        step: the first step.
+        step: the step.
         finding: whose place is not known.
-        batches: of the steps.
-        mends: whether such losses do not diverge.
+        mends: whether other passes of the step do not have the fault.
         time_left: seconds.
     """
-    search = _Search(step, batches, mends, time_left)
+    search = _Search(step, mends, time_left)
     model = step.own().model
     outside = _in_half(step, outside=True)
     if outside and search.operators(outside):
         names = next(([name] for name in outside if len(outside) > 1 and search.operators([name])), outside)
-        finding.line = str(line_of_error(step, "", outside=True) or "")
+        finding.line = str(_line_of(step, names[0]) or "")
         finding.cure.append(step.words.operators(names))
         return
     for casts in (True, False):
@@ -139,6 +131,14 @@ def _in_half(step: Step, outside: bool = False) -> list[str]:
 
 
 _MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "transpose", "expand", "slice", "select")
+
+
+def _line_of(step: Step, operator: str) -> Line | None:
+    """Return the first line outside of all submodules that calls an operator."""
+    found = _results(step.own(), "", outside=True)
+    return next((line for name, line, _ in found if SPELLED.get(name, name).strip("_") == operator), None)
+
+
 SPELLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear", "_softmax": "softmax", "_log_softmax": "log_softmax"}
 
 
@@ -154,11 +154,19 @@ class _Results(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         place = self._modules.module()
         inside = place == self._module or (not self._outside and f"{place}.".startswith(f"{self._module}.".lstrip(".")))
-        name = str(func).rpartition(".")[0]
-        if inside and not func.is_view and name not in (CAST, "aten.clone", "aten._unsafe_view", "aten.detach"):
+        name = str(func).rpartition(".")[0].removeprefix("aten.")
+        if inside and not func.is_view and name.strip("_") not in _MOVES:
             for tensor in numbers_in(result)[:1]:
                 self.found.append((name, self._modules.line(), tensor.detach().clone()))
         return result
+
+
+def _results(passes: Passes, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
+    modules = ModuleTracer(passes.model)
+    passes.start()
+    with modules, passes.around(), _Results(modules, module, outside) as results, torch.no_grad():
+        passes.loss(passes.step.first_samples()[0])
+    return results.found
 
 
 def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None:
@@ -169,13 +177,7 @@ def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None
         module: its name; an empty string: the whole model.
         outside: whether its submodules are left out.
     """
-    sides = []
-    for passes in (step.own(), step.reference()):
-        modules = ModuleTracer(passes.model)
-        passes.start()
-        with modules, passes.around(), _Results(modules, module, outside) as results, torch.no_grad():
-            passes.loss(step.first_samples()[0])
-        sides.append(results.found)
+    sides = [_results(passes, module, outside) for passes in (step.own(), step.reference())]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:

@@ -8,6 +8,7 @@ gradients by the square root of the unit roundoff.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import Counter
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mantissa import islands
 from mantissa.step import Passes, Step
@@ -52,14 +53,32 @@ class Value:
     """Of the loss with respect to it; of an argument: through this call alone, filled when that is evaluated."""
 
 
+class _Object(NamedTuple):
+    """Something that is no tensor and no plain value, as it was."""
+
+    value: Any
+
+
 class Nested:
     """The arguments of a call, or its results, with the floating-point tensors apart."""
 
     def __init__(self, nested: Any) -> None:
         leaves, self._structure = tree_flatten(nested)
-        self._leaves = [_NUMBERS if _is_number(leaf) else leaf for leaf in leaves]
+        self.strange = ""
+        """The type of an object of which no copy can be made; empty: there is none."""
+        self._leaves = [_NUMBERS if _is_number(leaf) else self._kept(leaf) for leaf in leaves]
         found = [leaf for leaf in leaves if _is_number(leaf)]
         self.values = [Value(each.detach(), each.requires_grad, each._version, each.dtype) for each in found]
+
+    def _kept(self, leaf: Any) -> Any:
+        """Return a leaf as it is now: a call may change an object that it is given, such as a cache of keys."""
+        if isinstance(leaf, (Tensor, *_PLAIN)):
+            return leaf
+        try:
+            return _Object(copy.deepcopy(leaf))
+        except Exception:  # what cannot be copied says so in many ways
+            self.strange = f"an argument is a {type(leaf).__name__}"
+            return leaf
 
     @property
     def changed(self) -> bool:
@@ -69,7 +88,8 @@ class Nested:
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """Return the nested value with other tensors."""
         left = iter(tensors)
-        return tree_unflatten([next(left) if leaf is _NUMBERS else leaf for leaf in self._leaves], self._structure)
+        leaves = [copy.deepcopy(leaf.value) if isinstance(leaf, _Object) else leaf for leaf in self._leaves]
+        return tree_unflatten([next(left) if leaf is _NUMBERS else leaf for leaf in leaves], self._structure)
 
 
 @dataclass
@@ -155,8 +175,7 @@ def _calls(passes: Passes, take: Callable[[], object]) -> list[Call]:
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         call = Call(name, numbers[name], Nested((args, kwargs)), autocast, islands.entered)
-        others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, (Tensor, *_PLAIN))]
-        call.skipped = f"an argument is a {type(others[0]).__name__}" if others else ""
+        call.skipped = call.given.strange
         numbers[name] += 1
         if stack:
             stack[-1].children.append(call)
@@ -225,6 +244,7 @@ def evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[T
     own = len(call.given.values)
     args, kwargs = call.given.with_tensors(sources[:own])
     gradients: dict[str, Tensor] = {}
+    passes.step.restore_generators()
     with _as_called(passes, call):
         with _stubs(passes.model, call.children, sources[own:]) as inputs:
             targets = [*numbers_in(module(*args, **kwargs)), *inputs]
@@ -288,8 +308,9 @@ def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Ite
 
 
 class NoDropout(TorchFunctionMode):
-    """Replaces random masks by their expectation."""
+    """Replaces random masks by their expectation, and random numbers by those of fp32."""
 
+    _drawn = frozenset((torch.rand, torch.rand_like, torch.randn, torch.randn_like))
     _identity = frozenset(
         (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
     )
@@ -298,6 +319,11 @@ class NoDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in self._identity:
             return args[0] if args else kwargs["input"]
+        if function in self._drawn:  # in every precision the same numbers, which depend on the dtype
+            like = function(*args, **kwargs)
+            drawn = torch.zeros(like.shape, device=like.device)
+            drawn = drawn.normal_() if function in (torch.randn, torch.randn_like) else drawn.uniform_()
+            return drawn.to(like.dtype).requires_grad_(like.requires_grad)
         if function is torch.Tensor.bernoulli_:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if function is F.scaled_dot_product_attention:

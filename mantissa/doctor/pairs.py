@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.doctor.module_calls import Call, Different, Evaluated, Recording, evaluate, record
+from mantissa.doctor.module_calls import Call, Different, Evaluated, NoDropout, Recording, evaluate, record
+from mantissa.dtypes import CAST
+from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
-from mantissa.step import Step
-from mantissa.tensors import relative_error, tensors
+from mantissa.step import Passes, Step, each, named
+from mantissa.tensors import nudged, relative_error, tensors
 
 FACTOR = 8
 SUM = 0.6
@@ -31,6 +33,16 @@ embeddings. Twice that of healthy layers: a layer norm in bf16 on a CPU has 2.4 
 and 18 u at 4096, which is 0.3 u sqrt(n). Sums of one sign, which stop growing, have far more."""
 NOISE = 0.5
 """From this condition on, a result is noise in this format however it is computed, and is not judged."""
+_LARGE = 0.25
+"""From this relative error on a module's result is wrong, whatever comes of it."""
+_HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
+"""Relative errors of a step's gradients from which on an error in a module does harm; of up to so many elements the
+second one."""
+_SIGNAL = 0.1
+"""Share of the variation of an input over the samples that a format may round away."""
+_WRONG, _WRONG_LOSS, _SHARE, _NUDGES = 0.5, 0.25, 1e-3, 2
+"""Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
+that a parameter's must have; how often weights and inputs are changed."""
 _GRADIENT_SCALES = (0, 8, -8)
 """Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them mends is the
 loss scale's matter."""
@@ -96,6 +108,7 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
     recording = record(step, reference or reference_dtype(step.format), fp32_modules)
     result = Pairs()
     worst: dict[tuple[str, str], tuple[LocalError, Call]] = {}
+    left_out: dict[str, set[str]] = {}
     for call in recording.calls:
         try:
             rows = _Comparison(recording, step.format.number, call).rows()
@@ -104,12 +117,16 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
         except Exception as error:  # a module that routes by values, or counts its calls, cannot be called alone
             call.skipped, rows = f"it cannot be called alone ({type(error).__name__})", []
         if call.skipped:
-            result.notes.append(f"errors of modules: {call.module or 'the model'} is left out: {call.skipped}")
+            left_out.setdefault(call.skipped, set()).add(call.module or "the model")
         result.rows += rows
         for row in rows:
             key = call.module, row.direction
             if row.ratio > 1 and (key not in worst or row.ratio > worst[key][0].ratio):
                 worst[key] = row, call
+    for why, modules in left_out.items():
+        names = ", ".join(sorted(modules)[:3]) + (", …" if len(modules) > 3 else "")
+        count = f"{names} is" if len(modules) == 1 else f"{len(modules)} modules ({names}) are"
+        result.notes.append(f"errors of modules: {count} left out: {why}")
     for (module, direction), (row, call) in worst.items():
         if direction == BACKWARD and (module, FORWARD) in worst:  # a wrong result has a wrong gradient
             continue
@@ -122,6 +139,129 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
             detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
             result.findings.append(Finding(ERROR, direction, module, name, dtype=dtype, detail=detail))
     return result
+
+
+def harm(step: Step, pairs: Pairs) -> list[Finding]:
+    """Return those errors of modules that are large, or reach a gradient of the step or its loss.
+
+    A small one does no harm where what it is in is masked, or small beside the rest: rows of padding, for example.
+    """
+    large = {(row.module, row.direction) for row in pairs.rows if row.ratio > 1 and row.e > _LARGE}
+    with NoDropout():
+        exact = _gradients(step.reference())
+        own = _far(_gradients(step.own()), exact)
+        found = []
+        for error in pairs.findings:
+            if (error.module, error.direction) in large:
+                found.append(error)
+                continue
+            mended: dict[str, float] = {}
+            if error.module and step.format.half is not None:
+                with suppress(FormatError, RuntimeError):  # a module that cannot be in fp32 alone
+                    mended = _far(_gradients(step.own([*step.fp32_modules, error.module])), exact)
+            if any(e > _limit(exact[name]) and mended.get(name, 0.0) < e / 2 for name, e in own.items()):
+                found.append(error)
+    return found
+
+
+@dataclass
+class WrongGradients:
+    """The gradients, and the loss, that a format has wrong beyond what its rounding of weights and inputs does."""
+
+    exact: dict[str, Tensor]
+    wrong: dict[str, float]
+    """Relative errors by parameter; an empty name: the loss."""
+    finding: Finding | None = None
+
+    def mended(self, passes: Passes) -> bool:
+        """Return whether other passes have them right, or half as wrong."""
+        with NoDropout():
+            other = _far(_gradients(passes), self.exact)
+        return all(other.get(name, math.inf) < error / 2 for name, error in self.wrong.items())
+
+
+def wrong_gradients(step: Step) -> WrongGradients:
+    """Compare the gradients of the whole step with the reference's: also what no module computes, such as the loss."""
+    number = step.format.number
+    with NoDropout():
+        reference = step.reference(reference_dtype(step.format))
+        exact = _gradients(reference)
+        least = dict.fromkeys(exact, 0.0)
+        for seed in range(_NUDGES):
+            for name, error in _far(_gradients(shaken(reference, number.unit_roundoff, seed)), exact).items():
+                least[name] = max(least[name], error)
+        own = _far(_gradients(step.own()), exact)
+    total = math.sqrt(sum(float(each.square().sum()) for name, each in exact.items() if name))
+    limits = {name: max(_WRONG_LOSS if not name else _WRONG, FACTOR * least[name]) for name in own}
+    wrong = {
+        name: error
+        for name, error in own.items()
+        if error > limits[name] and (not name or float(exact[name].norm()) > _SHARE * total)
+    }
+    result = WrongGradients(exact, wrong)
+    if wrong:
+        worst = max(wrong, key=lambda name: wrong[name] / limits[name])
+        what = f"the gradient of {worst}" if worst else "the loss"
+        detail = f"{what} has a relative error of {wrong[worst]:.2g}; rounding explains {least[worst]:.2g}"
+        detail += rounded_away(step)
+        result.finding = Finding(ERROR, BACKWARD if worst else FORWARD, "", step.format.name, detail=detail)
+    return result
+
+
+def rounded_away(step: Step) -> str:
+    """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
+    passes = step.own()
+    with _Rounded() as cast, torch.no_grad():
+        passes.loss(passes.microbatches[0])
+    for name, tensor in passes.microbatches[0].items():
+        if tensor.data_ptr() in cast.addresses and tensor.ndim and len(tensor) > 1:
+            exact = tensor.detach().double()
+            varies = torch.linalg.vector_norm(exact - exact.mean(0, keepdim=True)).item()
+            error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
+            if varies and error > _SIGNAL * varies:
+                lost = f"loses {error / varies:.0%} of what varies in it"
+                return f"; rounding {named(name)} to {step.format.number.name} {lost}"
+    return ""
+
+
+class _Rounded(TorchDispatchMode):
+    """Notes the addresses of the tensors that are cast to 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func).startswith(CAST) and result.dtype.itemsize == 2:
+            self.addresses.add(args[0].data_ptr())
+        return result
+
+
+def shaken(passes: Passes, unit: float, seed: int) -> Passes:
+    """Return passes whose weights and inputs are changed by ±``unit``, relative to their size."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, batches = passes.step.weights, passes.step.microbatches
+    passes.weights = {name: nudged(each.float(), unit, generator) for name, each in weights.items()}
+    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in batches]
+    return passes
+
+
+def _gradients(passes: Passes) -> dict[str, Tensor]:
+    """Return the true gradients of a step and its loss."""
+    attempt = passes.attempt()
+    factor = attempt.correction / passes.scale
+    gradients = {name: each.to_dense() if each.is_sparse else each for name, each in attempt.gradients.items()}
+    return {name: each.double() * factor for name, each in gradients.items()} | {"": attempt.loss.double()}
+
+
+def _far(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    return {name: relative_error(each, exact[name]) for name, each in found.items() if name in exact}
+
+
+def _limit(tensor: Tensor) -> float:
+    """Return the error from which on a gradient is wrong; that of few elements is that of their sums by chance."""
+    return _HARM if tensor.numel() > _FEW else _HARM_OF_FEW
 
 
 def _sums_in_half(module: nn.Module, row: LocalError) -> bool:

@@ -18,13 +18,15 @@ from torch.utils._pytree import tree_map
 from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import MASKED, Node, Operator, Tape, behind, chain, storage
-from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
+from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, each
+from mantissa.step import Passes, each, named
 from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
+_OUTLIER = 1000.0
+"""A sample is unusual, if its largest number is so many times that of the median sample."""
 _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
 
@@ -42,13 +44,9 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
         opened: whether the MATH kernel is in use.
     """
     modules = ModuleTracer(passes.model)
-    data = [
-        (f"batch{name}" if name.startswith("[") else f"batch['{name}']", tensor)
-        for batch in passes.microbatches
-        for name, tensor in batch.items()
-    ]
-    named = [*passes.model.named_parameters(), *passes.model.named_buffers(), *data]
-    with modules, Tape(modules, named) as tape:
+    data = [(named(name), tensor) for batch in passes.microbatches for name, tensor in batch.items()]
+    known = [*passes.model.named_parameters(), *passes.model.named_buffers(), *data]
+    with modules, Tape(modules, known) as tape:
         found = passes.attempt()
     slice_ = behind([node for name in found.harmed for node in tape.writers(found.sinks[name])])
     if not slice_:
@@ -77,9 +75,23 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
         return finding(UNDERFLOW, flushed, f"{lost}; {operator.op} then divides by 0 or takes a logarithm of it")
     if masks:
         detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
+    if kind == OVERFLOW and operator.direction == FORWARD:
+        detail += _outlier(data)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding(kind, operator, detail)
+
+
+def _outlier(data: list[tuple[str, Tensor]]) -> str:
+    """Return which sample is far larger than the others, in words; empty: none is."""
+    for name, tensor in data:
+        if tensor.is_floating_point() and tensor.ndim and len(tensor) > 2:
+            sizes = tensor.detach().abs().reshape(len(tensor), -1).amax(1)
+            largest, usual = sizes.max().item(), sizes.median().item()
+            if largest > _OUTLIER * usual > 0:
+                sample = f"{name}, sample {int(sizes.argmax())}"
+                return f"; {sample} has numbers up to {largest:.3g}, half of the others none above {usual:.3g}"
+    return ""
 
 
 def _of_input(passes: Passes, cause: Node, finding: Finding) -> Finding:
@@ -154,6 +166,8 @@ def _cause(passes: Passes, starts: list[Node]) -> tuple[Node, bool]:
 
 def _path(cause: Node, slice_: list[Node], harmed: list[str]) -> list[str]:
     """Return what the fault passes through: the modules, or operators outside of them, and at last a sink."""
+    if cause.operator.direction == FORWARD and "loss" in harmed:
+        slice_ = [node for node in slice_ if node.operator.direction == FORWARD]
     operators = [node.operator for node in chain(cause, slice_)[1:]]
     names = [name for name, _ in groupby(each.module or each.op.removeprefix("aten.") for each in operators)]
     if len(names) > 4:

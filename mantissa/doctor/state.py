@@ -1,4 +1,4 @@
-"""What a forward pass updates by itself (running statistics, momentum encoders, codebooks), and what 16 bits lose of it."""
+"""What a forward pass updates by itself, such as running statistics and momentum encoders, and what 16 bits lose."""
 
 from __future__ import annotations
 

@@ -74,15 +74,15 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
-    islands = Islands(["1.wo", "0.10"], cured=True, minimal=True, own=["*.ln"], time_ratio=1.03)
-    found.findings = [replace(found.findings[0], cure=[islands.text()])]
+    islands = Islands(["1.wo", "0.10"], cured=True, minimal=True, own=["*.ln"], time_ratio=1.03, time_range=(1.01, 1.1))
+    found.findings = [replace(found.findings[0], cure=[islands.text(found.replay.step.words)])]
     found.findings += [Finding("underflow", "backward", name, "fp16", path=[name], cure=[name])]
     found.notes, found.budget.left_out = [name], [name]
     text, plots = page_of(found)
     said = [opening(found.replay), *lines(found)]
     assert "\n".join(said) in text
     assert plots == 0
-    assert "  islands: \"precision.fp32_modules=[*.ln,1.wo,'0.10']\"  (+3% time)" in said
+    assert "  cure: \"precision.fp32_modules=[*.ln,1.wo,'0.10']\"  (+3% time [+1%, +10%])" in said
     for fact in ("larger than the format can hold", "python scripts/doctor.py 'resume=a run'", "; torch "):
         assert fact in text
     assert found.manifest is not None

@@ -57,7 +57,7 @@ def test_masters_cure_second_moments_of_0() -> None:
     (finding,) = found_in(case)
     assert (finding.kind, finding.direction, finding.format) == (DIVERGENCE, UPDATE, "fp16_pure")
     assert "on the loss is not finite; rounding explains" in finding.detail
-    assert finding.detail.endswith("with precision=fp16_master it stays near that of fp32")
+    assert finding.detail.endswith("precision=fp16_master: it stays near that of fp32")
     assert finding.cure == ["precision=fp16_master"]
 
 

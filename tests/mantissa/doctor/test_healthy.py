@@ -53,7 +53,7 @@ def allowed(finding: Finding, mode: str) -> bool:
 def test_nothing_is_found(recipe: str, mode: str) -> None:
     left_out = {"islands"} | ({"divergence"} if f"{recipe}-{mode}" not in TRAINED_ON else set())
     checks = tuple(name for name in CHECKS if name not in left_out)
-    diagnosis = diagnose(of_overrides(overrides_of(recipe, mode), 1), checks, budget_s=120)
+    diagnosis = diagnose(of_overrides(overrides_of(recipe, mode), 1), checks, budget_s=600)
     assert [finding for finding in diagnosis.findings if not allowed(finding, mode)] == []
     assert diagnosis.budget.left_out == []
     if diagnosis.verdict == HEALTHY:

@@ -129,7 +129,9 @@ ONCE: Callable[[], nn.Module] = lambda: around(large_ffn())  # noqa: E731
 
 
 @pytest.mark.parametrize(("model", "expected"), [(ONCE, ["1.wo"]), (overflowing_twice, ["1.wo", "3.wo"])])
-def test_islands_are_1_minimal_and_have_a_price(model: Callable[[], nn.Module], expected: list[str]) -> None:
+def test_islands_are_1_minimal_and_have_a_price(
+    model: Callable[[], nn.Module], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = step_of(model, "fp16")
     broken = case.own()
     broken.until_finite()
@@ -144,12 +146,16 @@ def test_islands_are_1_minimal_and_have_a_price(model: Callable[[], nn.Module], 
         left = [other for other in expected if other != name]
         assert case.own(left).until_finite().harmed
     assert islands.cost == ""
+    monkeypatch.setattr("mantissa.doctor.islands._LEAST_SECONDS", 0.0)
     price(case, islands)
     assert islands.time_ratio is not None
+    low, high = islands.time_range
+    assert low <= islands.time_ratio <= high
     assert islands.time_ratio > 0
     assert islands.memory_bytes is not None
-    assert islands.text().startswith(f'islands: "{islands.override}"  (')
-    assert re.search(r"  \([+-]\d+% time, [+-][\d.]+ (B|KiB|MiB)\)$", islands.text())
+    assert islands.text(case.words).startswith(f"{case.words.modules(islands.fp32_modules)}  (")
+    price_text = r"  \([+-]\d+% time \[[+-]\d+%, [+-]\d+%\], [+-][\d.]+ (B|KiB|MiB)\)$"
+    assert re.search(price_text, islands.text(case.words))
 
 
 def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
@@ -173,4 +179,3 @@ def test_a_search_without_time_says_so() -> None:
     assert finding is not None
     islands = search(case, finding, lambda modules: True, lambda: 0.0)
     assert (islands.modules, islands.cured, islands.calls) == ([], False, 0)
-    assert islands.text() == "islands: no fp32 modules that cure this step were found"

@@ -1,0 +1,257 @@
+"""``python -m mantissa checkup MODEL``: which precisions a model of transformers can be trained in."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.display import about, columns, quantity
+from mantissa.errors import UsageError
+from mantissa.examination import PRECISIONS, Report, examine
+from mantissa.formats import FP16
+from mantissa.tensors import numbers_in
+
+Batch = dict[str, Tensor]
+SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
+MAPPINGS = {SEQ2SEQ: "SEQ_TO_SEQ_CAUSAL_LM", MASKED: "MASKED_LM", CAUSAL: "CAUSAL_LM", IMAGES: "IMAGE_CLASSIFICATION"}
+"""The tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
+_SHOWN = 8
+"""Rows of the table of activations."""
+_LEAST_TOKENS = 16
+"""Different ones in a text: transformers 5 makes an empty tokenizer for a folder that has none."""
+
+
+class Peak(NamedTuple):
+    """The largest activation of one kind of module, over all layers and batches, in fp32."""
+
+    module: str
+    what: str
+    """``input`` or ``output``."""
+    amax: float
+    in_fp16: bool
+    """Whether it is held in fp16 under autocast."""
+
+
+def activations(model: nn.Module, batches: Sequence[Batch]) -> list[Peak]:
+    """Return the largest activation of each kind of module, such as ``layers.*.mlp``, the largest first."""
+    half: set[tuple[str, str]] = set()
+    peaks: dict[str, Peak] = {}
+
+    def note_dtype(module: str, what: str, tensor: Tensor) -> None:
+        half.update([(module, what)] if tensor.dtype == torch.float16 else [])
+
+    def note_size(module: str, what: str, tensor: Tensor) -> None:
+        kind, amax = re.sub(r"\.\d+(?=[. ])", ".*", f"{module} {what}"), tensor.abs().max().item()
+        if kind not in peaks or amax > peaks[kind].amax:
+            peaks.pop(kind, None)  # so that the order is that of the calls
+            peaks[kind] = Peak(module, what, amax, (module, what) in half)
+
+    with torch.autocast(next(model.parameters()).device.type, torch.float16):
+        _watch(model, batches[:1], note_dtype)
+    _watch(model, batches, note_size)
+    once = {peak.amax: peak for peak in reversed(peaks.values())}  # what one module returns, another takes
+    return sorted(once.values(), key=lambda peak: -peak.amax)
+
+
+def _watch(model: nn.Module, batches: Sequence[Batch], note: Callable[[str, str, Tensor], None]) -> None:
+    """Call ``note`` with what each module returns, and what those without submodules take, in forward passes."""
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for what, value in (("input", () if any(module.children()) else args), ("output", output)):
+            for tensor in numbers_in(value)[:1]:  # what follows is a mask, a bias of positions or a cache
+                if tensor.numel():
+                    note(name, what, tensor)
+
+    with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng():
+        for name, module in model.named_modules():
+            if name:
+                hooks.callback(module.register_forward_hook(functools.partial(after, name)).remove)
+        for batch in batches:
+            model(**batch)
+
+
+def load(source: str, attention: str | None = None) -> tuple[Any, str]:
+    """Load a model in fp32, in training, on a GPU where there is one; return it with its task, one of ``MAPPINGS``.
+
+    Args:
+        source: a folder that ``save_pretrained`` wrote, or the name of a model on the Hugging Face Hub.
+        attention: transformers' ``attn_implementation``; None: the model's default.
+
+    Raises:
+        UsageError: transformers is not installed, there is no such model, or it is for another task.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UsageError("checkup needs transformers, which is not installed; pip install transformers") from error
+    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+        raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        config.use_cache = config.get_text_config().use_cache = False  # training has no use for it
+        mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
+        able = {task: str(mapping[type(config)]) for task, mapping in mappings.items() if type(config) in mapping}
+        own = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]
+        if not able:
+            raise UsageError(
+                f"{source}: a model of type {config.model_type} is no language model and classifies no images; load it "
+                "yourself and call mantissa.examine(model, loss, batches)"
+            )
+        task = [*own, *able][0]
+        loader = getattr(transformers, f"AutoModelFor{task}")
+        model = loader.from_pretrained(source, config=config, dtype=torch.float32, attn_implementation=attention)
+    except (OSError, ValueError, ImportError) as error:  # absent, unreachable, of unknown type, or code of its own
+        raise UsageError(f"{source} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
+
+
+def _tokenizer(source: str, text: str) -> Any:
+    """Return the tokenizer beside a model; None: there is none, or a package that it needs is not installed."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError):
+        return None
+    return tokenizer if len(set(tokenizer(text[:4000])["input_ids"])) >= _LEAST_TOKENS else None
+
+
+def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[int, int, int]) -> list[Batch]:
+    """Return batches for a language model, with padding at the end of each one's last row.
+
+    Args:
+        model: of transformers.
+        task: of the model.
+        tokenizer: of the model; None: the tokens are random.
+        text: to cut into rows.
+        shape: number of batches, rows of a batch, tokens of a row (as many again are a decoder's, where there is one).
+    """
+    number, rows, length = shape
+    vocabulary, generator = model.get_input_embeddings().num_embeddings, torch.Generator().manual_seed(0)
+    width = 2 * length if task == SEQ2SEQ else length
+    count = number * rows * width
+    tokens = torch.randint(vocabulary, (count,), generator=generator)
+    if tokenizer is not None:
+        tokens = torch.tensor(tokenizer(text[: 20 * count], add_special_tokens=False, verbose=False)["input_ids"])
+        if len(tokens) < count:
+            raise UsageError(f"the text has {len(tokens)} of {count} tokens; set smaller --length, --batch or --steps")
+        if tokens.max() >= vocabulary:
+            raise UsageError(
+                f"the tokenizer has token {tokens.max()}, the model ends at {vocabulary - 1}; take its own"
+            )
+    paddings = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
+    padding = next((each for each in paddings if each is not None and each >= 0), 0)
+    present = torch.ones(rows, length, dtype=torch.long)
+    present[-1, length // 2 :] = 0
+    wanted = inspect.signature(model.forward).parameters
+    batches = []
+    for each in tokens[:count].view(number, rows, width):
+        inputs, labels = each[:, :length].masked_fill(present == 0, padding), each[:, -length:]
+        if task == MASKED:
+            hidden = torch.rand(rows, length, generator=generator) < 0.15
+            hidden[:, 0] = True
+            labels = labels.masked_fill(~hidden, -100)
+            inputs = inputs.masked_fill(hidden & (present == 1), getattr(tokenizer, "mask_token_id", None) or 0)
+        labels = labels.masked_fill(present == 0, -100)
+        batch = {"input_ids": inputs, "attention_mask": present, "token_type_ids": 0 * inputs, "labels": labels}
+        batches.append({name: tensor.to(model.device) for name, tensor in batch.items() if name in wanted})
+    return batches
+
+
+def image_batches(model: Any, number: int, rows: int) -> list[Batch]:
+    """Return batches of normal noise, which normalised images resemble, with random labels."""
+    generator = torch.Generator().manual_seed(0)
+    vision = getattr(model.config, "vision_config", model.config)
+    size = getattr(vision, "image_size", 224)
+    shape = rows, vision.num_channels, *([size, size] if isinstance(size, int) else size)
+    batches = []
+    for _ in range(number):
+        pixels = torch.randn(shape, generator=generator)
+        labels = torch.randint(model.config.num_labels, (rows,), generator=generator)
+        batches.append({"pixel_values": pixels.to(model.device), "labels": labels.to(model.device)})
+    return batches
+
+
+def table(reports: dict[str, Report], peaks: Sequence[Peak]) -> str:
+    """Return the verdict of each precision, and the activations that are closest to overflow."""
+    rows = [("precision", "verdict", "where", "fp32 islands", "their cost")]
+    for precision, report in reports.items():
+        islands, names, cost = report.diagnosis.islands, "-", "-"
+        if islands is not None:
+            more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
+            names = islands.modules[0] + more if islands.cured else "none found"
+            cost = islands.cost if islands.cured else "-"
+        where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
+        rows.append((precision, report.verdict, where, names, cost))
+    largest = [("largest activations", "", "|x| in fp32", f"{FP16.largest:g} / |x|", "under fp16 autocast")]
+    for peak in peaks[:_SHOWN]:
+        held = "fp32" if not peak.in_fp16 else "fp16" if peak.amax <= FP16.largest else "fp16: overflows"
+        largest.append((peak.module, peak.what, quantity(peak.amax), about(FP16.largest / peak.amax), held))
+    return f"{columns(rows)}\n\n{columns(largest)}"
+
+
+def main(arguments: list[str]) -> int:
+    """Check a model and print what was found; return 0 if every precision is HEALTHY, 7 FOUND, 8 NOT REPRODUCED."""
+    parser = argparse.ArgumentParser(
+        "python -m mantissa checkup", description="Try precisions on a transformers model."
+    )
+    parser.add_argument("model", help="a folder that save_pretrained wrote, or a name on the Hugging Face Hub")
+    parser.add_argument("--precision", default="fp16,bf16", help=f"of {', '.join(PRECISIONS)} (default: fp16,bf16)")
+    parser.add_argument("--text", help="file to train on (default: the documentation of Python)")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a row (default: 128)")
+    parser.add_argument("--batch", type=int, default=4, help="rows in a batch (default: 4)")
+    parser.add_argument("--steps", type=int, default=3, help="forward and backward passes (default: 3)")
+    parser.add_argument("--attention", help="eager, sdpa, … (default: the model's)")
+    parser.add_argument("--budget", type=float, default=60, help="seconds for each precision (default: 60)")
+    parser.add_argument("--report", help="folder for a page about each precision")
+    options = parser.parse_args(arguments)
+    precisions = options.precision.split(",")
+    if unknown := [name for name in precisions if name not in PRECISIONS]:
+        raise UsageError(f"--precision {unknown[0]} is unknown; use some of {','.join(PRECISIONS)}")
+    if min(options.length - 1, options.batch, options.steps) < 1:
+        raise UsageError("--length must be 2 or more, --batch and --steps 1 or more")
+    if options.text and not Path(options.text).is_file():
+        raise UsageError(f"--text {options.text}: there is no such file")
+    model, task = load(options.model, options.attention)
+    if task == IMAGES:
+        batches, what = image_batches(model, options.steps, options.batch), "noise in the place of images"
+    else:
+        text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
+        shape, tokenizer = (options.steps, options.batch, min(options.length, longest)), _tokenizer(options.model, text)
+        batches = text_batches(model, task, tokenizer, text, shape)
+        what = (
+            "random tokens, as it has no tokenizer" if tokenizer is None else options.text or "Python's documentation"
+        )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    size = " x ".join(map(str, next(iter(batches[0].values())).shape))
+    print(f"{type(model).__name__}, {quantity(count)} parameters; {len(batches)} passes over {size}: {what}")
+    reports = {}
+    for name in precisions:
+        reports[name] = report = examine(
+            model,
+            lambda model, batch: model(**batch).loss,
+            batches,
+            name,
+            accumulate=len(batches),  # one step of all passes, so that each of them is examined
+            budget_s=options.budget,
+            say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
+        )
+        print(file=sys.stderr)
+        print(f"\n{name}: {report}")
+        if options.report:
+            page = report.write(Path(options.report) / name, f"python -m mantissa checkup {' '.join(arguments)}")
+            print(f"report {page}")
+    print(f"\n{table(reports, activations(model, batches))}")
+    return max(report.diagnosis.exit_code for report in reports.values())

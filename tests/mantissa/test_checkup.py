@@ -1,0 +1,128 @@
+"""``python -m mantissa checkup`` on tiny models of a dozen families, with weights as large as published ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast, Wav2Vec2Config
+
+from mantissa.__main__ import main
+from mantissa.commands.checkup import topics
+from tests.mantissa.families import FAMILIES, LAYER
+
+SHAPE = ("--steps", "2", "--batch", "3", "--length", "32")
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of a row of a table, by the first one."""
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()]
+    return {row[0]: row[1:] for row in cells if row}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_overflows_in_fp16_is_named_and_cured_and_whether_bf16_is_clean(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = FAMILIES[name]
+    family.save(tmp_path)
+    attention = ["--attention", family.attention] if family.attention else []
+    code = main(["checkup", str(tmp_path), *SHAPE, *attention])
+    found = rows(capsys.readouterr().out.rpartition("precision")[2])
+    assert code == (7 if family.fp16 else 0)
+    islands = family.islands or family.fp16
+    assert found["fp16"][:3] == (["FOUND", f"overflow: {family.fp16}", islands] if islands else ["HEALTHY", "-", "-"])
+    assert found["bf16"][:2] == (["FOUND", f"error: {family.bf16}"] if family.bf16 else ["HEALTHY", "-"])
+    if islands:
+        assert re.match(r"([-+]\d+% time \[.*\], )?[-+]\d", found["fp16"][3])  # a step of less than 5 ms is not timed
+
+
+def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FAMILIES["llama"].save(tmp_path, seed=1)
+    assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "fp16"]) == 7
+    assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "fp16", "--steps", "1"]) == 0
+    assert f"overflow: {LAYER}.mlp" in capsys.readouterr().out
+
+
+def test_the_activation_that_is_closest_to_overflow_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FAMILIES["llama"].save(tmp_path)
+    main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16"])
+    lines = capsys.readouterr().out.rpartition("largest activations")[2].splitlines()
+    first, second = lines[1].split(), lines[2].split()
+    assert first == [f"{LAYER}.mlp.down_proj", "input", "67k", "0.98", "fp16:", "overflows"]  # 255.9 x 261.75
+    assert second[:2] == [f"{LAYER}.mlp.down_proj", "output"]
+    assert float(second[3]) > 1
+
+
+def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FAMILIES["bert"].save(tmp_path)
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[UNK]", "[PAD]", "[MASK]"]
+    tokenizer.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=200, special_tokens=special))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", mask_token="[MASK]"
+    )
+    fast.save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(topics.values())[:5000])
+    assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16", "--text", str(text)]) == 0
+    assert f"2 passes over 3 x 32: {text}" in capsys.readouterr().out
+    assert main(["checkup", str(tmp_path), "--steps", "100", "--text", str(text)]) == 2
+    assert "set smaller --length, --batch or --steps" in capsys.readouterr().err
+
+
+def test_a_page_is_written_for_each_precision(tmp_path: Path) -> None:
+    FAMILIES["opt"].save(tmp_path / "model")
+    main(["checkup", str(tmp_path / "model"), *SHAPE, "--report", str(tmp_path / "pages")])
+    assert sorted(page.parent.name for page in tmp_path.glob("pages/*/report.html")) == ["bf16", "fp16"]
+
+
+def test_a_model_without_a_head_is_checked_as_what_its_type_can_be_trained_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaModel(LlamaConfig(**FAMILIES["llama"].config().to_diff_dict())).save_pretrained(tmp_path)
+    assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16"]) == 0
+    assert capsys.readouterr().out.startswith("LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere/model"], "/nowhere/model: there is no such folder"),
+        (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
+        (["{empty}"], "cannot be loaded: Unrecognized model in"),
+        (["{speech}"], "a model of type wav2vec2 is no language model"),
+        (["{empty}", "--precision", "fp16,half"], "--precision half is unknown; use some of fp32,"),
+        (["{empty}", "--length", "1"], "--length must be 2 or more"),
+        (["{empty}", "--text", "/nowhere/text"], "--text /nowhere/text: there is no such file"),
+    ],
+)
+def test_a_mistake_is_a_sentence(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folders = {"empty": tmp_path / "empty", "speech": tmp_path / "speech"}
+    folders["empty"].mkdir()
+    Wav2Vec2Config().save_pretrained(folders["speech"])
+    assert main(["checkup", *(each.format(**folders) for each in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_without_transformers_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["checkup", "model"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
