@@ -96,9 +96,8 @@ class Meters:
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device
-        norms = [list(map(_largest, gradients))]
-        norms += [torch._foreach_norm(tensors, dtype=torch.float32) for tensors in (gradients, weights)]
-        rows = [torch.stack([each.to(device) for each in row]) for row in norms]
+        norms = [list(torch._foreach_norm(tensors, dtype=torch.float32)) for tensors in (gradients, weights)]
+        rows = [torch.stack([each.to(device) for each in row]) for row in (list(map(_largest, gradients)), *norms)]
         self._parts = [torch.ones(1, device=device) if scale is None else scale.float().reshape(1).to(device), *rows]
         if self._measurable:
             self._updates = self._updates or UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)
