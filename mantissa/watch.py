@@ -317,13 +317,18 @@ class Watch:
             self._state_manifest()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
-        event = torch.Event(self._device) if self._device.type != "cpu" else None
-        if event is not None:
-            event.record()
-        self._waiting.append(_Step(self.number, flags, event, self._batches, self._generators, read))
+        self._waiting.append(_Step(self.number, flags, self._mark(), self._batches, self._generators, read))
         self._clear()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._learn(self._waiting.popleft())
+
+    def _mark(self) -> Any:
+        """Return an event after which the device is done with this step; None: it is."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
 
     def _state_manifest(self) -> None:
         self._first.close()
