@@ -179,6 +179,28 @@ class Coin(nn.Module):
         return x / (torch.rand(()) > 0.05)
 
 
+class Counter(nn.Module):
+    """Divides by 0 in its fifth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / (self.calls != 5)
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+def test_buffers_are_those_from_before_the_step(keep_weights: bool, tmp_path: Path) -> None:
+    def wrap(net: Net) -> Net:
+        net.drop = Counter()
+        return net
+
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 5: .*drop; aten\.div"):
+        Training(wrap=wrap, keep_weights=keep_weights, folder=tmp_path).train(9)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_fault_of_chance_is_replayed_with_the_same_random_numbers(passes: int, tmp_path: Path) -> None:
     def wrap(net: Net) -> Net:
