@@ -87,7 +87,7 @@ class Comparison:
             if ended.failure and not self._ended(arm):
                 raise UsageError(f"{arm}, seed {seed}: {ended.failure}")
             shown = ended.failure or f"{self.metric} {loss(ended.value)}"
-            print(f"{number:>3}/{len(plan)}  {arm} s{seed}  {shown}  {ended.seconds:.1f} s")
+            print(f"{number:>3}/{len(plan)}  {arm} s{seed}  {shown}  {ended.seconds:.1f} s", flush=True)
         baseline = next(iter(self.arms))
         values = [ended.value for ended in self._ended(baseline).values() if ended.value is not None]
         if len(values) >= PAIRS and len(set(values)) == 1:
@@ -162,6 +162,7 @@ class Comparison:
             if label == NULL and difference:
                 lines.append(f"Noise: {baseline} with other seeds differs from {baseline} by {difference}.")
             elif label not in (baseline, NULL):
-                clauses = (f"{f'{self.metric} {difference}'.strip()}: {quality.verdict_at(found)}", found.why)
+                same = "" if any(found.differences) or not found.differences else "equal in every digit, with each seed"
+                clauses = (f"{f'{self.metric} {difference}'.strip()}: {quality.verdict_at(found)}", same, found.why)
                 lines.append(f"{label}, compared with {baseline}: {'; '.join(filter(None, clauses))}.")
         return lines

@@ -254,16 +254,25 @@ def test_an_interrupted_comparison_ends_its_run_and_continues(commands: Commands
     assert len(commands.ran()) == 3 * 4
 
 
-def test_an_upgrade_of_a_library_is_compared_in_the_commands_themselves(commands: Commands) -> None:
+def test_an_upgrade_of_a_library_is_compared_in_the_commands_themselves(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As two virtual environments or two commits are: nothing is imported here."""
     (commands.folder / "train.py").write_text(
         "import random, sys, library\n"
         "seed = int(sys.argv[1])\n"
         "print('val loss', 2 + random.Random(seed).gauss(0, 0.02) + library.shift(seed))\n"
     )
-    for version, shift in {"old": "0", "patch": "1e-5 * (seed % 3)", "major": "0.1 + 1e-5 * (seed % 3)"}.items():
+    for version, shift in {
+        "old": "0",
+        "docs": "0.0",
+        "patch": "1e-5 * (seed % 3)",
+        "major": "0.1 + 1e-5 * (seed % 3)",
+    }.items():
         (commands.folder / version).mkdir()
         (commands.folder / version / "library.py").write_text(f"def shift(seed):\n    return {shift}\n")
     begin, end = f"cd {commands.folder} && PYTHONPATH=", f"{sys.executable} train.py {{seed}}"
-    assert commands.compare(*(f"{begin}{each} {end}" for each in ("old", "patch", "major")), "--no-null") == 1
-    assert commands.verdicts() == {"patch": "EQUIVALENT", "major": "WORSE"}
+    assert commands.compare(*(f"{begin}{each} {end}" for each in ("old", "docs", "patch", "major")), "--no-null") == 1
+    assert commands.verdicts() == {"docs": "EQUIVALENT", "patch": "EQUIVALENT", "major": "WORSE"}
+    said = [line for line in capsys.readouterr().out.splitlines() if "equal in every digit, with each seed" in line]
+    assert [line.split(",")[0] for line in said] == ["docs"]

@@ -81,7 +81,7 @@ def test_a_command_is_a_training_too(tmp_path: Path) -> None:
 
 def test_a_difference_of_the_margin_seldom_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 4.5 % in the long run, with the second look; by tests of 5 % at both, about 8 %."""
-    monkeypatch.setattr("mantissa.comparison.print", lambda line: None, raising=False)
+    monkeypatch.setattr("mantissa.comparison.print", lambda line, flush: None, raising=False)
     monkeypatch.setattr("mantissa.comparison.Comparison.write", lambda self, folder, command: tmp_path)
     generator, passed = random.Random(0), 0
     for _ in range(600):
