@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -35,3 +36,19 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     if device.type != "cpu" and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
+
+
+def freeze(device: torch.device) -> Callable[[], dict[str, Tensor]]:
+    """Note the states, at a fifth of the cost; return what returns them as ``random_state`` does, if ever needed."""
+    numpys, pythons, torchs = np.random.get_state(), random.getstate(), torch.get_rng_state()
+    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def thawed() -> dict[str, Tensor]:
+        now = random_state(device)
+        np.random.set_state(numpys)
+        random.setstate(pythons)
+        then = random_state(device) | {"torch": torchs} | ({} if own is None else {device.type: own})
+        set_random_state(now, device)
+        return then
+
+    return thawed

@@ -78,9 +78,8 @@ class Meters:
         for tensor in numbers_in(output):
             if tensor.numel() and tensor.requires_grad:
                 part = local(tensor.detach())
-                norms = [torch.linalg.vector_norm(part, order, dtype=torch.float32) for order in (math.inf, 2)]
-                norms[1] = norms[1] / math.sqrt(part.numel())
-                self._outputs.setdefault(name, (part.dtype, []))[1].append(torch.stack(norms))
+                mean = torch.linalg.vector_norm(part, dtype=torch.float32) / math.sqrt(part.numel())
+                self._outputs.setdefault(name, (part.dtype, []))[1].append(torch.stack([_largest(part), mean]))
 
     @torch.no_grad()
     def before(self, half: torch.dtype | None, scale: Tensor | None, factor: Tensor | None) -> None:
@@ -97,9 +96,8 @@ class Meters:
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device
-        kinds = ((gradients, math.inf), (gradients, 2), (weights, 2))
-        norms = [torch._foreach_norm(tensors, order, dtype=torch.float32) for tensors, order in kinds]
-        rows = [torch.stack([each.to(device) for each in row]) for row in norms]
+        norms = [list(torch._foreach_norm(tensors, dtype=torch.float32)) for tensors in (gradients, weights)]
+        rows = [torch.stack([each.to(device) for each in row]) for row in (list(map(_largest, gradients)), *norms)]
         self._parts = [torch.ones(1, device=device) if scale is None else scale.float().reshape(1).to(device), *rows]
         if self._measurable:
             self._updates = self._updates or UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)
@@ -171,3 +169,9 @@ class Meters:
             if any(each is parameter for each in group["params"]):
                 return str(group.get("name", number))
         return "none"
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value, fp32 scalar."""
+    low, high = torch.aminmax(tensor)  # six times faster than an infinity norm on a CPU
+    return torch.maximum(-low, high).float()

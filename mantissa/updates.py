@@ -162,7 +162,8 @@ class UpdateMeter:
         Args:
             factor: turns gradients, as they are now, into true ones, fp32 scalar; None: they are.
         """
-        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        copies = [dict(group) for group in self._optimizer.param_groups]  # some optimizers count in it
+        groups = {parameter: group for group in copies for parameter in group["params"]}
         tracked = [each for each in self._tracked if each.parameter.grad is not None and each.parameter in groups]
         self._samples = [(each, self._sample(each, groups[each.parameter])) for each in tracked]
         self._factor = factor
@@ -178,7 +179,11 @@ class UpdateMeter:
             norm: of the true gradients before they were clipped, fp32 scalar; needed where there is a ``clip``.
         """
         zeros = torch.zeros(len(Counts._fields), device=self._largest.device)
-        rows = {each.name: self._count(each, sample, self._intended(sample, norm)) for each, sample in self._samples}
+        intended = self._intended(norm)
+        rows = {
+            each.name: self._count(each, sample, change)
+            for (each, sample), change in zip(self._samples, intended, strict=True)
+        }
         self._samples.clear()
         counts = torch.where(taken, torch.stack([rows.get(name, zeros) for name in self.names]), zeros)
         self._measured.append(Measurement(step, counts, torch.where(taken, self._largest, zeros[0])))
@@ -196,20 +201,25 @@ class UpdateMeter:
             self._elements(tracked.weight).clone(),
             self._elements(tracked.parameter.grad).to(torch.float32, copy=True),
             {key: self._sampled_state(key, value, tracked.weight.shape) for key, value in state.items()},
-            dict(group),  # some optimizers count in it
+            group,
         )
 
-    def _intended(self, sample: _Sample, norm: Tensor | None) -> Tensor:
-        """Return the update that the optimizer makes in fp32 of the true gradient."""
-        copy = nn.Parameter(sample.weight.to(torch.float32, copy=True))
-        copy.grad = sample.gradient.clone() if self._factor is None else sample.gradient * self._factor
+    def _intended(self, norm: Tensor | None) -> list[Tensor]:
+        """Return the updates of the samples that the optimizer makes in fp32 of true gradients."""
+        copies: list[nn.Parameter] = []
+        groups: dict[int, dict[str, Any]] = {}
+        for _, sample in self._samples:
+            copy = nn.Parameter(sample.weight.to(torch.float32, copy=True))
+            copy.grad = sample.gradient.clone() if self._factor is None else sample.gradient * self._factor
+            groups.setdefault(id(sample.group), sample.group | {"params": []})["params"].append(copy)
+            copies.append(copy)
         if self._clip is not None:
-            self._clip.apply([copy.grad], norm)
-        replica = type(self._optimizer)([sample.group | {"params": [copy]}])  # type: ignore[call-arg]
-        if sample.state:
-            replica.state[copy] = sample.state
+            self._clip.apply([copy.grad for copy in copies], norm)
+        replica = type(self._optimizer)(list(groups.values()))  # type: ignore[call-arg]
+        pairs = [(copy, sample) for copy, (_, sample) in zip(copies, self._samples, strict=True)]
+        replica.state.update({copy: sample.state for copy, sample in pairs if sample.state})
         replica.step()
-        return copy.detach() - sample.weight
+        return [copy.detach() - sample.weight for copy, sample in pairs]
 
     def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor) -> Tensor:
         after = self._elements(tracked.weight)

@@ -22,7 +22,7 @@ from mantissa.effective import FirstStep, Listener, Manifest, changed_by, manife
 from mantissa.errors import FormatError, NotFiniteError, UsageError
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS
-from mantissa.generators import random_state
+from mantissa.generators import freeze
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters
 from mantissa.tensors import finite, numbers_in
@@ -47,7 +47,7 @@ class _Step(NamedTuple):
     event: Any
     """After which the device is done with it; None: it is."""
     batches: list[Any]
-    generators: dict[str, Tensor] | None
+    generators: Callable[[], dict[str, Tensor]] | None
     read: Callable[[], Measured] | None
     """Of a measured step."""
 
@@ -165,7 +165,7 @@ class Watch:
 
     def _clear(self) -> None:
         self._batches: list[Any] = []
-        self._generators: dict[str, Tensor] | None = None
+        self._generators: Callable[[], dict[str, Tensor]] | None = None
         self._losses: list[Tensor] = []
         self._skipped: Tensor | None = None
         self._gradients_seen = self._updated = False
@@ -178,7 +178,7 @@ class Watch:
 
     def _begin(self) -> None:
         if self._generators is None:
-            self._generators = random_state(self._device)
+            self._generators = freeze(self._device)
             self._save(self._buffers)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class Watch:
             if torch.is_autocast_enabled(self._device.type) and self.number == 0:
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
             if self._loss is None:
-                self._batches.append(tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+                self._batches.append((args, kwargs))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         loss = loss_in(output) if torch.is_grad_enabled() else None
@@ -214,7 +214,8 @@ class Watch:
         if self._gradients_seen:
             return
         self._gradients_seen = True
-        self._first.before_update()
+        if self.manifest is None:
+            self._first.before_update()
         optimizer = self.optimizer
         self._save(self._weights)
         found = [local(each.grad) for each in self._parameters if each.grad is not None]
@@ -271,6 +272,8 @@ class Watch:
         return FORMATS[self.effective].half
 
     def _finite(self, losses: list[Tensor]) -> Tensor:
+        if not self._later:
+            return torch.tensor(all(map(finite, losses)))
         return torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
 
     def _agreed(self, sound: Tensor) -> Tensor:
@@ -314,13 +317,18 @@ class Watch:
             self._state_manifest()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
-        event = torch.Event(self._device) if self._device.type != "cpu" else None
-        if event is not None:
-            event.record()
-        self._waiting.append(_Step(self.number, flags, event, self._batches, self._generators, read))
+        self._waiting.append(_Step(self.number, flags, self._mark(), self._batches, self._generators, read))
         self._clear()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._learn(self._waiting.popleft())
+
+    def _mark(self) -> Any:
+        """Return an event after which the device is done with this step; None: it is."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
 
     def _state_manifest(self) -> None:
         self._first.close()
@@ -432,12 +440,12 @@ class Watch:
             return examine(
                 model,
                 self._loss or call,
-                step.batches,
+                [tree_map_only(Tensor, Tensor.detach, batch) for batch in step.batches],
                 self.effective,
                 self.optimizer if whole else None,
                 accumulate=len(step.batches),
                 number=step.number,
-                generators=step.generators,
+                generators=step.generators() if step.generators else None,
                 failed=True,
                 checks=(SWEEP, "manifest", "range", "islands"),
             )

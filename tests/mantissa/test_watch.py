@@ -134,14 +134,81 @@ def test_the_first_step_that_is_not_finite_is_replayed_and_explained(tmp_path: P
         assert same_bits(weights, {name: before[name] for name in weights})
 
 
-def test_a_bad_update_of_an_accelerator_is_replayed_from_the_weights_before_it(tmp_path: Path) -> None:
-    """There the host learns later; weights and batch norm's statistics are NaN by then."""
+class Late:
+    """An accelerator's event, which is behind the host by two steps."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Late.made += 1
+        self.number = Late.made
+
+    def query(self) -> bool:
+        return Late.made >= self.number + 2
+
+    def synchronize(self) -> None:
+        Late.made = max(Late.made, self.number + 2)
+
+
+def test_a_bad_step_that_an_accelerator_reports_late_is_replayed_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host learns of it two steps later; weights and batch norm's statistics are NaN by then."""
+    monkeypatch.setattr(mantissa.Watch, "_mark", lambda watch: Late())
     training = Training(BAD, folder=tmp_path, keep_weights=True)
-    with pytest.raises(mantissa.NotFiniteError):
-        training.train(BAD)
-    assert training.net.norm.running_mean.isfinite().all()
+    training.train(BAD + 1)
+    with pytest.raises(mantissa.NotFiniteError, match=f"^step {BAD}: .*root"):
+        training.step(BAD + 2)
+    assert training.net.norm.running_mean.isnan().any()
     assert training.net.head.weight.isnan().any()
     assert "input" not in training.said[-1].split("FOUND")[1]
+
+
+def test_closing_waits_for_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mantissa.Watch, "_mark", lambda watch: Late())
+    training = Training(BAD, folder=tmp_path, keep_weights=True).train(BAD)
+    assert training.watch is not None
+    with pytest.raises(mantissa.NotFiniteError, match=f"^step {BAD}: .*root"):
+        training.watch.close()
+
+
+class Coin(nn.Module):
+    """Divides by 0 in one of 20 calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (torch.rand(()) > 0.05)
+
+
+class Counter(nn.Module):
+    """Divides by 0 in its fifth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / (self.calls != 5)
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+def test_buffers_are_those_from_before_the_step(keep_weights: bool, tmp_path: Path) -> None:
+    def wrap(net: Net) -> Net:
+        net.drop = Counter()
+        return net
+
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 5: .*drop; aten\.div"):
+        Training(wrap=wrap, keep_weights=keep_weights, folder=tmp_path).train(9)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_fault_of_chance_is_replayed_with_the_same_random_numbers(passes: int, tmp_path: Path) -> None:
+    def wrap(net: Net) -> Net:
+        net.drop = Coin()
+        return net
+
+    with pytest.raises(mantissa.NotFiniteError, match=r"drop; aten\.div"):
+        Training(wrap=wrap, passes=passes, folder=tmp_path).train(400)
 
 
 def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:
@@ -278,6 +345,8 @@ def test_copies_and_files_of_the_model_are_not_watched() -> None:
     for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net))):
         other(*training.batch(1))
         assert not training.watch._batches
+        hooks = [*other._forward_pre_hooks.values(), *other._forward_hooks.values()]
+        assert not any(hasattr(hook._call, "__self__") for hook in hooks)  # which would be a copy of the watch
 
 
 def test_evaluation_and_accumulation_are_no_steps() -> None:

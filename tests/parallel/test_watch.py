@@ -32,6 +32,7 @@ def test_all_ranks_stop_at_the_bad_step_and_the_guilty_one_names_the_module(kind
     assert [innocent["same"], guilty["same"]] == [True, True]  # as without a watch, and before the bad update
     assert guilty["error"].startswith("step 3: the loss is not finite (rank1")
     assert "root" in guilty["error"]
+    assert "fp32 BREAKS · bf16 BREAKS" in guilty["said"][-1]  # with the batches as they were before FSDP2 cast them
     assert innocent["error"].startswith("step 3: a gradient is not finite (rank0, which replays its own batches); its")
     assert (tmp_path / "pages" / "rank1" / "report.html").exists()
     assert {"first.weight.grad", "head.weight.grad"} <= {*innocent["overflow"]}
