@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.display import about, columns, quantity
+from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FP16
@@ -245,6 +246,7 @@ def main(arguments: list[str]) -> int:
             batches,
             name,
             accumulate=len(batches),  # one step of all passes, so that each of them is examined
+            checks=[check for check in CHECKS if check != "divergence"],  # no steps follow
             budget_s=options.budget,
             say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
         )
