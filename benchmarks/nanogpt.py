@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
 from benchmarks.rows import ENDLESS, Bench, Row, ratios
-from evidence.turns import Block, in_turns, steps_of, stopwatch
+from evidence.turns import Block, steps_of, stopwatch
+from mantissa.comparison import in_turns
 from recipes.data.text.source import TextDatasets
 from trainer.data.contract import Batch
 from trainer.data.evaluation import evaluation_samples

@@ -33,7 +33,8 @@ from evidence.claims import results as claims
 from evidence.claims.criteria import shown
 from evidence.comparison import compare, judge, plots, report
 from evidence.measures import LOSS
-from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner
+from evidence.runs import Arm, Outcome, Runner
+from mantissa.quality import NULL_SHIFT
 from trainer.config.help import markdown
 from trainer.config.options import run
 from trainer.devices import DEVICE_KINDS
@@ -339,7 +340,7 @@ def judged(result: Result) -> compare.Result:
         outcomes.append(outcome)
     plan = compare.Comparison(arms, result["baseline"], result["seeds"], result["margin"], name=result["name"])
     facts = {key: result[key] for key in ("recipe", "unit", "steps", "hardware", "versions")} | {"git": {}}
-    found = judge.judge_looks(arms, plan.baseline, outcomes, plan.margin, result["looks"])
+    found = judge.judge(arms, plan.baseline, outcomes, plan.margin, result["looks"])
     return compare.Result(plan, found, outcomes, facts, result["looks"])
 
 

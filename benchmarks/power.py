@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from evidence.comparison.judge import NOT_JUDGED
+from mantissa.quality import NOT_JUDGED
 from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, equivalence_family, mean_interval
 from trainer.files import PROJECT, write_text
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,8 +139,10 @@ def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
         correction = trainer.gradients(next(batches)).correction
 
         def step(_: int) -> None:
-            with diagnostics.step(1) if measured else nullcontext():
-                trainer.update.step(0, correction)
+            if measured:
+                diagnostics.begin(1)
+            trainer.update.step(0, correction)
+            trainer.update.meter = None
             list(diagnostics.collect())
 
         return stopwatch(step, trainer.device)(1)

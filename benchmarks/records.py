@@ -14,8 +14,8 @@ from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts
 
 RESULTS = PROJECT / "results"
-ADVICE, BENCH, CERTIFICATES, COMPARISONS, KERNELS = (
-    f"{kind}.jsonl" for kind in ("advice", "bench", "certificates", "comparisons", "kernels")
+ADVICE, BENCH, CERTIFICATES, COMPARISONS, KERNELS, RESUMES = (
+    f"{kind}.jsonl" for kind in ("advice", "bench", "certificates", "comparisons", "kernels", "resumes")
 )
 SIMULATION = "simulation"
 """Holds what was simulated, in the place of a machine."""

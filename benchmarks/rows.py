@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.turns import in_turns, stopwatch
+from evidence.turns import stopwatch
+from mantissa.comparison import in_turns
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from evidence.runs import NULL_SHIFT, merged
+from evidence.runs import merged
+from mantissa.quality import NULL_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.recorded import options_of
 from trainer.config.registration import by_key, choices

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from evidence.turns import in_turns
+from mantissa.comparison import in_turns
 from mantissa.display import duration
 from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError, redacted
@@ -32,8 +32,6 @@ STOP_TIMEOUT_S = 120.0
 LIMIT_STOP_S = 15.0
 """The same of one with a limit, which saves nothing of use."""
 TRAIN = "scripts/train.py"
-NULL_SHIFT = 1000
-"""What a null arm adds to every seed."""
 DIVERGED = 3
 """The exit code of training that turned non-finite: an outcome, which the same command would have again."""
 _CHILD_SUBREAPER = 36

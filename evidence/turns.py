@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the arms of a command line are checked before torch is imported
     import torch
@@ -14,8 +14,6 @@ if TYPE_CHECKING:  # the arms of a command line are checked before torch is impo
 Block = Callable[[int], float]
 """Takes a number of optimizer steps and returns the seconds they took."""
 Clock = Callable[[], float]
-One = TypeVar("One")
-Round = TypeVar("Round")
 
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:
@@ -41,10 +39,3 @@ def steps_of(trainer: Trainer) -> Callable[[int], None]:
             trainer.train_step(next(batches))
 
     return run
-
-
-def in_turns(them: Sequence[One], rounds: Iterable[Round]) -> Iterator[tuple[One, Round]]:
-    """Yield all of them in each round, in reverse order every second time, so that none is always the later one."""
-    for number, each_round in enumerate(rounds):
-        for one in them if number % 2 == 0 else reversed(them):
-            yield one, each_round

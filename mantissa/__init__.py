@@ -4,16 +4,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mantissa.errors import NotFiniteError as NotFiniteError
     from mantissa.examination import examine as examine
+    from mantissa.gate import precision_gate as precision_gate
     from mantissa.islands import keep_fp32 as keep_fp32
     from mantissa.operators import fp32_ops as fp32_ops
+    from mantissa.watch import Watch as Watch
 
 __version__ = "0.2.0"
-_HOMES = {"examine": "examination", "keep_fp32": "islands", "fp32_ops": "operators"}
+_HOMES = {
+    "NotFiniteError": "errors",
+    "Watch": "watch",
+    "examine": "examination",
+    "fp32_ops": "operators",
+    "keep_fp32": "islands",
+    "precision_gate": "gate",
+}
 """The modules of the public names, which are imported when they are asked for."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "callbacks":
+        return import_module("mantissa.callbacks")
     if name in _HOMES:
         return getattr(import_module(f"mantissa.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,6 +50,12 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def listed(names: Sequence[str], kind: str = "parameter") -> str:
+    """Return how many there are, and the names of the first: ``4 parameters (a, b, c, …)``."""
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({shown})"
+
+
 def dimensions(shape: Sequence[int]) -> str:
     """Return the shape of a tensor: ``768 × 3072``, or ``a number``."""
     return " × ".join(map(str, shape)) or "a number"

@@ -25,6 +25,10 @@ class FormatError(Exception):
     """A model cannot be replayed, or cannot compute in a format, or with these modules in fp32."""
 
 
+class NotFiniteError(Exception):
+    """A step of a watched training was not finite: the message says where, and why."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -18,7 +18,7 @@ from mantissa.doctor.report import files_of, lines, opening
 from mantissa.errors import UsageError
 from mantissa.finding import Finding
 from mantissa.generators import random_state, set_random_state
-from mantissa.loop import LoopPasses, LoopStep, LoopUpdate, Loss
+from mantissa.loop import LoopPasses, LoopStep, Loss
 from mantissa.tensors import finite
 from mantissa.updates import Counts, UpdateMeter
 
@@ -68,6 +68,7 @@ def examine(
     accumulate: int = 1,
     number: int = 1,
     generators: dict[str, Tensor] | None = None,
+    failed: bool = False,
     checks: Sequence[str] = CHECKS,
     budget_s: float = 60,
     say: Callable[[str], None] = lambda part: None,
@@ -90,6 +91,7 @@ def examine(
         accumulate: batches in one step.
         number: of the step, for the report.
         generators: from ``mantissa.generators.random_state``, as they were before the step. None: as they are now.
+        failed: whether the step was not finite when it was taken.
         checks: some of ``mantissa.doctor.diagnosis.CHECKS``.
         budget_s: seconds for the checks; what does not fit is named in the report.
         say: hears the name of every part before it begins.
@@ -111,46 +113,44 @@ def examine(
     if step.optimizer is None:
         checks = [check for check in checks if check not in ("updates", "state")]
     try:
-        return Report(diagnose(take(step), tuple(checks), budget_s, say=say))
+        return Report(diagnose(take(step, failed), tuple(checks), budget_s, say=say))
     finally:
         set_random_state(before, step.device)
 
 
-def take(step: LoopStep) -> Replay:
+def take(step: LoopStep, failed: bool = False) -> Replay:
     """Take a step as its loop does, eagerly, and say how it ended."""
     passes = step.passes(step.format.name, own=True)
-    notes: list[str] = []
+    replay = Replay(step, math.nan, math.nan, False, 0.0, 0, "its beginning", failed=failed)
     try:
         found = passes.until_finite()
     except Exception:  # the format sweep says what it is
-        return Replay(step, math.nan, math.nan, False, 0.0, 0, "its beginning", notes=notes)
+        return replay
     began = time.monotonic()  # what is done for the first time takes longer
     found = passes.attempt()
-    step.seconds = time.monotonic() - began
+    replay.seconds = step.seconds = time.monotonic() - began
     weights = found.gradients.values()
-    sound = all(map(finite, weights))
-    if sound:
-        step.scale = passes.scale  # to which a scaler backs off at this step
+    replay.loss, replay.skipped = found.loss.item(), not all(map(finite, weights))
+    replay.memory_bytes = 4 * sum(each.numel() * each.element_size() for each in step.weights.values())
     norms = [torch.linalg.vector_norm(each.float()) / passes.scale for each in weights if not each.is_sparse]
-    norm = torch.stack(norms).norm().item() if norms else math.nan
-    updates: dict[str, Counts] = {}
-    if sound and passes.optimizer is not None:
-        updates, why = _updates(passes)
-        notes += [f"updates: not measured ({why})"] if why else []
-    held = sum(each.numel() * each.element_size() for each in step.weights.values())
-    return Replay(
-        step, found.loss.item(), norm, not sound, step.seconds, 4 * held, "its beginning", updates, notes=notes
-    )
+    replay.grad_norm = torch.stack(norms).norm().item() if norms else math.nan
+    if not replay.skipped:
+        step.scale = passes.scale  # to which a scaler backs off at this step
+    if not replay.skipped and passes.optimizer is not None:
+        replay.updates, why = _updates(passes)
+        replay.notes += [f"updates: not measured ({why})"] if why else []
+    return replay
 
 
 def _updates(passes: LoopPasses) -> tuple[dict[str, Counts], str]:
     """Return what rounding does to the update for which the passes stand ready, and why it is not known."""
     assert passes.optimizer is not None
     torch._foreach_mul_([each.grad for each in passes.model.parameters() if each.grad is not None], 1 / passes.scale)
-    update = LoopUpdate(passes.optimizer)
     try:
-        with UpdateMeter(passes.model, update, passes.format.half) as meter:
-            update.step()
+        meter = UpdateMeter(passes.model, passes.optimizer, passes.format.half)
+        meter.before()
+        passes.optimizer.step()
+        meter.after(1, torch.tensor(True))
         return meter.results(), ""
     except Exception as error:  # an optimizer of which no copy can be made, or whose elements are not alone
         return {}, f"{type(passes.optimizer).__name__}: {error}"

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,6 +100,7 @@ class LoopStep(Step):
         steps = [flat[first : first + accumulate] for first in range(0, len(flat), accumulate)]
         scales = scale if scale is not None else 65536.0 if format.needs_loss_scale else 1.0
         parameters = dict(copied.named_parameters())
+        changed = {id(each) for group in (own.param_groups if own else ()) for each in group["params"]}
         return cls(
             number=number,
             format=format,
@@ -115,6 +115,8 @@ class LoopStep(Step):
             scale=scales,
             least_scale=LEAST_SCALE if format.needs_loss_scale and not fixed_scale else 0.0,
             moments={name: own.state[each] for name, each in parameters.items() if own and each in own.state},
+            optimized=frozenset(name for name, each in parameters.items() if id(each) in changed),
+            eps=max((group.get("eps") or 0.0 for group in own.param_groups), default=0.0) if own else 0.0,
             model=copied,
             loss=loss,
             optimizer=own,
@@ -238,7 +240,7 @@ class LoopPasses(Passes):
         while True:
             self.optimizer.zero_grad()
             with self.around():
-                loss, _ = self.gradients([each(batch, self._widened) for batch in microbatches])
+                loss, _ = self.gradients([each(batch, self.widened) for batch in microbatches])
             gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
             sound = all(map(finite, gradients))
             if sound or not self.format.needs_loss_scale or self.scale <= LEAST_SCALE or not self.step.least_scale:
@@ -256,22 +258,6 @@ class LoopPasses(Passes):
         with MemoryLedger(self.model, optimizer) as recording:
             self.attempt()
         return recording.report().peak_bytes
-
-
-class LoopUpdate:
-    """The update of passes, as ``mantissa.updates`` measures it."""
-
-    masters = None
-    loss_scale = SimpleNamespace(inverse=lambda correction: None)
-    clip = SimpleNamespace(apply=lambda gradients, norm: None)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
-        """Take the step, whose gradients are true ones, and finite."""
-        self.optimizer.step()
-        return SimpleNamespace(skipped=torch.tensor(False), grad_norm=torch.tensor(math.nan))
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:

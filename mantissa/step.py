@@ -106,6 +106,10 @@ class Step(ABC):
     """To which the run's scaler backs off; 0: its scale stays as it is."""
     moments: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By parameter: the optimizer's state."""
+    optimized: frozenset[str] = frozenset()
+    """The parameters that an optimizer is known to have."""
+    eps: float = 0.0
+    """Which the optimizer adds where it divides by the size of gradients; 0: it does not, or it is not known."""
     ranks: int = 1
     """Processes that the run's gradients were summed over; the microbatches are those of all."""
 
@@ -330,7 +334,7 @@ class Passes(ABC):
         self.start()
         part = self.microbatches if microbatches is None else microbatches
         with self.around():
-            loss, correction = self.gradients([each(batch, self._widened) for batch in part])
+            loss, correction = self.gradients([each(batch, self.widened) for batch in part])
         if self.masters is not None:
             self.masters.take_gradients()
         changed = (self.masters or self.model).named_parameters()
@@ -351,7 +355,8 @@ class Passes(ABC):
         finally:
             torch.set_default_dtype(default)
 
-    def _widened(self, tensor: Tensor) -> Tensor:
+    def widened(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of a batch as these passes take it."""
         return tensor.to(self._wide) if self._wide and tensor.is_floating_point() else tensor
 
     def until_finite(self, scales: Sequence[float] = ()) -> Attempt:

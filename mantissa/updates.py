@@ -7,7 +7,7 @@ Low-Precision Strategy for LLM Training", 2024 (effective descent quality).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,6 @@ _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 _MOST, _QUALITY = 0.5, 0.9
 """A fault are updates of which more are lost, and whose effective descent quality is less."""
 _SHOWN = 3
-
-
-class Update(Protocol):
-    """The end of an optimizer step, from scaled gradients to changed weights."""
-
-    optimizer: torch.optim.Optimizer
-    masters: Any
-    """See ``mantissa.step.Masters``; None: the optimizer changes the model's own weights."""
-    loss_scale: Any
-    """``inverse(correction)`` returns the factor that makes gradients true ones; None: they are."""
-    clip: Any
-    """``apply(gradients, norm)`` clips true gradients of this total norm in place."""
-
-    def step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
-        """Take the step; return ``skipped`` (bool) and ``grad_norm`` (of the true gradients), scalars on the device."""
 
 
 class Counts(NamedTuple):
@@ -112,25 +97,35 @@ class _Sample(NamedTuple):
 
 
 class UpdateMeter:
-    """Measures the updates of the steps that are taken while it is entered.
+    """Measures the updates of the steps that ``before`` and ``after`` are called around.
 
     The intended update is that of the same optimizer, run once on fp32 copies of the sample: weights, state and true
     gradients. The real one is the change of the weight that is kept between steps: with masters theirs (to the model's
     own weights updates come later, but are not lost), with stochastic rounding the model's.
 
-    The optimizer's own step hooks would see neither the gradients before they are unscaled nor the weights after
-    they are rounded, so while it is entered the meter takes the place of ``update.step``.
-
     Args:
         model: in training.
-        update: its update, whose optimizer treats every element of a parameter alone.
+        optimizer: that treats every element of a parameter alone, see ``is_elementwise``.
         half: the 16-bit dtype that layers compute in; None: there is none.
+        masters: of the model's weights; None: the optimizer changes the model's own.
+        clip: ``apply(gradients, norm)`` clips true gradients of this total norm in place; None: they are not clipped.
+        sample: elements of a parameter that are measured, at most.
     """
 
-    def __init__(self, model: nn.Module, update: Update, half: torch.dtype | None) -> None:
-        self._update = update
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        half: torch.dtype | None,
+        masters: Masters | None = None,
+        clip: Any = None,
+        sample: int = SAMPLE,
+    ) -> None:
+        self._optimizer = optimizer
         self._half = half
-        masters: Masters | None = update.masters
+        self._masters = masters
+        self._clip = clip
+        self._size = sample
         own = dict(model.named_parameters())
         held = dict(masters.held()) if masters else {}
         self.stochastic = masters is not None and not held
@@ -145,13 +140,6 @@ class UpdateMeter:
         self.dtypes = [each.weight.dtype for each in self._tracked]
         self._measured: list[Measurement] = []
 
-    def __enter__(self) -> UpdateMeter:
-        self._update.step = self._step  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self._update.step  # its class's own again
-
     def take(self) -> list[Measurement]:
         """Return the measurements since the last call. Nothing is copied to the host."""
         measured, self._measured = self._measured, []
@@ -164,66 +152,74 @@ class UpdateMeter:
 
     def weights(self) -> Tensor:
         """Return for each parameter how many elements one sampled element stands for, fp32, on the host."""
-        parts = [_local(each.weight.detach()) for each in self._tracked]
-        return torch.tensor([part.numel() / max(1, len(_elements(part))) for part in parts])
+        parts = [local(each.weight.detach()) for each in self._tracked]
+        return torch.tensor([part.numel() / max(1, len(self._elements(part))) for part in parts])
 
     @torch.no_grad()
-    def _step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
-        update = self._update
-        if update.masters is not None:
-            update.masters.take_gradients()
-        factor = update.loss_scale.inverse(correction)
-        groups = {parameter: group for group in update.optimizer.param_groups for parameter in group["params"]}
-        tracked = [each for each in self._tracked if each.parameter.grad is not None]
-        samples = {each.name: self._sample(each, groups[each.parameter]) for each in tracked}
-        peak = self._peak()
-        result = type(update).step(update, steps_done, correction)
-        zeros = torch.zeros(len(Counts._fields), device=peak.device)
-        rows = {}
-        for each in tracked:
-            sample = samples.pop(each.name)
-            rows[each.name] = self._count(each, sample, self._intended(sample, factor, result.grad_norm))
-        taken = ~result.skipped
+    def before(self, factor: Tensor | None = None) -> None:
+        """Sample what the optimizer is about to change, before gradients are unscaled and clipped.
+
+        Args:
+            factor: turns gradients, as they are now, into true ones, fp32 scalar; None: they are.
+        """
+        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        tracked = [each for each in self._tracked if each.parameter.grad is not None and each.parameter in groups]
+        self._samples = [(each, self._sample(each, groups[each.parameter])) for each in tracked]
+        self._factor = factor
+        self._largest = self._peak()
+
+    @torch.no_grad()
+    def after(self, step: int, taken: Tensor, norm: Tensor | None = None) -> None:
+        """Compare the weights with those that were sampled before the update, and keep the measurement.
+
+        Args:
+            step: counted from 1.
+            taken: whether the weights were changed, a bool scalar on the device.
+            norm: of the true gradients before they were clipped, fp32 scalar; needed where there is a ``clip``.
+        """
+        zeros = torch.zeros(len(Counts._fields), device=self._largest.device)
+        rows = {each.name: self._count(each, sample, self._intended(sample, norm)) for each, sample in self._samples}
+        self._samples.clear()
         counts = torch.where(taken, torch.stack([rows.get(name, zeros) for name in self.names]), zeros)
-        self._measured.append(Measurement(steps_done + 1, counts, torch.where(taken, peak, zeros[0])))
-        return result
+        self._measured.append(Measurement(step, counts, torch.where(taken, self._largest, zeros[0])))
 
     def _peak(self) -> Tensor:
-        gradients = [_local(each.parameter.grad) for each in self._tracked if each.parameter.grad is not None]
+        gradients = [local(each.parameter.grad) for each in self._tracked if each.parameter.grad is not None]
         if self._half is not torch.float16:
             return torch.zeros((), device=gradients[0].device)
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).max()
 
     def _sample(self, tracked: _Tracked, group: dict[str, Any]) -> _Sample:
-        state = self._update.optimizer.state.get(tracked.parameter, {})
+        state = self._optimizer.state.get(tracked.parameter, {})
         return _Sample(
-            _elements(tracked.weight).clone(),
-            _elements(tracked.parameter.grad).to(torch.float32, copy=True),
-            {key: _sampled_state(key, value, tracked.weight.shape) for key, value in state.items()},
+            self._elements(tracked.weight).clone(),
+            self._elements(tracked.parameter.grad).to(torch.float32, copy=True),
+            {key: self._sampled_state(key, value, tracked.weight.shape) for key, value in state.items()},
             dict(group),  # some optimizers count in it
         )
 
-    def _intended(self, sample: _Sample, factor: Tensor | None, norm: Tensor) -> Tensor:
-        """Return the update that the optimizer makes in fp32; ``factor`` makes gradients true ones of this ``norm``."""
+    def _intended(self, sample: _Sample, norm: Tensor | None) -> Tensor:
+        """Return the update that the optimizer makes in fp32 of the true gradient."""
         copy = nn.Parameter(sample.weight.to(torch.float32, copy=True))
-        copy.grad = sample.gradient.clone() if factor is None else sample.gradient * factor
-        self._update.clip.apply([copy.grad], norm)
-        replica = type(self._update.optimizer)([sample.group | {"params": [copy]}])  # type: ignore[call-arg]
+        copy.grad = sample.gradient.clone() if self._factor is None else sample.gradient * self._factor
+        if self._clip is not None:
+            self._clip.apply([copy.grad], norm)
+        replica = type(self._optimizer)([sample.group | {"params": [copy]}])  # type: ignore[call-arg]
         if sample.state:
             replica.state[copy] = sample.state
         replica.step()
         return copy.detach() - sample.weight
 
     def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor) -> Tensor:
-        after = _elements(tracked.weight)
+        after = self._elements(tracked.weight)
         changed, moving = after != sample.weight, intended != 0
         real = after.float() - sample.weight.float()
         nothing = intended.new_zeros(())
         has_gradient = sample.gradient != 0
-        state = self._update.optimizer.state.get(tracked.parameter, {})
+        state = self._optimizer.state.get(tracked.parameter, {})
         moments = [state[key] for key in _SECOND_MOMENTS if key in state and state[key].dtype.itemsize <= 2]
-        moment_zero = ((_elements(moments[0]) == 0) & has_gradient).sum() if moments else nothing
+        moment_zero = ((self._elements(moments[0]) == 0) & has_gradient).sum() if moments else nothing
         in_half = flushed = nothing
         if self._half is not None and tracked.in_half:
             in_half = torch.full_like(nothing, len(intended))
@@ -240,38 +236,49 @@ class UpdateMeter:
         )
         return torch.stack([count.float() for count in counts])
 
+    def _elements(self, tensor: Tensor | None) -> Tensor:
+        assert tensor is not None
+        return elements(tensor, self._size)
+
+    def _sampled_state(self, key: str, value: Any, shape: torch.Size) -> Any:
+        """Return the sampled elements of a tensor of the parameter's shape in fp32, a copy of anything else."""
+        if not isinstance(value, Tensor):
+            return value
+        if key != "step" and value.shape == shape:
+            return self._elements(value).to(torch.float32, copy=True)
+        return value.clone()
+
+
+def is_elementwise(name: str) -> bool:
+    """Return whether an optimizer treats every element of a parameter alone, by the name of its class.
+
+    Not so Adafactor, which keeps sums of rows and columns, Muon, which makes a whole matrix orthogonal, and LAMB, which
+    scales an update by norms.
+    """
+    return name not in ("Adafactor", "Muon", "Lamb")
+
 
 def ratio(part: float, whole: float) -> float:
     """Return a fraction; NaN of nothing."""
     return part / whole if whole else math.nan
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without a copy; the tensor itself where it is not sharded."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
-def _elements(tensor: Tensor | None) -> Tensor:
-    """Return up to ``SAMPLE`` elements of this rank's part of a tensor, at even distances, 1-D.
+def elements(tensor: Tensor, count: int = SAMPLE) -> Tensor:
+    """Return up to ``count`` elements of this rank's part of a tensor, at even distances, 1-D.
 
     The distance has no factor in common with the size, so that the sample is not taken from a few columns only.
     """
-    assert tensor is not None
-    flat = _local(tensor.detach()).reshape(-1)  # copies only what is not contiguous, as in channels_last
-    distance = math.ceil(len(flat) / SAMPLE)
+    flat = local(tensor.detach()).reshape(-1)  # copies only what is not contiguous, as in channels_last
+    distance = math.ceil(len(flat) / count)
     while distance > 1 and math.gcd(distance, len(flat)) > 1:
         distance += 1
     return flat[:: max(1, distance)]
-
-
-def _sampled_state(key: str, value: Any, shape: torch.Size) -> Any:
-    """Return the sampled elements of a tensor of the parameter's shape in fp32, a copy of anything else."""
-    if not isinstance(value, Tensor):
-        return value
-    if key != "step" and value.shape == shape:
-        return _elements(value).to(torch.float32, copy=True)
-    return value.clone()
 
 
 def judge(updates: dict[str, Counts], format: Format) -> Examined:

@@ -32,7 +32,8 @@ from typing import Any
 import psutil
 
 from evidence.certificate.certify import COMMON, DEFAULTS, SKIPPING
-from evidence.certificate.differences import metrics, ulps
+from evidence.certificate.differences import metrics
+from mantissa.differences import ulps
 from tests import forks, shortcuts
 from tests.killed import KINDS
 from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment

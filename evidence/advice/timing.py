@@ -8,7 +8,7 @@ from collections.abc import Callable
 from evidence.advice.candidates import Candidate
 from evidence.advice.schema import Entry, Turn
 from evidence.advice.worker import Failed, Worker
-from evidence.turns import in_turns
+from mantissa.comparison import in_turns
 
 START_S = 1800.0
 """Seconds that a start may take, where the budget does not say it."""

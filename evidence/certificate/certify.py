@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evidence.certificate.child import Kill
-from evidence.certificate.differences import Differences, differences_between, trace
+from evidence.certificate.differences import differences_between, trace
 from evidence.options import CertifyOptions
 from evidence.runs import merged, recorded
+from mantissa.differences import Differences
 from mantissa.formats import FORMATS
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
@@ -72,10 +73,10 @@ class Certificate:
                 f"{c.steps}; {self.skipped_steps} were skipped, {c.repeated_steps} were replayed after a kill",
             ),
             ("compared per step", "SHA-256 of the data, learning rate, loss, norm, scale, skipped"),
-            ("compared at the end", f"{c.tensors} tensors ({c.elements:,} numbers), {c.metric_lines} lines of metrics"),
+            ("compared at the end", f"{c.tensors} tensors, numbers and lines of metrics ({c.elements:,} numbers)"),
             ("command", f"`{self.command}`"),
         ]
-        rows += [("differs", text) for text in c.differences[:8]]
+        rows += [("differs", text) for text in c.lost]
         return "| | |\n|---|---|\n" + "".join(f"| {name} | {text} |\n" for name, text in rows)
 
     def _by_kind(self) -> str:

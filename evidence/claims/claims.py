@@ -17,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from evidence.claims.criteria import NOT_HERE, RELATED, Criterion, Finding, combine, evaluate
 from evidence.measures import MEASURES, PROBE_MEASURES, TIMED
 from evidence.options import CLAIMS, check_claim
-from evidence.runs import NULL_SHIFT, Arm, Outcome
+from evidence.runs import Arm, Outcome
+from mantissa.quality import NULL_SHIFT
 from trainer.config.compose import key_of
 from trainer.devices import CUDA
 from trainer.errors import UserError, first_line, nearest

@@ -21,7 +21,8 @@ from evidence.claims.claims import NULL_ARM, PROBE, QUIET, Claim, load, names
 from evidence.claims.criteria import NOT_HERE, RELATED, shown
 from evidence.claims.reproduce import OUTCOMES, bf16_instructions, plain
 from evidence.measures import TIMED
-from evidence.runs import NULL_SHIFT, Outcome
+from evidence.runs import Outcome
+from mantissa.quality import NULL_SHIFT
 from trainer.config.compose import key_of
 from trainer.files import PROJECT, write_text
 from trainer.hardware import Hardware

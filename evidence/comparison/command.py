@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from evidence.comparison.compare import NULL, Comparison, Result, check_arms, compare
+from evidence.comparison.compare import Comparison, Result, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import lead, sentences, table, write_report
 from evidence.options import CompareOptions, margin_of, seeds_of
-from evidence.runs import NULL_SHIFT, Arm, check_labels, recorded
+from evidence.runs import Arm, check_labels, recorded
+from mantissa.quality import NULL, NULL_SHIFT
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.tracking.mlflow.addresses import tracking_uri

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.comparison.judge import ArmResult, judge_looks
+from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, recorded
 from mantissa.display import loss
-from mantissa.statistics import WORSE
+from mantissa.quality import with_look
 from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -24,7 +24,6 @@ from trainer.run.provenance import git_facts, versions
 from trainer.seals import read_sealed, write_sealed
 
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
-NULL = "null"
 
 
 @dataclass
@@ -116,11 +115,8 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
             )
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
         outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
-        look = {"seeds": sorted(seeds), "ended": sorted([each.arm, each.seed] for each in outcomes if each.ended)}
-        looks = looks if look in looks[-1:] else [*looks, look]
-        judged = judge_looks(arms, comparison.baseline, outcomes, comparison.margin, looks)
-        if not any(arm.quality.test or arm.quality.verdict == WORSE for arm in judged if not arm.is_null):
-            looks = looks[:-1]  # nothing was judged
+        looks = with_look(looks, losses(arms, outcomes), comparison.margin)
+        judged = judge(arms, comparison.baseline, outcomes, comparison.margin, looks)
         write_sealed(folder / PLAN_FILE, plan | {"looks": looks})  # before the report that shows a look
         result = Result(comparison, judged, outcomes, facts, looks)
         write_json(folder / RESULT_FILE, result.to_dict())

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
-from evidence.comparison.judge import NOT_JUDGED, PAIRS, ArmResult, Ratio
+from evidence.comparison.judge import ArmResult, Ratio
 from evidence.measures import IN_USE
 from mantissa.display import columns, loss, mebibytes
 from mantissa.page import Plot, Section, measured_on, page
-from mantissa.statistics import EQUIVALENT, Interval, look_level, mean_interval
+from mantissa.quality import METHOD, NOT_JUDGED, PAIRS, failed, percent, times, told, verdict_at
+from mantissa.statistics import Interval, mean_interval
 from trainer.devices import kind_of
 from trainer.files import write_text
 
@@ -91,8 +91,8 @@ def _told(result: Result, arm: ArmResult) -> str:
     loss_is = _loss_is(arm, f"{100 * result.comparison.margin:g} %")
     if arm.quality.verdict == NOT_JUDGED:
         not_judged.setdefault(arm.quality.why, []).append("validation loss")
-    said = "; ".join(filter(None, (" and ".join(costs), loss_is)))
-    parts = [f"{arm.label}{'' if costs else ':'} {said}." if said else f"{arm.label}:"]
+    clauses = "; ".join(filter(None, (" and ".join(costs), loss_is)))
+    parts = [f"{arm.label}{'' if costs else ':'} {clauses}." if clauses else f"{arm.label}:"]
     if not_judged:
         reasons = (f"{' and '.join(names)} ({why})" for why, names in not_judged.items())
         parts.append(f"{NOT_JUDGED}: {'; '.join(reasons)}.")
@@ -132,19 +132,12 @@ def sentences(result: Result) -> list[str]:
     found = []
     base = result.comparison.baseline
     for arm in result.arms:
-        found += _failures(arm)
+        found += failed(arm.label, arm.failures)
         if arm.is_null and arm.seeds:
             found.append(_null_sentence(arm, base))
         elif not arm.is_null and arm.label != base:
             found.append(_sentence(result, arm))
-    return [*found, *(_look(len(result.looks), look) for look in result.looks[-1:])]
-
-
-def _look(number: int, look: dict[str, Any]) -> str:
-    levels = (f"{100 * look_level(each):.3g} %" for each in (number, number + 1))
-    return "Look {} at these arms, {} seeds: tests of {}; with more seeds of {}; of all looks together 5 %.".format(
-        number, len(look["seeds"]), *levels
-    )
+    return [*found, *told(result.looks)]
 
 
 def _sentence(result: Result, arm: ArmResult) -> str:
@@ -155,11 +148,7 @@ def _sentence(result: Result, arm: ArmResult) -> str:
         clauses.append(
             f"{arm.skipped_steps} of {result.facts['steps'] * len(arm.seeds):,} steps skipped for an overflow"
         )
-    verdict = quality.verdict
-    if quality.test and verdict != NOT_JUDGED:
-        p = f" (p = {quality.test.p_equivalent:.2g})" * (verdict == EQUIVALENT)
-        verdict += f" at a margin of {100 * quality.test.margin:g} %{p}"
-    clauses.append(f"{f'validation loss {_difference(arm)}'.strip()}: {verdict}")
+    clauses.append(f"{f'validation loss {_difference(arm)}'.strip()}: {verdict_at(quality)}")
     if quality.why:
         clauses.append(quality.why)
     return f"{arm.label}: {'; '.join(clauses)}."
@@ -178,16 +167,6 @@ def _change(name: str, quantity: Ratio) -> str:
     return text if ratio.excludes(1) else f"{text}: no clear difference"
 
 
-def _failures(arm: ArmResult) -> list[str]:
-    seeds_of: dict[str, list[str]] = {}
-    for seed, why in arm.failures.items():
-        seeds_of.setdefault(why, []).append(str(seed))
-    return [
-        f"{arm.label}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}, failed: {why}"
-        for why, seeds in seeds_of.items()
-    ]
-
-
 def method(result: Result) -> list[str]:
     """Return the paragraphs on how it was measured."""
     facts, seeds = result.facts, ", ".join(map(str, result.comparison.seeds))
@@ -201,12 +180,8 @@ def method(result: Result) -> list[str]:
         "alternates from seed to seed.",
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
         f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation after the {warmup}.",
-        "Ratios are geometric means over the pairs, with Student's 95 % interval of the logarithms in brackets. "
-        " EQUIVALENT: two one-sided t-tests on the paired relative differences (Schuirmann 1987), of 4 % at "
-        "the first look, so that their 92 % interval lies within the margin. WORSE and BETTER: their whole 96 % "
-        "interval is beyond it. Looks with more seeds have stricter tests (alpha spending, Lan and DeMets 1983), and "
-        "with several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
-        "5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
+        "Ratios are geometric means over the pairs, with Student's 95 % interval of the logarithms in brackets.",
+        METHOD,
         f"NOT JUDGED: fewer than {PAIRS} pairs, or the null arm's 95 % interval excludes equality. Speed is not judged "
         f"either if other processes used {IN_USE:.0%} of the CPUs or more; the loss does not depend on them.",
     ]
@@ -257,35 +232,20 @@ def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
     if quantity.why and quantity.values:
         return NOT_JUDGED
     if quantity.ratio is not None:
-        return _times(quantity.ratio)
+        return times(quantity.ratio)
     return "1" if quantity.values and arm.label == result.comparison.baseline else "not measured"
 
 
-def _times(interval: Interval) -> str:
-    if interval.high - interval.low < 0.005:
-        return f"{interval.mean:.3f}x"
-    return f"{interval.mean:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def _percent(interval: Interval) -> str:
-    mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
-    return f"{mean} % [{low}, {high}]"
-
-
 def _difference(arm: ArmResult) -> str:
-    quality = arm.quality
-    if len(quality.differences) < 2:
-        return ""
-    test = None if arm.is_null or quality.verdict == NOT_JUDGED else quality.test
-    interval = test.difference if test else mean_interval(quality.differences)
-    return f"{_percent(interval)} ({100 * interval.level:.3g} %)"
+    interval = arm.quality.shown(arm.is_null)
+    return f"{percent(interval)} ({100 * interval.level:.3g} %)" if interval else ""
 
 
 def _null_sentence(arm: ArmResult, base: str) -> str:
     parts = []
     if len(arm.quality.differences) > 1:
-        parts.append(f"final losses by {_percent(mean_interval(arm.quality.differences))}")
+        parts.append(f"final losses by {percent(mean_interval(arm.quality.differences))}")
     if arm.speed.ratio:
-        parts.append(f"speed by {_times(arm.speed.ratio)}")
+        parts.append(f"speed by {times(arm.speed.ratio)}")
     differs = " and in ".join(parts) or "nothing that was measured"
     return f"Noise: {base} with other seeds differs from {base} in {differs}."

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from evidence.doctor.step import TrainerStep, steps_of
 from mantissa.doctor.diagnosis import Replay
-from mantissa.updates import UpdateMeter
+from mantissa.updates import is_elementwise
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
@@ -22,9 +21,9 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
-from trainer.optim.classes import is_elementwise
 from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.single import Parallel
+from trainer.profiling.diagnostics import meter_of
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
 from trainer.run.resume import check_same
@@ -153,11 +152,12 @@ def take(trainer: Trainer, began: str = "the beginning") -> Replay:
     config, device = trainer.config, trainer.device
     start = TrainerStep.of(trainer)
     metered = is_elementwise(config.optimizer.name)
-    meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
+    meter = meter_of(trainer.update, trainer.model, config.precision.half) if metered else None
     reset_peak_memory(device)
     clock = time.monotonic()
-    with meter or nullcontext():
-        record = trainer.train_step(start.microbatches)
+    trainer.update.meter = meter
+    record = trainer.train_step(start.microbatches)
+    trainer.update.meter = None
     loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     seconds = time.monotonic() - clock
     return Replay(

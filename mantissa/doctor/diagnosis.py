@@ -44,6 +44,7 @@ from mantissa.finding import (
     Finding,
 )
 from mantissa.formats import FORMATS
+from mantissa.places import raised_here
 from mantissa.step import Batch, Passes, Step
 from mantissa.updates import Counts, judge
 
@@ -131,7 +132,8 @@ class Budget:
         try:
             return part()
         except Exception as error:  # a check that cannot be made of this model says nothing of it
-            if always or isinstance(error, AssertionError):
+            mistake = isinstance(error, AssertionError | AttributeError | NameError) and raised_here(error)
+            if always or mistake:
                 raise
             why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.left_out.append(f"{name} ({why.partition(chr(10))[0][:200]})")
@@ -404,8 +406,9 @@ def _train_on(result: Diagnosis) -> None:
     step = replay.step
     if result.findings or not result.finite:
         return
-    # In fp32 only what explodes is found, at the cost of one training.
-    seconds = replay.seconds + (REPLAYS + 1) * budget.spent.get(FP32, replay.seconds) * (step.format.half is not None)
+    # In fp32 there is one training to compare with, in fp64.
+    others = (REPLAYS + 1) * budget.spent.get(FP32, replay.seconds) if step.format.half is not None else replay.seconds
+    seconds = replay.seconds + others
     if STEPS * seconds > budget.left():
         needed = budget.seconds + STEPS * seconds
         budget.left_out.append(f"divergence (it takes about {STEPS * seconds:.0f} s; set budget_s={needed:.0f})")

@@ -24,6 +24,9 @@ _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
 _GROWTH = 10.0
 """Training explodes where the loss becomes so many times the largest of its first steps."""
+_LITTLE, _MUCH = 0.05, 0.3
+"""Of its size: where the loss falls by less than the first, and with a lower learning rate by more than the second, that
+is to blame."""
 RATES = tuple(10.0**-power for power in range(1, 9))
 
 
@@ -55,21 +58,25 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
         step: the first step.
         batches: the microbatches of each step.
     """
-    format = step.format
-    exact = _fp64(step.reference().train(batches))
+    format, alone = step.format, step.format.number is FP32
+    reference = torch.float64 if alone else torch.float32
+    exact = _fp64(step.reference(reference).train(batches))
     if finding := _rate(step, batches, exact):
         return Divergence(away=[], limit=[], findings=[finding])
     if not exact.isfinite().all():
         return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
-    if format.number is FP32:
-        return Divergence(away=[], limit=[])
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
     own = _fp64(step.own().train(batches))
-    references = torch.stack([_fp64(_changed(step, batches, unit, seed)) for seed in range(REPLAYS)])
-    spread = (references.max(0).values - references.min(0).values).cummax(0).values
-    middle, limit = references.mean(0), TIMES * spread.clamp(min=unit * unit)
+    middle, limit, first = exact, torch.full_like(exact, math.inf), None
+    if not alone:  # in fp32 chaos soon leaves any spread
+        references = torch.stack([_fp64(_changed(step, batches, unit, seed)) for seed in range(REPLAYS)])
+        spread = (references.max(0).values - references.min(0).values).cummax(0).values
+        middle, limit = references.mean(0), TIMES * spread.clamp(min=unit * unit)
+        first = leaves(own, middle, limit)
+    elif not own.isfinite().all():
+        first = int((~own.isfinite()).nonzero()[0])
     result = Divergence(away=(own - middle).abs().tolist(), limit=limit.tolist())
-    first, loss = leaves(own, middle, limit), lost(own, exact)
+    loss = lost(own, exact)
     # What a change of the last bit does, too, is the chaos of the training.
     chaos = abs(lost(_fp64(_changed(step, batches, FP32.unit_roundoff, 0)), exact)) if loss > _WORSE else 0.0
     worse = loss > max(_WORSE, TIMES * chaos)
@@ -133,12 +140,13 @@ def lost(losses: Tensor, exact: Tensor) -> float:
 
 
 def _rate(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
-    """Return a finding where training explodes in the reference, and does not with a lower learning rate."""
-    if not _explodes(exact):
+    """Return a finding where training explodes or learns nothing in the reference, and not so with a lower rate."""
+    explodes = _explodes(exact)
+    if not explodes and _learned(exact) > _LITTLE:
         return None
-    for factor in RATES:
+    for factor in RATES if explodes else RATES[:2]:
         other = _fp64(step.reference().train(batches, lr=factor))
-        if not _explodes(other):
+        if not _explodes(other) and (explodes or _learned(other) > _MUCH):
             broken = (~exact.isfinite()).nonzero()
             last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
             detail = (
@@ -147,6 +155,13 @@ def _rate(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | No
             )
             return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.words.rate(factor)])
     return None
+
+
+def _learned(losses: Tensor) -> float:
+    """Return by which share of its size the loss falls from its first steps to the last third."""
+    third = max(1, len(losses) // 3)
+    first, last = losses[:3].mean().item(), losses[-third:].mean().item()
+    return (first - last) / abs(first) if first else 0.0
 
 
 def _explodes(losses: Tensor) -> bool:
@@ -163,5 +178,7 @@ def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     passes = step.reference()
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
-    inputs = ([each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in step] for step in batches)
+    inputs = (
+        [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in step] for step in batches
+    )
     return passes.train(inputs)

@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mantissa.finding import BACKWARD, BLOCKED, MOMENT, SCALE, UPDATE, Examined, Finding
+from mantissa.finding import BACKWARD, BLOCKED, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.places import Line
+from mantissa.places import Line, of_stack
 from mantissa.step import Passes, Step
-from mantissa.tensors import relative_error
+from mantissa.tensors import numbers_in, relative_error
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
 _SCALE = 2.0**12
 _PROPORTIONAL = 0.1
 """Relative error up to which gradients of a loss times ``_SCALE`` are ``_SCALE`` times those of the loss, in fp32."""
+_NOTHING = 1e-6
+"""Share of an optimizer's eps below which gradients do not move a weight."""
 _SHOWN = 4
 
 
 def gradients(step: Step) -> Examined:
     """Return what is wrong with the gradients of a step in fp32 on their way to the optimizer."""
     reference = step.reference()
-    once = {name: each.clone() for name, each in reference.attempt().gradients.items()}
+    with _Unrecorded(reference.model) as unrecorded:
+        once = {name: each.clone() for name, each in reference.attempt().gradients.items()}
     weights = {name: each for name, each in reference.model.named_parameters() if each.requires_grad}
     zero = [name for name, each in once.items() if not each.is_sparse and not each.any()]
     result = _blocked(reference, {name: weights[name] for name in zero})
     result.findings += lost_state(step.moments)
     absent = [name for name in weights if name not in once]
+    result.findings += unrecorded.findings([name for name in absent if name in step.optimized])
+    largest = max(
+        (each.abs().max().item() for each in once.values() if each.numel() and not each.is_sparse), default=0.0
+    )
+    if 0 < largest < _NOTHING * step.eps:
+        detail = f"no gradient is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
+        result.findings.append(Finding(UNDERFLOW, UPDATE, "", "fp32", detail=f"{detail}: multiply the loss"))
     blocked = {each.tensor for each in result.findings}
     for what, names in (("no gradient", absent), ("a gradient of 0", [name for name in zero if name not in blocked])):
         if names:
@@ -44,6 +56,43 @@ def gradients(step: Step) -> Examined:
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
+
+
+class _Unrecorded:
+    """Notes the modules whose results do not depend on their trainable weights, as far as autograd knows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._hooks = ExitStack()
+        self._lines: dict[str, Line | None] = {}
+        self._recorded: set[str] = set()
+
+    def __enter__(self) -> Self:
+        for name, module in self._model.named_modules():
+            if any(each.requires_grad for each in module.parameters(recurse=False)):
+                self._hooks.callback(module.register_forward_hook(partial(self._returned, name)).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if any(tensor.requires_grad for tensor in numbers_in(output)):
+            self._recorded.add(name)
+        else:
+            self._lines.setdefault(name, of_stack())
+
+    def findings(self, absent: list[str]) -> list[Finding]:
+        """Return a finding for the parameters without a gradient whose modules ran without recording one."""
+        owners = [name.rpartition(".")[0] for name in absent]
+        found = [name for name in dict.fromkeys(owners) if name in self._lines and name not in self._recorded]
+        if not found:
+            return []
+        detail = (
+            f"{_first(found)} ran without recording gradients (torch.no_grad, or a reentrant checkpoint of inputs that "
+            "need none), and the optimizer has their weights"
+        )
+        return [Finding(BLOCKED, FORWARD, found[0], "fp32", detail=detail, line=str(self._lines[found[0]] or ""))]
 
 
 class _Lines(TorchDispatchMode):

@@ -16,7 +16,7 @@ from mantissa.errors import FormatError
 from mantissa.finding import Finding
 from mantissa.modules import ModuleTracer
 from mantissa.places import Line
-from mantissa.step import Passes, Step, Widened
+from mantissa.step import Passes, Step, Widened, each
 from mantissa.tensors import numbers_in, relative_error
 
 _TRIALS = 40
@@ -165,7 +165,7 @@ def _results(passes: Passes, module: str, outside: bool) -> list[tuple[str, Line
     modules = ModuleTracer(passes.model)
     passes.start()
     with modules, passes.around(), _Results(modules, module, outside) as results, torch.no_grad():
-        passes.loss(passes.step.first_samples()[0])
+        passes.loss(each(passes.step.first_samples()[0], passes.widened))
     return results.found
 
 
@@ -177,7 +177,8 @@ def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None
         module: its name; an empty string: the whole model.
         outside: whether its submodules are left out.
     """
-    sides = [_results(passes, module, outside) for passes in (step.own(), step.reference())]
+    exact = step.reference(torch.float32 if step.format.half is not None else torch.float64)
+    sides = [_results(passes, module, outside) for passes in (step.own(), exact)]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:

@@ -243,7 +243,7 @@ def shaken(passes: Passes, unit: float, seed: int) -> Passes:
     generator = torch.Generator().manual_seed(seed)
     weights, batches = passes.step.weights, passes.step.microbatches
     passes.weights = {name: nudged(each.float(), unit, generator) for name, each in weights.items()}
-    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator)) for batch in batches]
+    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in batches]
     return passes
 
 

@@ -19,8 +19,9 @@ from evidence.claims.claims import load
 from evidence.comparison.compare import Comparison, Result
 from evidence.comparison.judge import judge
 from evidence.comparison.report import sentences, write_report
-from evidence.runs import NULL_SHIFT, OUTCOME_FILE, Arm
+from evidence.runs import OUTCOME_FILE, Arm
 from mantissa.ledger import CATEGORIES
+from mantissa.quality import NULL_SHIFT
 from tests.command_line.test_documented_commands import PAGES
 from tests.evidence.advice import made
 from tests.evidence.ended import ended

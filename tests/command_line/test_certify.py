@@ -21,7 +21,7 @@ def test_a_healthy_job_is_bitwise(folder: Path, script: Callable[..., Result]) -
     certificate = folder / "outputs/certificate-bignet-fp16"
     assert (certificate / "certificate.md").read_text() in done.out
     found = json.loads((certificate / "certificate.json").read_text())
-    assert (found["verdict"], len(found["kills"]), found["comparison"]["differences"]) == ("BITWISE", 7, [])
+    assert (found["verdict"], len(found["kills"]), found["comparison"]["lost"]) == ("BITWISE", 7, [])
     assert len({kill["killed"] for kill in found["kills"]}) == 7
     assert found["skipped_steps"] > 0
     assert found["resumes"] >= 6

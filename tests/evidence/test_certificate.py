@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evidence.certificate.differences import differences_between, ulps
+from evidence.certificate.differences import differences_between
 from mantissa.generators import random_state
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import Snapshot
@@ -50,29 +50,29 @@ def flip(tensor: Tensor) -> None:
 
 def test_equal_runs_are_bitwise_also_with_steps_that_were_trained_twice(tmp_path: Path) -> None:
     def again(lines: list[dict[str, Any]]) -> None:
-        lines[2:2] = [{"killed": "step", "after_step": 2, "count": 0}, dict(lines[1])]
+        lines[2:2] = [{"killed": "step", "after_step": 2, "count": 0}, {"resumed_after": 1}, dict(lines[1])]
 
     result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", again), 3)
     assert result.judge(0)[0] == "BITWISE"
-    assert (result.steps, result.repeated_steps, result.metric_lines) == (3, 1, 1)
+    assert (result.steps, result.repeated_steps) == (3, 1)
     assert result.tensors > 8
 
 
 @pytest.mark.parametrize(
     ("change", "verdict", "named"),
     [
-        (lambda s: flip(s["model"].weight), "ULP <= 1", "tensor weights/weight (1 ulp)"),
+        (lambda s: flip(s["model"].weight), "ULP <= 1", "weights/weight, by up to 1 ULPs"),
         (lambda s: flip(s["optimizer"].state[s["model"].bias]["exp_avg_sq"]), "ULP <= 1", "optimizer/bias.exp_avg_sq"),
-        (lambda s: s["model"].weight.data.add_(1), "DIVERGED IN tensor weights/weight", "tensor weights/weight"),
-        (lambda s: s["model"].weight.data[0].fill_(torch.nan), "DIVERGED IN tensor weights/weight", "(inf ulp)"),
-        (lambda s: flip(s["rng"]["torch"]), "DIVERGED IN tensor rng/0/torch", "rng/0/torch (inf ulp)"),
-        (lambda s: s["progress"]["loss_scale"].update(scale=2.0), "DIVERGED IN progress: loss_scale", "loss_scale"),
+        (lambda s: s["model"].weight.data.add_(1), "DIVERGED IN tensor: weights/weight", "weights/weight, by up to"),
+        (lambda s: s["model"].weight.data[0].fill_(torch.nan), "DIVERGED IN tensor: weights/weight", "more than"),
+        (lambda s: flip(s["rng"]["torch"]), "DIVERGED IN tensor: rng/0/torch", "rng/0/torch, in more than rounding"),
+        (lambda s: s["progress"]["loss_scale"].update(scale=2.0), "DIVERGED IN progress: loss_scale.scale", ", by"),
     ],
 )
 def test_a_difference_in_the_state_is_found(change: Change, verdict: str, named: str, tmp_path: Path) -> None:
     result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", change_state=change), 3)
     assert result.judge(4)[0].startswith(verdict)
-    assert named in result.differences[0]
+    assert named in result.lost[0]
     assert result.judge(0)[0].startswith("DIVERGED")
 
 
@@ -83,23 +83,9 @@ def test_a_difference_in_the_state_is_found(change: Change, verdict: str, named:
         lambda lines: lines[1].update(data="e"),
         lambda lines: lines[1].update(skipped=True),
         lambda lines: lines.insert(1, lines[1] | {"loss": (1.25).hex()}),  # the step was trained again, and right
-        lambda lines: lines.pop(1),
     ],
 )
 def test_a_difference_in_a_step_is_found(change: Change, tmp_path: Path) -> None:
     result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", change), 3)
     assert result.judge(1e9)[0] == "DIVERGED AT step 2"
-    assert result.differences[0].startswith("step 2")
-
-
-def test_units_in_the_last_place() -> None:
-    one = torch.tensor([1.0, -2.0, 0.0])
-    assert ulps(one, one.clone()) == 0
-    assert ulps(one, torch.nextafter(one, torch.full((3,), 9.0))) == 1
-    assert ulps(torch.tensor([0.0]), torch.tensor([-0.0])) == 1
-    tiny = torch.finfo(torch.float32).smallest_normal * 2.0**-23
-    assert ulps(torch.tensor([tiny]), torch.tensor([-tiny])) == 2
-    assert ulps(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0078125], dtype=torch.bfloat16)) == 1
-    assert ulps(torch.tensor([1]), torch.tensor([2])) == float("inf")
-    assert ulps(torch.tensor([torch.nan]), torch.tensor([torch.nan])) == 0
-    assert ulps(one, one.double()) == float("inf")
+    assert "at step 2 it is" in result.lost[0] or "1 step (2) taken once too often" in result.lost[0]

@@ -12,7 +12,7 @@ import pytest
 
 from evidence.comparison.command import planned
 from evidence.comparison.compare import Result, check_arms, compare
-from evidence.comparison.judge import judge_looks
+from evidence.comparison.judge import judge
 from evidence.comparison.report import sentences
 from evidence.runs import Arm, Outcome, Runner, merged
 from tests.evidence.ended import ended
@@ -254,5 +254,5 @@ def test_a_look_is_judged_by_the_runs_that_had_ended_then(tmp_path: Path, monkey
         quality = found.arms[1].quality
         assert quality.test
         assert (len(quality.differences), quality.look, quality.verdict) == (seen, len(found.looks), "INCONCLUSIVE")
-    (judged,) = judge_looks(found.comparison.arms, "fp32", found.outcomes, 0.003, [])[1:]
+    (judged,) = judge(found.comparison.arms, "fp32", found.outcomes, 0.003, [])[1:]
     assert judged.quality.verdict == "EQUIVALENT", "as it would be with all runs at the first look"

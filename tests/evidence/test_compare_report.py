@@ -47,7 +47,7 @@ def result(folder: Path, labels: list[str], seeds: int, energy: bool = False, wi
                 [2 + 2 * math.exp(-step / 400) + generator.normal(0, noise) for step in STEPS],
                 dict.fromkeys(CATEGORIES, 2**20 * (10 + number)),
                 units_per_s=1e4 * (1 + number % len(labels)) * generator.normal(1, 0.02),
-                energy_j=100.0 + number if energy else None,
+                energy_j=100.0 + number % len(labels) if energy else None,
                 energy_units=1000,
                 fp32_arithmetic=None if arm.seed_shift or not number else wide,
             )

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from evidence.comparison.judge import NOT_JUDGED, ArmResult, judge, judge_looks
+from evidence.comparison.judge import ArmResult, judge
 from evidence.runs import DIVERGED, Arm, Outcome, _cpu_seconds, _last_error, _share_of_others
+from mantissa.quality import NOT_JUDGED
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, WORSE
 from tests.evidence.ended import ended
 
@@ -22,7 +23,7 @@ NULL = Arm("null", FP32.overrides, seed_shift=1000)
 ARMS = [FP32, BF16, NULL]
 MARGIN = 0.003
 STEPS = (10, 20, 30)
-FEW = "2 seeds are too few; use seeds=5"
+FEW = "2 seeds are too few; use 5"
 
 
 class Runs:
@@ -185,10 +186,8 @@ def test_where_the_null_arm_excludes_equality_that_quantity_is_not_judged(
         runs.add(FP32, seed)
         runs.add(BF16, seed, losses=(3.0, 2.5, 2.0 * (1 + noise)), units_per_s=200.0 * (1 + noise))
         runs.add(NULL, seed, losses=(3.0, 2.5, 2.0 * (1 + shift + noise)), units_per_s=speed * (1 + noise))
-    _, bf16, null = judge_looks(ARMS, "fp32", runs.outcomes, MARGIN, [])
-    why = (
-        "the baseline with other seeds differs from itself, so the noise is not known; use more seeds, such as seeds=6"
-    )
+    _, bf16, null = judge(ARMS, "fp32", runs.outcomes, MARGIN)
+    why = "the baseline with other seeds differs from itself, so the noise is not known; use more seeds, such as 6"
     expected = (why, EQUIVALENT) if what == "speed" else ("", NOT_JUDGED)
     assert (bf16.speed.why, bf16.quality.verdict) == expected
     assert (bf16.quality.why, null.speed.why) == ("" if what == "speed" else why, "")
@@ -203,7 +202,7 @@ def test_an_arm_that_alone_diverges_is_worse_whatever_the_noise(runs: Runs, null
             runs.fail(NULL, seed, DIVERGED)
         else:
             runs.add(NULL, seed, losses=(3.0, 2.5, 2.0 * (1.0018 + noise)))
-    _, bf16, _ = judge_looks(ARMS, "fp32", runs.outcomes, MARGIN, [])
+    _, bf16, _ = judge(ARMS, "fp32", runs.outcomes, MARGIN)
     assert bf16.quality.verdict == verdict
     assert null_fails or bf16.quality.why == "3 of 3 runs diverged where the baseline's did not"
 

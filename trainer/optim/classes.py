@@ -60,12 +60,3 @@ def accepted_options(cls: type[torch.optim.Optimizer]) -> set[str]:
 def averages_itself(name: str) -> bool:
     """Return whether an optimizer averages the weights, in the place of a schedule and of ``ema``."""
     return name == "AdamWScheduleFree"
-
-
-def is_elementwise(name: str) -> bool:
-    """Return whether an optimizer treats every element of a parameter alone.
-
-    Not so Adafactor, which keeps sums of rows and columns, Muon, which makes a whole matrix orthogonal, and LAMB, which
-    scales an update by norms.
-    """
-    return name not in ("Adafactor", "Muon", "Lamb")

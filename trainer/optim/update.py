@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
 from trainer.precision.scaler import LossScale
+
+if TYPE_CHECKING:
+    from mantissa.updates import UpdateMeter
 
 
 @dataclass
@@ -130,6 +133,8 @@ class Update:
         self.loss_scale = loss_scale
         self.clip = clip
         self.set_to_none = set_to_none
+        self.meter: UpdateMeter | None = None
+        """Measures the steps that are taken while it is set."""
         self._sharded = any(map(is_sharded, self.parameters))
         self._unscales_in_place = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
@@ -162,6 +167,8 @@ class Update:
             self.masters.take_gradients()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         factor = self.loss_scale.inverse(correction)
+        if self.meter is not None:
+            self.meter.before(factor)
         if self._unscales_in_place and factor is not None:
             torch._foreach_mul_(gradients, factor)
             factor = None
@@ -178,6 +185,8 @@ class Update:
         self.apply(skipped)
         if self.masters is not None:
             self.masters.write_back(steps_done)  # after a skipped step: what they were
+        if self.meter is not None:
+            self.meter.after(steps_done + 1, ~skipped, norm)
         scale = self.loss_scale.scale
         if self.loss_scale.recovers:
             self.loss_scale.update(~overflow)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mantissa.display import dtype_name
-from mantissa.updates import Counts, UpdateMeter, ratio
+from mantissa.display import dtype_name, listed
+from mantissa.updates import Counts, UpdateMeter, is_elementwise, ratio
 from trainer.errors import UserError, check_number
-from trainer.optim.classes import is_elementwise
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 
 log = logging.getLogger("mantissa")
 
-_NOTHING = nullcontext()
 _WORST = 5
 """Parameters whose lost updates are logged one by one."""
 _FP16_MAX = torch.finfo(torch.float16).max
@@ -31,9 +28,8 @@ _FP16_MAX = torch.finfo(torch.float16).max
 class Session:
     """The diagnostics of one run. This base class, for ``diagnostics=none``, measures nothing."""
 
-    def step(self, step: int) -> AbstractContextManager[object]:
-        """Return the context in which optimizer step ``step``, counted from 1, is to run."""
-        return _NOTHING
+    def begin(self, step: int) -> None:
+        """Prepare for optimizer step ``step``, counted from 1."""
 
     def collect(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield the step and the metrics of every measurement since the last call. All ranks call it together."""
@@ -87,20 +83,26 @@ class Numerics(Diagnostics):
     def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
         if self.every > steps:
             log.warning("diagnostics.every=%d is more than steps=%d, so nothing is measured.", self.every, steps)
-        return _NumericsSession(self.every, UpdateMeter(model, update, half), world)
+        return _NumericsSession(self.every, update, meter_of(update, model, half), world)
+
+
+def meter_of(update: Update, model: nn.Module, half: torch.dtype | None) -> UpdateMeter:
+    """Return a meter for the updates of ``model``, whose layers compute in the 16-bit dtype ``half``, if any."""
+    return UpdateMeter(model, update.optimizer, half, update.masters, update.clip)
 
 
 class _NumericsSession(Session):
-    def __init__(self, every: int, meter: UpdateMeter, world: World) -> None:
+    def __init__(self, every: int, update: Update, meter: UpdateMeter, world: World) -> None:
         self._every = every
+        self._update = update
         self._meter = meter
         self._world = world
         self._weights = meter.weights()[:, None]
         self._reported: set[str] = set()
         """Parameters that were warned about."""
 
-    def step(self, step: int) -> AbstractContextManager[object]:
-        return self._meter if step % self._every == 0 else _NOTHING
+    def begin(self, step: int) -> None:
+        self._update.meter = self._meter if step % self._every == 0 else None
 
     def collect(self) -> Iterator[tuple[int, dict[str, float]]]:
         for step, counts, peak in self._meter.take():
@@ -142,10 +144,5 @@ class _NumericsSession(Session):
         log.warning(
             "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "
             "weights. Start a run with precision=%s_master, or precision=bf16_sr.",
-            *(step, 100 * share, _listed(names), dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"),
+            *(step, 100 * share, listed(names), dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"),
         )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({shown})"

@@ -202,7 +202,8 @@ class Run:
         profiled = self.profiler.step(self.trainer.step + 1)
         if not isinstance(profiled, nullcontext):
             self.monitor.leave_out()
-        with profiled, self.diagnostics.step(self.trainer.step + 1), self.config.debug.step():
+        self.diagnostics.begin(self.trainer.step + 1)
+        with profiled, self.config.debug.step():
             record = self.step(microbatches)
         if self.first is None:
             self.first = record

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from evidence.claims.claims import Claim, lacking, load, names
-from evidence.runs import NULL_SHIFT
+from mantissa.quality import NULL_SHIFT
 from tests.helpers import CPU, PROJECT
 from trainer.errors import UserError
 from trainer.hardware import Hardware

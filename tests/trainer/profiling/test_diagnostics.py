@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.updates import SAMPLE, Counts, UpdateMeter, _elements
+from mantissa.updates import SAMPLE, Counts, elements
 from tests.helpers import NoData, SmallConvNet, compose, same_bits, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -23,7 +23,7 @@ from trainer.optim.update import Clip, ClipNorm, Update
 from trainer.parallel.world import World
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import LossScale, StaticLossScale
-from trainer.profiling.diagnostics import Diagnostics, Numerics
+from trainer.profiling.diagnostics import Diagnostics, Numerics, meter_of
 from trainer.run.start import train
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ class Training:
         self.optimizer = Optimizer(name, lr=lr, fused=fused, options=options).build(changed, CPU)
         scaled = LossScale(CPU) if scale is None else StaticLossScale(CPU, scale)
         self.update = Update(self.optimizer, changed.parameters(), scaled, clip or Clip(), self.masters)
-        self.meter = UpdateMeter(self.net, self.update, precision.half)
+        self.meter = meter_of(self.update, self.net, precision.half)
         self.half = FORMATS[mode].autocast
         self.steps = 0
         self.generator = torch.Generator().manual_seed(0)
@@ -83,8 +83,9 @@ class Training:
         return bool(skipped)
 
     def measured(self) -> dict[str, Counts]:
-        with self.meter:
-            self.step()
+        self.update.meter = self.meter
+        self.step()
+        self.update.meter = None
         return self.meter.results()
 
 
@@ -175,22 +176,21 @@ def test_stochastic_rounding_loses_single_updates_and_is_right_on_average() -> N
 def test_a_skipped_step_is_not_measured(mode: str) -> None:
     training = Training(mode, scale=1024.0)
     training.measured()
-    with training.meter:
-        assert training.step(loss_times=math.inf)
+    training.update.meter = training.meter
+    assert training.step(loss_times=math.inf)
     assert training.meter.results() == {}
     assert set(training.measured()) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
-    assert "step" not in vars(training.update)  # the update's own again
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16", "fp16_pure", "bf16_sr", "bf16_master"])
 def test_measured_steps_train_the_same_to_the_last_bit(mode: str) -> None:
     plain, metered = (Training(mode, scale=2.0**16 if "fp16" in mode else None, clip=ClipNorm(0.5)) for _ in range(2))
     random = torch.get_rng_state()
+    metered.update.meter = metered.meter
     for number in range(4):
         times = math.inf if number == 2 and "fp16" in mode else 1.0
         skipped = plain.step(times)
-        with metered.meter:
-            assert metered.step(times) == skipped
+        assert metered.step(times) == skipped
     assert same_bits(random, torch.get_rng_state())
     for one, other in ((plain.net, metered.net), (plain.optimizer, metered.optimizer)):
         assert same_bits(one.state_dict(), other.state_dict())
@@ -209,7 +209,7 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
 @pytest.mark.parametrize("shape", [(7,), (SAMPLE,), (SAMPLE + 1,), (1024, 1024), (768, 3072), (3, 5, 1 << 16), ()])
 def test_the_sample_is_even_and_takes_every_column(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-    sample = _elements(tensor)
+    sample = elements(tensor)
     assert len(sample) <= SAMPLE
     assert len(sample) > min(tensor.numel() - 1, SAMPLE * 0.45)
     assert len((sample[1:] - sample[:-1]).unique()) <= 1
@@ -232,8 +232,8 @@ def session(training: Training, every: int, steps: int) -> dict[int, dict[str, f
     diagnostics = Numerics(every).start(training.net, training.update, torch.bfloat16, 10**6, World())
     logged = {}
     for step in range(1, steps + 1):
-        with diagnostics.step(step):
-            training.step()
+        diagnostics.begin(step)
+        training.step()
         logged |= dict(diagnostics.collect())
     return logged
 
@@ -283,17 +283,19 @@ def test_a_run_logs_every_measured_step_whatever_the_log_interval(tmp_path: Path
         assert 16 < metrics["numerics/scale_headroom_bits"] < 32
 
 
-def test_without_meters_nothing_is_attached() -> None:
+def test_only_every_so_many_steps_are_measured() -> None:
     trainer = trainer_of(*TINY)
-    before = vars(trainer.update).keys()
     off, on = (
         each.start(trainer.model, trainer.update, None, 10, World()) for each in (Diagnostics(), Numerics(every=5))
     )
-    with off.step(1):
-        assert vars(trainer.update).keys() == before
+    off.begin(5)
+    assert trainer.update.meter is None
     assert list(off.collect()) == []
-    assert off.step(2) is on.step(1) is off.step(1)
-    assert on.step(5) is on.step(10)
+    measured = []
+    for step in range(1, 11):
+        on.begin(step)
+        measured += [step] if trainer.update.meter else []
+    assert measured == [5, 10]
     assert not trainer.optimizer._optimizer_step_pre_hooks
 
 

@@ -1,0 +1,62 @@
+"""``Trainer(callbacks=[mantissa.callbacks.lightning.Precision()])``, for Lightning 2.5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from mantissa.watch import Watch
+
+_FORMATS = {
+    "32-true": "fp32",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "16-true": "fp16_pure",
+    "bf16-true": "bf16_pure",
+    "transformer-engine": "fp8",
+}
+"""By Lightning's name."""
+
+
+class Precision(Callback):
+    """Watches a training with one optimizer, whose ``precision`` is what is requested.
+
+    A step is replayed by ``training_step`` of a copy of the module, which has no trainer.
+
+    Args:
+        every: optimizer steps from one that is metered to the next.
+        options: of ``mantissa.Watch``; pages of a failure are written into ``mantissa`` in the root folder.
+    """
+
+    def __init__(self, every: int = 50, **options: Any) -> None:
+        self._options = {"every": every} | options
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        folder = Path(trainer.default_root_dir) / "mantissa"
+        options: dict[str, Any] = {"precision": _FORMATS.get(trainer.precision), "folder": folder, "loss": _loss}
+        self.watch = Watch(pl_module, trainer.optimizers[0], scaler, **options | self._options)
+        self._steps = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.watch.keep((batch, batch_idx))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.watch.before_update()  # Lightning takes the passes inside of the optimizer's step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self.watch.step(outputs["loss"])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.watch.close()
+
+
+def _loss(module: Any, batch: Any) -> Tensor:
+    arguments = batch[: module.training_step.__code__.co_argcount - 1]  # it may take no index
+    output = module.training_step(*arguments)
+    return output["loss"] if isinstance(output, dict) else output

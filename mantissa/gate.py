@@ -1,0 +1,79 @@
+"""``mantissa.precision_gate``: a test that fails where a precision changes what training reaches."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mantissa.comparison import Comparison, Run
+from mantissa.errors import UsageError
+from mantissa.shell import SEED, measured, name_of
+from mantissa.statistics import EQUIVALENT, INCONCLUSIVE
+
+PRECISION = "{precision}"
+
+
+def precision_gate(
+    train: Callable[[str, int], float] | str,
+    arms: Sequence[str] = ("fp32", "bf16"),
+    *,
+    margin: float = 0.003,
+    seeds: int = 4,
+    max_seeds: int | None = None,
+    metric: str = "",
+    higher_is_better: bool = False,
+    report: str | Path = "mantissa-gate",
+) -> Comparison:
+    """Train with each precision and seed, in turns, and fail unless every arm is EQUIVALENT to the first.
+
+    WORSE fails, and so does BETTER: the precision changes the training. INCONCLUSIVE trains on to ``max_seeds``, and
+    fails if that does not decide it: a gate that lets pass what it cannot tell protects nothing. The chance that an arm
+    passes whose true difference is the margin or more is at most 4.5 %: 4 % with ``seeds``, and 0.5 % with more.
+
+    Args:
+        train: takes a precision and a seed, trains from nothing, and returns the final loss, all in this process; or a
+            shell command with ``{precision}`` and ``{seed}``, which runs in a fresh process each time.
+        arms: the precisions, as ``train`` knows them; the first is the baseline.
+        margin: the relative difference that is too small to matter; 0.003 is 0.3 %.
+        seeds: how many, from 0 on; 3 or more.
+        max_seeds: how many if those do not decide it; default: four times as many.
+        metric: of a command: a regular expression, whose last match in what it prints counts.
+        higher_is_better: whether ``train`` returns something like an accuracy.
+        report: folder of the page, which is replaced.
+
+    Returns:
+        The comparison, with the verdicts.
+
+    Raises:
+        AssertionError: an arm is not EQUIVALENT, or a command failed; the message is the report.
+        UsageError: an argument cannot work.
+    """
+    __tracebackhide__ = True  # pytest shows the report, and none of this
+    if len(set(arms)) < max(2, len(arms)):
+        raise UsageError(f"arms {tuple(arms)} must be two or more different precisions, such as ('fp32', 'bf16')")
+    if isinstance(train, str) and (not metric or PRECISION not in train or SEED not in train):
+        raise UsageError(f"`{train}` needs {PRECISION}, {SEED}, and metric='val loss ([0-9.]+)' to read its loss")
+    commands = {arm: train.replace(PRECISION, arm) if isinstance(train, str) else "train(…)" for arm in arms}
+
+    def run(arm: str, seed: int) -> Run:
+        __tracebackhide__ = True
+        if isinstance(train, str):
+            ended = measured(arm, seed, commands[arm], metric, Path(report) / "runs")
+            if ended.failure:
+                raise AssertionError(f"{arm}, seed {seed}: {ended.failure}")
+            return ended
+        began = time.monotonic()
+        value = float(train(arm, seed))
+        return Run(arm, seed, value if math.isfinite(value) else None, time.monotonic() - began)
+
+    comparison = Comparison(commands, name_of(metric or "loss"), margin, higher_is_better)
+    for count in (seeds, max(seeds, max_seeds or 4 * seeds)):
+        comparison.run_all(range(count), run)
+        if {each.verdict for each in comparison.verdicts.values()} - {"", EQUIVALENT} != {INCONCLUSIVE}:
+            break
+    page = comparison.write(report, f"mantissa.precision_gate(…, arms={tuple(arms)})")
+    if not comparison.equivalent:
+        raise AssertionError(f"{comparison.text()}\n\nreport {page}")
+    return comparison

@@ -1,0 +1,498 @@
+"""``mantissa.Watch``: what precision does to a training loop of one's own, while it runs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mantissa.display import columns, listed
+from mantissa.doctor.diagnosis import SWEEP
+from mantissa.effective import FirstStep, Listener, Manifest, changed_by, manifest, policies
+from mantissa.errors import FormatError, NotFiniteError, UsageError
+from mantissa.examination import PRECISIONS, Report, examine
+from mantissa.formats import FORMATS
+from mantissa.generators import random_state
+from mantissa.loop import Loss
+from mantissa.meters import Measured, Meters
+from mantissa.tensors import finite, numbers_in
+from mantissa.updates import local
+
+SKIPS = 10
+"""Steps that a loss scaler skips one after another before that is a failure."""
+_NEAR = 1.0
+"""Bits below the largest number of a dtype that are worth a warning."""
+
+
+Kept = tuple[Tensor, Tensor, int]
+"""A weight or a buffer, this rank's part of it as it was, and how often it had been changed at the start."""
+
+
+class _Step(NamedTuple):
+    """A step whose outcome the host may not know yet."""
+
+    number: int
+    flags: Tensor
+    """On the host: whether the gradients are finite, whether the losses are, and whether the step was skipped."""
+    event: Any
+    """After which the device is done with it; None: it is."""
+    batches: list[Any]
+    generators: dict[str, Tensor] | None
+    read: Callable[[], Measured] | None
+    """Of a measured step."""
+
+
+class Watch:
+    """Says what a training computes in, meters it, and explains the first step that is not finite.
+
+    It changes no bit of the training, and reads nothing back from an accelerator before that is done with it.
+    Create it after the optimizer, and call ``step`` after each optimizer step::
+
+        watch = mantissa.Watch(model, optimizer)
+        for inputs, targets in loader:
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss)
+
+    Args:
+        model: as the loop calls it; also what DDP, FSDP2, accelerate or torch.compile made of it.
+        optimizer: of its parameters.
+        scaler: the ``torch.amp.GradScaler`` of the loop.
+        every: optimizer steps from one that is metered to the next.
+        precision: the name of the format that is meant, such as ``bf16``; None: not stated.
+        loss: called as ``loss(model, batch)`` where a step is replayed, with what ``keep`` was given. None: the model
+            returns its loss, alone, as ``.loss``, or as the first scalar of what it returns.
+        folder: where the page of a failure is written.
+        on_failure: ``raise`` a ``NotFiniteError``, or ``warn``, and watch no longer.
+        keep_weights: whether a second copy of the weights is kept, to replay a step from the weights before it. None:
+            on accelerators, where a failure is known some steps later.
+        build: returns the model as before FSDP2 sharded it, for the replay.
+        say: hears the manifest, the warnings and the report of a failure.
+
+    Raises:
+        UsageError: an argument cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any = None,
+        every: int = 50,
+        *,
+        precision: str | None = None,
+        loss: Loss | None = None,
+        folder: str | Path = "mantissa-report",
+        on_failure: str = "raise",
+        keep_weights: bool | None = None,
+        build: Callable[[], nn.Module] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        if every < 1:
+            raise UsageError(f"every={every} must be 1 or more, such as 50")
+        if precision is not None and precision not in FORMATS:
+            raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
+        if on_failure not in ("raise", "warn"):
+            raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
+        self.model = unwrapped(model)
+        self._scaler: Any = scaler if scaler is not None else getattr(optimizer, "scaler", None)  # accelerate's has one
+        self._gradient_state = getattr(optimizer, "gradient_state", None)
+        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._every, self._precision, self._loss = every, precision, loss
+        self._folder, self._on_failure, self._build, self._say = Path(folder), on_failure, build, say
+        modules = [model, *model.modules()]
+        self.compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)
+        self._device = next(self.model.parameters()).device
+        self._parameters = [each for each in changed_by(self.optimizer) if each.requires_grad]
+        self._sharded = any(hasattr(each, "to_local") for each in self.model.parameters())
+        self._ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._later = self._device.type != "cpu" if keep_weights is None else keep_weights
+        with torch.no_grad():
+            self._bad = torch.zeros((), dtype=torch.bool, device=self._device)
+            self._weights: list[Kept] = [(each, local(each).clone(), 0) for each in self._parameters if self._later]
+            self._buffers: list[Kept] = [(each, local(each).clone(), each._version) for each in self.model.buffers()]
+        self.number = 0
+        """Of the last optimizer step."""
+        self.skipped = 0
+        self.manifest: Manifest | None = None
+        self.history: list[Measured] = []
+        """Of every metered step."""
+        self._in_a_row = 0
+        self._returns_loss = False
+        self._waiting: deque[_Step] = deque()
+        self._said: set[str] = set()
+        self._clear()
+        self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled)
+        self.meters = Meters(self.model, self.optimizer, not self.compiled)
+        if every == 1:
+            self.meters.begin()
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(self._stepping),
+            self.optimizer.register_step_post_hook(self._stepped),
+        ]
+        if model._compiled_call_impl is None:
+            self._hooks.append(model.register_forward_pre_hook(Listener(self._forward), prepend=True, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(Listener(self._returned)))
+        else:
+            self._around_compiled(model)
+
+    def _around_compiled(self, model: nn.Module) -> None:
+        """Listen to a model that ``model.compile()`` compiled with its hooks."""
+        compiled: Any = model._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._forward(model, args, kwargs)
+            output = compiled(*args, **kwargs)
+            self._returned(model, args, output)
+            return output
+
+        model._compiled_call_impl = call
+        self._restore_call = partial(setattr, model, "_compiled_call_impl", compiled)
+
+    _restore_call: Callable[[], None] = staticmethod(lambda: None)
+
+    def _clear(self) -> None:
+        self._batches: list[Any] = []
+        self._generators: dict[str, Tensor] | None = None
+        self._losses: list[Tensor] = []
+        self._skipped: Tensor | None = None
+        self._gradients_seen = self._updated = False
+
+    def keep(self, batch: Any) -> Any:
+        """Keep a microbatch for ``loss``, before its forward pass, and return it."""
+        self._begin()
+        self._batches.append(batch)
+        return batch
+
+    def _begin(self) -> None:
+        if self._generators is None:
+            self._generators = random_state(self._device)
+            self._save(self._buffers)
+
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._begin()
+            if torch.is_autocast_enabled(self._device.type) and self.number == 0:
+                self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
+            if self._loss is None:
+                self._batches.append(tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        loss = loss_in(output) if torch.is_grad_enabled() else None
+        if loss is not None:
+            self._returns_loss = True
+            self._losses.append(loss.detach())
+
+    @torch.no_grad()
+    def _save(self, tensors: list[Kept]) -> None:
+        """Copy what a step starts from, unless an earlier step was bad: the host need not know that yet."""
+        for tensor, kept, _ in tensors:
+            if self._later:
+                torch.where(self._bad, kept, local(tensor.detach()), out=kept)
+            else:
+                kept.copy_(local(tensor.detach()))
+
+    def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any((*args[1:], kwargs.get("closure"))):  # else gradients are computed inside of the step
+            self.before_update()
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Look at the gradients. The optimizer calls it, but where its ``step`` is given a closure."""
+        if self._gradients_seen:
+            return
+        self._gradients_seen = True
+        self._first.before_update()
+        optimizer = self.optimizer
+        self._save(self._weights)
+        found = [local(each.grad) for each in self._parameters if each.grad is not None]
+        gradients = [each for each in found if each.numel() and each.layout == torch.strided]
+        # On a CPU a maximum takes 13 times as long; a sum of squares that overflows is looked at again.
+        order = 2.0 if self._device.type == "cpu" else math.inf
+        norms = torch._foreach_norm(gradients, order, dtype=torch.float32) if gradients else []
+        largest = torch.stack([each.to(self._device) for each in norms]).max() if norms else self._bad.float()
+        sound = largest < math.inf
+        if self._device.type == "cpu" and not self._later and not sound:
+            sound = torch.tensor(all(map(finite, gradients)))
+        scaled = self._scaling
+        self._skipped = getattr(optimizer, "found_inf", None) if scaled else None  # of fused optimizers
+        self._sound = sound
+        if not scaled:  # else ranks may skip apart, and it is no failure
+            known = self._finite(self._losses)
+            self._sound = self._agreed(sound & known)
+            self._bad |= ~self._sound
+            if not self._later and not self._sound:
+                self.number += 1
+                reason = "a gradient is not finite" if known else "the loss is not finite"
+                self._fail(reason, _Step(self.number, known, None, self._batches, self._generators, None))
+                return
+        if (self.number + 1) % self._every == 0 and gradients:
+            left = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by
+            scale = self._scaler._scale if scaled and left is None else None
+            self.meters.before(self.half, scale, None if left is None else left.reciprocal())
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updated = True
+        if (self.number + 1) % self._every == 0 and self.meters.ready:
+            skipped = self._skipped
+            self.meters.after(self.number + 1, self._sound if skipped is None else skipped == 0)
+
+    @property
+    def _scaling(self) -> bool:
+        return self._scaler is not None and bool(self._scaler.is_enabled())
+
+    @property
+    def effective(self) -> str:
+        """The name of the format that the forward pass was seen to compute in."""
+        seen = {each for each in self._first.autocast.values() if each}
+        seen |= {policy.param_dtype for policy, _ in policies(self.model) if policy.param_dtype}
+        if torch.bfloat16 in seen or torch.float16 in seen:
+            return "bf16" if torch.bfloat16 in seen else "fp16"
+        if self._precision in PRECISIONS and (self.compiled or self._precision == "tf32"):
+            return self._precision
+        dtypes = {each.dtype for each in self._parameters}
+        return "bf16_pure" if torch.bfloat16 in dtypes else "fp16_pure" if torch.float16 in dtypes else "fp32"
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The 16-bit dtype of ``effective``; None: it has 32 bits."""
+        return FORMATS[self.effective].half
+
+    def _finite(self, losses: list[Tensor]) -> Tensor:
+        return torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
+
+    def _agreed(self, sound: Tensor) -> Tensor:
+        """Return whether it is so on all ranks, so that all stop at the same step."""
+        if not self._ranks:
+            return sound
+        found = sound.float()
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return found > 0
+
+    @torch.no_grad()
+    def step(self, loss: Tensor | None = None) -> None:
+        """Say that an optimizer step was taken, or skipped by its scaler.
+
+        Args:
+            loss: of the step, a scalar; None: what the model returned.
+
+        Raises:
+            NotFiniteError: the step, or on an accelerator one shortly before, was not finite.
+            UsageError: ``loss`` has no batches.
+        """
+        syncs = getattr(self._gradient_state, "sync_gradients", True)
+        if not self._hooks or not syncs or not (self._updated or self._scaling):
+            return  # it failed before, or gradients are still added up
+        if self._loss is not None and not self._batches:
+            raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
+        self.number += 1
+        if not self._gradients_seen:
+            self._save(self._weights)
+            self._sound = self._bad.logical_not()
+        if not self._updated:
+            self._skipped = torch.ones((), device=self._device)
+        losses = self._losses if loss is None else [loss.detach()]
+        sound = self._agreed(self._finite(losses))
+        self._bad |= ~sound
+        skipped = torch.zeros((), device=self._device) if self._skipped is None else self._skipped.float()
+        flags = torch.stack([self._sound.float(), sound.float(), skipped.reshape(())]).to("cpu", non_blocking=True)
+        measured = self.number % self._every == 0
+        read = self.meters.end(self.number, losses, self.skipped) if measured and self._updated else None
+        if self.manifest is None and self._updated:
+            self._state_manifest()
+        if (self.number + 1) % self._every == 0:
+            self.meters.begin()
+        event = torch.Event(self._device) if self._device.type != "cpu" else None
+        if event is not None:
+            event.record()
+        self._waiting.append(_Step(self.number, flags, event, self._batches, self._generators, read))
+        self._clear()
+        while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
+            self._learn(self._waiting.popleft())
+
+    def _state_manifest(self) -> None:
+        self._first.close()
+        self._buffers = [each for each in self._buffers if each[0]._version != each[2]]
+        self.manifest = manifest(self._first, self._precision)
+        if not self._ranks or dist.get_rank() == 0:
+            self._say(str(self.manifest))
+
+    def _learn(self, step: _Step) -> None:
+        """Take in the outcome of a step."""
+        gradients, loss, skipped = step.flags.tolist()
+        self.skipped += bool(skipped)
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if step.read is not None:
+            self.history.append(step.read())
+            self._warn(self.history[-1])
+        reasons = {
+            "the loss is not finite": not loss,
+            "a gradient is not finite": not gradients and not self._scaling,
+            f"the loss scaler skipped {SKIPS} steps in a row": self._in_a_row >= SKIPS,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            self._fail(reason, step)
+
+    def _warn(self, now: Measured) -> None:
+        """Say what is harmful in a measurement, and was not said yet."""
+        lost = {name: counts for name, counts in now.lost.items() if counts.loses_updates and name not in self._said}
+        near = [name for name, bits in now.overflow.items() if bits < _NEAR and name not in self._said]
+        self._said |= {*lost, *near}
+        for name, counts in lost.items():
+            share = f"{counts.lost_share:.0%} of the updates of parameter group {name}"
+            self._say(f"step {now.step}: {share} are lost, too small for the weights' dtype: keep fp32 weights.")
+        if near:
+            cure = "compute there in fp32, or in bf16 in the place of fp16"
+            self._say(
+                f"step {now.step}: {listed(near, 'tensor')} within a factor of 2 of their dtype's largest: {cure}."
+            )
+
+    def __str__(self) -> str:
+        """Return the first and the last measurement beside each other."""
+        if not self.history:
+            return f"{self.number} steps, {self.skipped} skipped, none measured (every={self._every})"
+        rows = [["", *(f"step {each.step}" for each in (self.history[0], self.history[-1]))]]
+        for text, values in (
+            ("loss", lambda each: {"": each.loss}),
+            ("lost updates, group ", lambda each: {name: counts.lost_share for name, counts in each.lost.items()}),
+            ("weight norm, group ", lambda each: each.weights),
+            ("bits to overflow, ", lambda each: each.overflow),
+            ("bits to underflow, ", lambda each: each.underflow),
+        ):
+            first, last = values(self.history[0]), values(self.history[-1])
+            names = sorted(last, key=last.__getitem__)[:3] if "bits" in text else list(last)
+            rows += [[f"{text}{name}", f"{first.get(name, math.nan):.4g}", f"{last[name]:.4g}"] for name in names]
+        return f"{self.number} steps, {self.skipped} skipped\n{columns(rows)}"
+
+    def close(self) -> None:
+        """Wait for the steps that the device has not finished, look at them, and watch no longer."""
+        while self._waiting:
+            step = self._waiting.popleft()
+            if step.event is not None:
+                step.event.synchronize()
+            self._learn(step)
+        self._remove()
+
+    def _remove(self) -> None:
+        self._first.close()
+        self.meters.close()
+        self._restore_call()
+        self._waiting.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _fail(self, reason: str, step: _Step) -> None:
+        """Replay a step, say what is found, and raise or warn."""
+        self._remove()
+        rank = f"rank{dist.get_rank()}" if self._ranks else ""
+        began = f"step {step.number}: {reason}" + (f" ({rank}, which replays its own batches)" if rank else "")
+        try:
+            report = self._replay(step)
+        except Exception as error:  # of any kind: what is in a model decides
+            ended = f"{began}; the step cannot be replayed: {error}"
+        else:
+            page = report.write(self._folder / rank, "mantissa.Watch(…)")
+            notes = {
+                "the run is compiled, and its replay is eager": self.compiled,
+                "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
+                "the replay has the weights of after the update": self._updated and not self._later,
+            }
+            said = [f"note: {note}" for note, holds in notes.items() if holds]
+            self._say("\n".join([began, str(report), *said, f"written to {page}"]))
+            found = ["its replay is finite"]
+            if report.findings and not report.diagnosis.finite:
+                found = [line.strip().removeprefix("FOUND ") for line in report.findings[0].lines()[:2]]
+            ended = "; ".join([began, *found, f"see {page}"])
+        if self._on_failure == "raise":
+            raise NotFiniteError(ended)
+        warnings.warn(ended, stacklevel=2)
+
+    def _replay(self, step: _Step) -> Report:
+        if self._device.type != "cpu" and not self._later:
+            raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
+        if not step.batches:
+            raise FormatError("no forward pass of the model was seen; give Watch the model that the loop calls")
+        off = torch.autocast(self._device.type, enabled=False)
+        with self._before_the_step(), torch.enable_grad(), off:  # a hook of the optimizer runs in no_grad
+            model = self._gathered() if self._sharded else self.model
+            known = set(map(id, model.parameters()))
+            whole = not self._later and all(id(each) in known for each in self._parameters)
+            return examine(
+                model,
+                self._loss or call,
+                step.batches,
+                self.effective,
+                self.optimizer if whole else None,
+                accumulate=len(step.batches),
+                number=step.number,
+                generators=step.generators,
+                failed=True,
+                checks=(SWEEP, "manifest", "range", "islands"),
+            )
+
+    def _gathered(self) -> nn.Module:
+        """Return the model that FSDP2 sharded, whole, on every rank."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        if self._build is None:
+            raise FormatError("FSDP2 shards its weights; give Watch(build=…), which returns the model before that")
+        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+        model = self._build().to(self._device).train(self.model.training)
+        model.load_state_dict(state)
+        return model
+
+    @contextmanager
+    def _before_the_step(self) -> Iterator[None]:
+        """Give the model the weights and buffers from before the step, and its own forward, for a while."""
+        kept = self._weights + self._buffers
+        patched = vars(self.model).pop("forward", None) if hasattr(self.model, "_original_forward") else None
+        _swap(kept)
+        try:
+            yield
+        finally:
+            _swap(kept)
+            if patched is not None:
+                self.model.forward = patched
+
+
+@torch.no_grad()
+def _swap(tensors: list[Kept]) -> None:
+    for one, other, _ in tensors:
+        kept = local(one).clone()
+        local(one).copy_(other)
+        other.copy_(kept)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of what DDP and torch.compile made of it."""
+    inner: Any = model
+    while isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
+    return inner
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in what a model returns: ``.loss``, or the first scalar; None: there is none."""
+    own = getattr(output, "loss", None)
+    scalars = [each for each in numbers_in(output) if each.ndim == 0]
+    return own if isinstance(own, Tensor) else next(iter(scalars), None)
+
+
+def call(model: nn.Module, batch: Any) -> Tensor:
+    """Call a model with ``(args, kwargs)``; return its loss, or a stand-in where it returns none."""
+    args, kwargs = batch
+    output = model(*args, **kwargs)
+    loss = loss_in(output)
+    return loss if loss is not None else torch.stack([each.float().mean() for each in numbers_in(output)]).mean()

@@ -1,0 +1,194 @@
+"""Watched trainings of other libraries: what is requested is read from them, and a planted fault is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import mantissa
+from tests.helpers import same_bits
+
+BF16 = torch.bfloat16
+
+
+class Logarithm(nn.Module):
+    """Adds the logarithm of ``level``, so 0, in front of what it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.level = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.level.log())
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(32, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    options = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**options, bos_token_id=0, eos_token_id=0))
+
+
+def trained(model: Any, folder: Path, callbacks: list[Any], **options: Any) -> Any:
+    """Take 6 steps of two microbatches with transformers' Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    fixed = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 1}
+    accumulated = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6}
+    trainer = Trainer(
+        model, TrainingArguments(folder, **fixed, **accumulated, **options), train_dataset=Tokens(), callbacks=callbacks
+    )
+    trainer.train()
+    return model
+
+
+def test_transformers_trainer_is_watched_and_trains_the_same(tmp_path: Path) -> None:
+    from mantissa.callbacks.transformers import Precision
+
+    said: list[str] = []
+    callback = Precision(every=3, say=said.append)
+    watched = trained(gpt2(), tmp_path, [callback], bf16=True)
+    assert same_bits(trained(gpt2(), tmp_path, [], bf16=True).state_dict(), watched.state_dict())
+    assert said[0].startswith("requested: bf16; effective:")
+    assert callback.watch.manifest.differences == []
+    assert [each.step for each in callback.watch.history] == [3, 6]
+    assert "transformer.h.1.mlp.act" in callback.watch.history[0].overflow
+
+
+def test_weights_that_nobody_asked_to_be_bf16_are_named(tmp_path: Path) -> None:
+    """Transformers 5 loads what the checkpoint has; the Trainer says nothing of it."""
+    from transformers import AutoModelForCausalLM
+
+    from mantissa.callbacks.transformers import Precision
+
+    gpt2().to(BF16).save_pretrained(tmp_path / "model")
+    said: list[str] = []
+    trained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path, [Precision(2, say=said.append)], bf16=True
+    )
+    assert "are bfloat16, and precision=bf16 asks for fp32 ones" in said[0]
+    assert "from_pretrained(…, dtype=torch.float32)" in said[0]
+    assert "Gradients of 2 forward passes are summed in bfloat16" in said[0]
+    assert any("are lost, too small" in each for each in said[1:])
+
+
+def test_fp16_that_transformers_ignores_on_a_cpu_is_named(tmp_path: Path) -> None:
+    from mantissa.callbacks.transformers import Precision
+
+    said: list[str] = []
+    trained(gpt2(), tmp_path, [Precision(say=said.append)], fp16=True)
+    assert "precision=fp16 asks for autocast to float16, but the forward ran without it" in said[0]
+
+
+def test_a_step_of_transformers_trainer_is_replayed(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    from mantissa.callbacks.transformers import Precision
+
+    class Spoil(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                kwargs["model"].transformer.h[1].mlp.level.data.fill_(-1.0)
+
+    model = gpt2()
+    model.transformer.h[1].mlp = Logarithm(model.transformer.h[1].mlp)
+    said: list[str] = []
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 4: the loss is not finite; .*transformer\.h\.1\.mlp"):
+        trained(model, tmp_path, [Spoil(), Precision(say=said.append)], bf16=True)
+    assert "fp32 BREAKS · bf16 BREAKS" in said[-1]  # accelerate's autocast is inside of the model's forward
+    assert (tmp_path / "mantissa" / "report.html").exists()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_accelerates_loop_is_watched(steps: int, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=steps)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), Logarithm(nn.Linear(8, 1)))
+    data = DataLoader(TensorDataset(torch.rand(32, 4)), 4)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), data)
+    said: list[str] = []
+    watch = mantissa.Watch(
+        model, optimizer, every=2, precision=accelerator.mixed_precision, folder=tmp_path, say=said.append,
+        loss=lambda model, batch: model(batch).square().mean(),
+    )  # fmt: skip
+
+    def train() -> None:
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                loss = model(watch.keep(batch)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                watch.step(loss)
+
+    train()
+    assert watch.number == 8 // steps
+    assert watch.manifest is not None
+    assert watch.manifest.differences == []
+    assert watch.manifest.effective["autocast"] == "bfloat16"
+    net[1].level.data.fill_(-1.0)
+    with pytest.raises(mantissa.NotFiniteError, match=rf"step {8 // steps + 1}: .*domain, forward: 1;"):
+        train()
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, of torch's newer names
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_lightnings_trainer_is_watched_and_a_step_is_replayed(precision: Any, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", minversion="2.5")
+    from mantissa.callbacks.lightning import Precision
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), Logarithm(nn.Linear(8, 1)))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = self.net(batch[0].to(self.net[0].weight.dtype)).float().square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == bad:
+                self.net[1].level.data.fill_(-1.0)
+
+    def fit(callbacks: list[Any]) -> Any:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu", precision=precision, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0,
+            default_root_dir=tmp_path, enable_model_summary=False, callbacks=callbacks, **quiet,
+        )  # fmt: skip
+        module = Module()
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 4)), 4))
+        return module
+
+    bad, said = -1, []
+    callback = Precision(every=2, say=said.append)
+    watched = fit([callback])
+    assert same_bits(fit([]).state_dict(), watched.state_dict())
+    assert [each.step for each in callback.watch.history] == [2, 4]
+    assert callback.watch.manifest.differences == []
+    bad = 5
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 3: a gradient is not finite; .*net\.1"):
+        fit([Precision(say=said.append)])
+    assert (tmp_path / "mantissa" / "report.html").exists()

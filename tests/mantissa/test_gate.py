@@ -1,0 +1,121 @@
+"""``precision_gate``: what passes, what fails with which message, and how often it is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import mantissa
+from mantissa.errors import UsageError
+
+pytest_plugins = ["pytester"]
+
+
+class Train:
+    """Trains nothing: a loss by seed, and what a precision adds to it."""
+
+    def __init__(self, shift: float = 0.0, spread: float = 0.0002) -> None:
+        self.shift, self.spread = shift, spread
+        self.calls: list[tuple[str, int]] = []
+
+    def __call__(self, precision: str, seed: int) -> float:
+        self.calls.append((precision, seed))
+        noise = random.Random(seed)
+        base, other = 2 + noise.gauss(0, 0.02), self.shift + noise.gauss(0, self.spread)
+        return base if precision == "fp32" else base * (1 + other)
+
+
+def test_an_arm_that_trains_alike_passes_and_has_a_page(tmp_path: Path) -> None:
+    train = Train()
+    found = mantissa.precision_gate(train, report=tmp_path)
+    assert found.verdicts["bf16"].verdict == "EQUIVALENT"
+    assert train.calls[:4] == [("fp32", 0), ("bf16", 0), ("bf16", 1), ("fp32", 1)]
+    assert len(train.calls) == 2 * 4
+    assert "<h1>fp32 / bf16</h1>" in (tmp_path / "comparison.html").read_text()
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0.01, "WORSE"), (-0.01, "BETTER")])
+def test_a_change_in_either_direction_fails_with_the_report(tmp_path: Path, shift: float, verdict: str) -> None:
+    train = Train(shift)
+    with pytest.raises(AssertionError) as caught:
+        mantissa.precision_gate(train, report=tmp_path)
+    assert re.match(rf"bf16, compared with fp32: loss [+-]1\.0\d % .*: {verdict} at a margin", str(caught.value))
+    assert str(tmp_path / "comparison.html") in str(caught.value)
+    assert len(train.calls) == 2 * 4, "no more seeds, since these decide it"
+
+
+def test_what_few_seeds_leave_open_more_decide_or_it_fails(tmp_path: Path) -> None:
+    train = Train(spread=0.002)
+    with pytest.raises(AssertionError, match=r"INCONCLUSIVE at a margin of 0.3 %; about \d+ seeds with this spread"):
+        mantissa.precision_gate(train, max_seeds=4, report=tmp_path)
+    mantissa.precision_gate(train, report=tmp_path)
+    assert len(train.calls) == 2 * 4 + 2 * 16
+    assert mantissa.precision_gate(Train(spread=0.002), margin=0.02, report=tmp_path).looks[-1]["seeds"] == [0, 1, 2, 3]
+
+
+def test_an_arm_that_diverges_is_worse_and_an_error_of_the_training_is_its_own(tmp_path: Path) -> None:
+    train = Train()
+    with pytest.raises(AssertionError, match="WORSE; 1 of 4 runs diverged where the baseline's did not"):
+        mantissa.precision_gate(lambda p, s: float("nan") if (p, s) == ("bf16", 2) else train(p, s), report=tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        mantissa.precision_gate(lambda precision, seed: 1 / seed, report=tmp_path)
+
+
+def test_a_command_is_a_training_too(tmp_path: Path) -> None:
+    command = "echo acc 0.91{seed}5; test {precision} = fp32 || test {seed} != 3"
+    with pytest.raises(AssertionError, match=r"^bf16, seed 3: `echo acc 0\.9135; .*` ended with exit code 1; its last"):
+        mantissa.precision_gate(command, metric="acc ([0-9.]+)", report=tmp_path)
+    found = mantissa.precision_gate("echo acc 0.91{seed}5 {precision}", metric="acc ([0-9.]+)", report=tmp_path)
+    assert (found.metric, found.arms["bf16"]) == ("acc", "echo acc 0.91{seed}5 bf16")
+    with pytest.raises(UsageError, match=r"needs \{precision\}, \{seed\}, and metric="):
+        mantissa.precision_gate("echo acc 0.91{seed}5", metric="acc ([0-9.]+)", report=tmp_path)
+    with pytest.raises(UsageError, match="two or more different precisions"):
+        mantissa.precision_gate(Train(), arms=("fp32",), report=tmp_path)
+
+
+def test_a_difference_of_the_margin_seldom_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 4.5 % in the long run, with the second look; by tests of 5 % at both, about 8 %."""
+    monkeypatch.setattr("mantissa.comparison.print", lambda line, flush: None, raising=False)
+    monkeypatch.setattr("mantissa.comparison.Comparison.write", lambda self, folder, command: tmp_path)
+    generator, passed = random.Random(0), 0
+    for _ in range(600):
+        base = {seed: generator.gauss(2, 0.02) for seed in range(16)}
+        other = {seed: loss * (1.003 + generator.gauss(0, 0.001)) for seed, loss in base.items()}
+        try:
+            mantissa.precision_gate(lambda p, s, b=base, o=other: (b if p == "fp32" else o)[s])
+        except AssertionError:
+            continue
+        passed += 1
+    assert passed / 600 <= 0.045 + 3 * (0.045 * 0.955 / 600) ** 0.5
+
+
+def test_the_fixture_fails_the_test_with_the_report_and_writes_its_page(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_bf16="""
+        def test_same(precision_gate):
+            precision_gate(lambda precision, seed: 2 + 0.011 * seed)
+
+        def test_worse(precision_gate):
+            precision_gate(lambda precision, seed: 2 + 0.011 * seed + 0.1 * (precision == "bf16"))
+        """
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+        result = pytester.runpytest_subprocess("-p", "mantissa.pytest_plugin", "--mantissa-report=pages")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["E *AssertionError: bf16, compared with fp32: loss +4.*: WORSE at a margin of 0.3 %."])
+    result.stdout.no_fnmatch_line("*mantissa/gate.py*")
+    assert "WORSE" in (pytester.path / "pages" / "test_bf16.py-test_worse" / "comparison.html").read_text()
+    assert (pytester.path / "pages" / "test_bf16.py-test_same" / "comparison.html").exists()
+
+
+def test_pytest_finds_the_plugin() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert import_module(project["entry-points"]["pytest11"]["mantissa"]).precision_gate

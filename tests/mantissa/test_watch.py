@@ -1,0 +1,316 @@
+"""A loop of one's own, watched: the first step that is not finite is kept, replayed and explained; no bit changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mantissa
+from mantissa.errors import UsageError
+from tests.helpers import same_bits
+
+BAD = 7
+"""The step whose batch has the planted fault."""
+
+
+class Root(nn.Module):
+    """Whose square root has no finite gradient, or no finite result, where an input is 0 or below."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.root = Root()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        hidden = self.drop(self.norm(self.first(x)))
+        scores = self.head(self.root(hidden.square() + x[:, :1].clamp(max=1)))
+        return scores if targets is None else (scores, F.cross_entropy(scores, targets))
+
+
+class Training:
+    """A loop; at step ``bad`` the data are such that ``root`` returns NaN."""
+
+    def __init__(self, bad: int = 0, autocast: torch.dtype | None = None, passes: int = 1, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.bad, self.autocast, self.passes = bad, autocast, passes
+        self.called: Any = options.pop("wrap", lambda net: net)(self.net)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=options.pop("fused", False))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=options.pop("init_scale", 1024.0))
+        self.scales = autocast is torch.float16
+        self.said: list[str] = []
+        self.watch: mantissa.Watch | None = None
+        self.external = "loss" in options
+        if options.pop("watched", True):
+            scaler = self.scaler if self.scales else None
+            self.watch = mantissa.Watch(self.called, self.optimizer, scaler, say=self.said.append, **options)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        x = torch.rand(6, 4, generator=self.generator) + 0.1
+        if number == self.bad:
+            x[2, 0] = -50.0
+        return x, torch.randint(3, (6,), generator=self.generator)
+
+    def step(self, number: int) -> None:
+        for _ in range(self.passes):
+            x, targets = self.batch(number)
+            with torch.autocast("cpu", dtype=self.autocast, enabled=self.autocast is not None):
+                if self.external:
+                    assert self.watch is not None
+                    self.watch.keep((x, targets))
+                    loss = F.cross_entropy(self.called(x), targets)
+                else:
+                    loss = self.called(x, targets)[1]
+            (self.scaler.scale(loss) if self.scales else loss).backward()
+        if self.scales:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.watch is not None:
+            self.watch.step(loss)
+
+    def train(self, steps: int) -> Training:
+        for number in range(1, steps + 1):
+            self.step(number)
+        return self
+
+
+def compiled_in_place(net: nn.Module) -> nn.Module:
+    net.compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"keep_weights": True},
+        {"autocast": torch.bfloat16},
+        {"autocast": torch.float16},
+        {"autocast": torch.float16, "keep_weights": True, "passes": 2},
+        {"passes": 3},
+        {"loss": lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])},
+        {"wrap": lambda net: torch.compile(net, backend="eager")},
+        {"wrap": compiled_in_place, "keep_weights": True},
+    ],
+)
+def test_the_first_step_that_is_not_finite_is_replayed_and_explained(tmp_path: Path, options: dict[str, Any]) -> None:
+    training = Training(BAD, folder=tmp_path, **options)
+    training.train(BAD - 1)
+    before = copy.deepcopy(training.net.state_dict())
+    with pytest.raises(mantissa.NotFiniteError, match=f"^step {BAD}: .* is not finite.*root") as error:
+        training.step(BAD)
+    assert training.watch is not None
+    assert training.watch.number == BAD
+    text = training.said[-1]
+    assert "reproduced" in text
+    assert "domain" in text
+    assert "aten.sqrt" in text
+    assert ("its replay is eager" in text) == ("wrap" in options)
+    page = tmp_path / "report.html"
+    assert f"see {page}" in str(error.value)
+    assert "root" in page.read_text()
+    if not options:  # stopped before the update
+        weights = dict(training.net.named_parameters())
+        assert same_bits(weights, {name: before[name] for name in weights})
+
+
+def test_a_bad_update_of_an_accelerator_is_replayed_from_the_weights_before_it(tmp_path: Path) -> None:
+    """There the host learns later; weights and batch norm's statistics are NaN by then."""
+    training = Training(BAD, folder=tmp_path, keep_weights=True)
+    with pytest.raises(mantissa.NotFiniteError):
+        training.train(BAD)
+    assert training.net.norm.running_mean.isfinite().all()
+    assert training.net.head.weight.isnan().any()
+    assert "input" not in training.said[-1].split("FOUND")[1]
+
+
+def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:
+    training = Training(2, folder=tmp_path, on_failure="warn")
+    with pytest.warns(UserWarning, match="step 2: the loss is not finite"):
+        training.train(4)
+    assert not training.net._forward_pre_hooks
+    assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def test_without_the_loss_the_forward_pass_is_replayed_and_that_is_said(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, said = Net(), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    mantissa.Watch(net, optimizer, folder=tmp_path, say=said.append)
+    F.cross_entropy(net(torch.full((4, 4), -9.0)), torch.zeros(4, dtype=torch.long)).backward()
+    with pytest.raises(mantissa.NotFiniteError, match="root"):
+        optimizer.step()
+    assert "give Watch(loss=…)" in said[-1]
+
+
+def test_a_model_that_cannot_be_replayed_is_said_to_be_so_and_why(tmp_path: Path) -> None:
+    class Bound(Net):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("bound to a socket")
+
+    net = Bound()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    mantissa.Watch(net, optimizer, folder=tmp_path)
+    net(torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long))[1].backward()
+    with pytest.raises(mantissa.NotFiniteError, match=r"cannot be replayed: .*bound to a socket"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_watching_changes_no_bit(keep_weights: bool, autocast: torch.dtype | None, fused: bool) -> None:
+    options = {"autocast": autocast, "fused": fused, "init_scale": 2.0**24}  # fp16's first steps are skipped
+    plain = Training(watched=False, **options).train(12)
+    state = torch.get_rng_state()
+    watched = Training(every=2, keep_weights=keep_weights, **options).train(12)
+    assert same_bits(state, torch.get_rng_state())
+    assert same_bits(plain.net.state_dict(), watched.net.state_dict())
+    assert same_bits(plain.optimizer.state_dict()["state"], watched.optimizer.state_dict()["state"])
+    assert watched.watch is not None
+    assert (watched.watch.skipped > 0) == (autocast is torch.float16)
+    assert watched.watch.history
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a tensor's value."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_back_between_the_measured_steps() -> None:
+    counts = []
+    for watched in (False, True):
+        training = Training(watched=watched, fused=True, **({"keep_weights": True} if watched else {})).train(3)
+        with Reads() as reads:
+            training.train(10)
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
+
+
+def test_ten_skipped_steps_in_a_row_are_a_failure(tmp_path: Path) -> None:
+    training = Training(autocast=torch.float16, folder=tmp_path)
+    training.train(3)
+    nn.init.zeros_(training.net.norm.weight)
+    nn.init.zeros_(training.net.norm.bias)  # so that root gets the 0 of the batch, and returns an infinite gradient
+    training.batch = lambda number: (torch.eye(6, 4), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 13: the loss scaler skipped 10 steps in a row.*root"):
+        training.train(20)
+    assert training.watch is not None
+    assert training.watch.skipped == 10
+
+
+def test_lost_updates_are_measured_by_parameter_group_and_warned_about_once() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(torch.bfloat16)
+    groups = [{"params": net[0].parameters(), "name": "linear"}, {"params": net[1].weight}, {"params": net[1].bias}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-5)
+    said: list[str] = []
+    watch = mantissa.Watch(net, optimizer, every=2, precision="bf16_pure", say=said.append)
+    for _ in range(6):
+        loss = net(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step(loss)
+    assert [each.step for each in watch.history] == [2, 4, 6]
+    last = watch.history[-1]
+    assert list(last.lost) == ["linear", "1", "2"]
+    assert last.lost["1"].lost_share == 1.0  # norm weights of 1
+    assert last.lost["2"].lost_share < 0.5  # and biases near 0
+    assert last.weights["1"] == pytest.approx(8**0.5)
+    assert sum("parameter group 1 are lost" in each for each in said) == 1
+    assert not any("group 2 are lost" in each for each in said)
+    assert "lost updates, group 1" in str(watch)
+
+
+def test_headroom_is_that_of_the_outputs_and_of_the_scaled_gradients() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Identity())
+    nn.init.eye_(net[0].weight)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    said: list[str] = []
+    watch = mantissa.Watch(net, optimizer, scaler, every=1, say=said.append)
+    x = torch.tensor([[2.0**15, 2.0**15], [2.0**15, 2.0**15]])
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = net(x).float().mean() / 2**10
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    watch.step(loss)
+    (found,) = watch.history
+    assert found.loss == loss
+    assert found.overflow["0"] == pytest.approx(1.0, abs=1e-3)
+    assert found.underflow["0"] == pytest.approx(15 + 14)
+    # Each is 2 · 2^15 / 4 / 2^10, times the scale
+    assert found.overflow["0.weight.grad"] == pytest.approx(16 - 8, abs=1e-3)
+    assert found.underflow["0.weight.grad"] == pytest.approx(8 + 14)
+    assert sum("within a factor of 2" in each for each in said) == 1
+
+
+def test_copies_and_files_of_the_model_are_not_watched() -> None:
+    training = Training().train(1)
+    assert training.watch is not None
+    for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net))):
+        other(*training.batch(1))
+        assert not training.watch._batches
+
+
+def test_evaluation_and_accumulation_are_no_steps() -> None:
+    training = Training()
+    assert training.watch is not None
+    with torch.no_grad():
+        training.net(*training.batch(1))
+    training.watch.step()
+    assert training.watch.number == 0
+    assert not training.watch._batches
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every=0 must be 1"),
+        ({"on_failure": "stop"}, "use 'raise' or 'warn'"),
+        ({"precision": "bfloat16"}, "precision='bfloat16' is unknown; use one of fp32, tf32, bf16"),
+    ],
+)
+def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Training(**options)
+
+
+def test_a_loss_needs_the_batches() -> None:
+    training = Training(loss=lambda net, batch: net(*batch)[1])
+    training.external = False
+    with pytest.raises(UsageError, match=r"call watch\.keep\(batch\) before each forward pass"):
+        training.step(1)
+
+
+def test_the_manifest_is_said_once() -> None:
+    training = Training(precision="bf16").train(3)
+    assert sum("requested: bf16" in each for each in training.said) == 1
+    assert "DIFFERS: precision=bf16 asks for autocast" in training.said[0]

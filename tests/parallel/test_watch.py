@@ -1,0 +1,60 @@
+"""A watched loop on two ranks: both stop at the same step, and each replays its own batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+from tests.parallel.conftest import FORKED_TORCHRUN, PROJECT, Found, forked_environment
+
+
+def found(kind: str, folder: Path) -> Found:
+    command = [
+        *FORKED_TORCHRUN,
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "tests.parallel.watched",
+        kind,
+        str(folder),
+    ]
+    ended = forks.run(command, cwd=PROJECT, env=forked_environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_all_ranks_stop_at_the_bad_step_and_the_guilty_one_names_the_module(kind: str, tmp_path: Path) -> None:
+    innocent, guilty = found(kind, tmp_path)
+    assert [innocent["same"], guilty["same"]] == [True, True]  # as without a watch, and before the bad update
+    assert guilty["error"].startswith("step 3: the loss is not finite (rank1")
+    assert "root" in guilty["error"]
+    assert innocent["error"].startswith("step 3: a gradient is not finite (rank0, which replays its own batches); its")
+    assert (tmp_path / "pages" / "rank1" / "report.html").exists()
+    assert {"first.weight.grad", "head.weight.grad"} <= {*innocent["overflow"]}
+    assert innocent["lost"] == [0.0]
+    assert innocent["differences"] == []
+    assert "requested: bf16" in innocent["said"][0]
+    assert not any("requested" in each for each in guilty["said"])  # once, not on every rank
+    if kind == "fsdp":
+        expected = "shards float32, computes in bfloat16, sums gradients in float32"
+        assert innocent["effective"]["FSDP2"] == expected
+
+
+def test_fsdp2_of_16_bit_weights_is_a_silent_difference(tmp_path: Path) -> None:
+    """The policy asks for bf16 and gets what is bf16 already (accelerate's upcast that does nothing)."""
+    innocent, guilty = found("fsdp_low", tmp_path)
+    text = " ".join(innocent["differences"])
+    assert "FSDP2 shards weights that are bfloat16 already" in text
+    assert "call model.float() before fully_shard" in text
+    assert "sums the ranks' gradients in bfloat16" in text
+    assert "MixedPrecisionPolicy(reduce_dtype=…)" in text
+    assert "cannot be replayed: FSDP2 shards its weights; give Watch(build=…)" in guilty["error"]
+
+
+def test_an_optimizer_made_before_fsdp2_changes_nothing(tmp_path: Path) -> None:
+    innocent, _ = found("fsdp_early", tmp_path)
+    assert "4 of 4 tensors of the optimizer are not the model's parameters" in innocent["differences"][0]
