@@ -48,6 +48,14 @@ def of_error(error: BaseException) -> Line | None:
     return found
 
 
+def raised_here(error: BaseException) -> bool:
+    """Return whether this library's own code raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE)
+
+
 @cache
 def _foreign(file: str) -> bool:
     return not file.startswith((_TORCH, _HERE, "<frozen"))

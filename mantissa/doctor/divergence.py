@@ -23,10 +23,10 @@ _IN_A_ROW = 3
 _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
 _GROWTH = 10.0
-"""Training explodes where the loss becomes so many times the largest of its first steps."""
+"""Training explodes where the loss becomes so many times what it was."""
 _LITTLE, _MUCH = 0.05, 0.3
-"""Of its size: where the loss falls by less than the first, and with a lower learning rate by more than the second, that
-is to blame."""
+"""Of its size: a learning rate is to blame if the loss falls by less than the first, and with a lower one by more than
+the second."""
 RATES = tuple(10.0**-power for power in range(1, 9))
 
 
@@ -165,8 +165,7 @@ def _learned(losses: Tensor) -> float:
 
 
 def _explodes(losses: Tensor) -> bool:
-    third = max(1, len(losses) // 3)
-    return not losses.isfinite().all() or bool(losses[-third:].abs().mean() > _GROWTH * losses[:3].abs().max())
+    return not losses.isfinite().all() or bool(losses.abs().max() > _GROWTH * losses[0].abs())
 
 
 def _fp64(losses: Sequence[float]) -> Tensor:
