@@ -25,7 +25,13 @@ from mantissa.tensors import numbers_in
 
 Batch = dict[str, Tensor]
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
-MAPPINGS = {SEQ2SEQ: "SEQ_TO_SEQ_CAUSAL_LM", MASKED: "MASKED_LM", CAUSAL: "CAUSAL_LM", IMAGES: "IMAGE_CLASSIFICATION"}
+MAPPINGS = {
+    SEQ2SEQ: "SEQ_TO_SEQ_CAUSAL_LM",
+    MASKED: "MASKED_LM",
+    CAUSAL: "CAUSAL_LM",
+    "ImageTextToText": "IMAGE_TEXT_TO_TEXT",  # on text alone
+    IMAGES: "IMAGE_CLASSIFICATION",
+}
 """The tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
 _SHOWN = 8
 """Rows of the table of activations."""
