@@ -229,6 +229,9 @@ def diagnose(
         result.range = result.add(scales)
     if "pairs" in checks and result.finite and not result.findings:
         result.pairs = result.add(budget.run("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+        for finding in (each for each in result.findings if not each.module):  # which no island can cure
+            if wrong := budget.run("whole gradients", lambda: wrong_gradients(step), 2 * replay.memory_bytes):
+                budget.run("place", functools.partial(locate, step, finding, wrong.mended, budget.left))
     if "pairs" in checks and result.finite and not result.findings:
         _wrong_gradients(result)
     if "updates" in checks:

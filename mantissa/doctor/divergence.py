@@ -23,7 +23,7 @@ _IN_A_ROW = 3
 _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
 _GROWTH = 10.0
-"""Training explodes where the loss becomes so many times what it was."""
+"""Training explodes where the loss becomes so many times what it was, and does not fall below half of that again."""
 _LITTLE, _MUCH = 0.05, 0.3
 """Of its size: a learning rate is to blame if the loss falls by less than the first, and with a lower one by more than
 the second."""
@@ -165,7 +165,9 @@ def _learned(losses: Tensor) -> float:
 
 
 def _explodes(losses: Tensor) -> bool:
-    return not losses.isfinite().all() or bool(losses.abs().max() > _GROWTH * losses[0].abs())
+    third, first = max(1, len(losses) // 3), losses[0].abs()
+    grows = bool(losses.abs().max() > _GROWTH * first) and bool(losses[-third:].abs().mean() > first / 2)
+    return grows or not bool(losses.isfinite().all())
 
 
 def _fp64(losses: Sequence[float]) -> Tensor:

@@ -177,7 +177,7 @@ class WrongGradients:
         """Return whether other passes have them right, or half as wrong."""
         with NoDropout():
             other = _far(_gradients(passes), self.exact)
-        return all(other.get(name, math.inf) < error / 2 for name, error in self.wrong.items())
+        return bool(self.wrong) and all(other.get(name, math.inf) < error / 2 for name, error in self.wrong.items())
 
 
 def wrong_gradients(step: Step) -> WrongGradients:

@@ -1,0 +1,384 @@
+"""Kinds of faults in models and loops that are no recipe: what is named, with its line and a cure that was tried."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mantissa
+from mantissa.doctor.diagnosis import FOUND, HEALTHY
+from mantissa.errors import FormatError, UsageError
+from mantissa.finding import (
+    BLOCKED,
+    DIVERGENCE,
+    DOMAIN,
+    DTYPE,
+    ERROR,
+    EXCEPTION,
+    INPUT,
+    LOST,
+    MOMENT,
+    OVERFLOW,
+    RATE,
+    SCALE,
+    UNDERFLOW,
+)
+from mantissa.generators import random_state
+from tests.helpers import same_bits
+
+Batch = dict[str, Tensor]
+
+
+class Own(nn.Module):
+    """A network around one operation of the model's own."""
+
+    def __init__(self, operation: Callable[[nn.Module, Tensor], Tensor] = lambda own, x: x, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, width)
+        self.outer = nn.Linear(width, 1)
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.outer(F.gelu(self.operation(self, self.inner(x)))).squeeze(-1)
+        return y
+
+
+def regression(rows: int = 16, offset: float = 0.0, batches: int = 12) -> list[Batch]:
+    torch.manual_seed(1)
+    weights = torch.linspace(-1, 1, 8)
+    inputs = [torch.randn(rows, 8) for _ in range(batches)]
+    return [{"x": x + offset, "y": (x @ weights).sin()} for x in inputs]
+
+
+def error(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def scaled(factor: float) -> Callable[[nn.Module, Batch], Tensor]:
+    return lambda model, batch: factor * error(model, batch)
+
+
+def with_value(batches: list[Batch], step: int, value: float) -> list[Batch]:
+    batches[step]["x"][5, 3] = value
+    return batches
+
+
+def with_buffer(value: float, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = Own(lambda own, x: x * own.get_buffer("gain"))
+    model.register_buffer("gain", torch.ones(32, dtype=dtype))
+    model.get_buffer("gain")[2] = value
+    return model
+
+
+def averaging(own: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        own.get_buffer("mean").lerp_(x.mean(0).to(torch.bfloat16), 1e-3)
+    return x - own.get_buffer("mean")
+
+
+def averaged() -> nn.Module:
+    model = Own(averaging)
+    model.register_buffer("mean", torch.ones(32, dtype=torch.bfloat16))
+    return model
+
+
+def hooked() -> nn.Module:
+    model = Own()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+class Halved(torch.autograd.Function):
+    """Casts what it keeps for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.half())
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0].float() * gradient
+
+
+def large_bias(model: nn.Module, value: float = 1000.0) -> nn.Module:
+    with torch.no_grad():
+        model.get_parameter("inner.bias").add_(value)
+    return model
+
+
+def preferences(model: nn.Module, batch: Batch) -> Tensor:
+    likely = model(batch["x"]).log_softmax(-1).gather(-1, batch["y"][..., None]).squeeze(-1)
+    sums = likely.sum(-1)
+    return ((sums[::2] - sums[1::2] - 2.0) ** 2).mean()
+
+
+def language() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 32), nn.GELU(), nn.Linear(32, 50))
+
+
+def tokens() -> list[Batch]:
+    torch.manual_seed(1)
+    found = [torch.randint(50, (8, 200)) for _ in range(8)]
+    return [{"x": x, "y": (x * 7 + 1) % 50} for x in found]
+
+
+def hours(batches: int = 8) -> list[Batch]:
+    torch.manual_seed(1)
+    found = []
+    for _ in range(batches):
+        t = torch.randint(480_000, 481_000, (32, 1)).float()
+        found.append({"x": t, "y": torch.sin(t * 2 * torch.pi / 24).squeeze(-1)})
+    return found
+
+
+class Waves(nn.Module):
+    """Features of the hour of the day, from hours since 1970."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frequency = nn.Linear(1, 4, bias=False)
+        self.out = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 1))
+        with torch.no_grad():
+            self.frequency.weight.copy_(2 * torch.pi / torch.tensor([[24.0], [12.0], [168.0], [24.1]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(torch.sin(self.frequency(x))).squeeze(-1)
+        return y
+
+
+def sgd(rate: float) -> Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, rate)
+
+
+def adamw(rate: float = 1e-3) -> Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, rate)
+
+
+@dataclass
+class Case:
+    """A fault, and what is said of it: a kind, a place, a part of the line, and a part of a cure."""
+
+    kind: str
+    place: str
+    line: str
+    cure: str
+    precision: str
+    model: Callable[[], nn.Module]
+    batches: Callable[[], list[Batch]] = regression
+    loss: Callable[[nn.Module, Batch], Tensor] = error
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = field(default_factory=adamw)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def examined(self) -> mantissa.examination.Report:  # type: ignore[name-defined]
+        model = self.model()
+        optimizer = self.optimizer(each for each in model.parameters() if each.requires_grad)
+        return mantissa.examine(model, self.loss, self.batches(), self.precision, optimizer, **self.options)
+
+
+EVERYWHERE = "(the model itself, or the loss)"
+CASES = {
+    "one sample is infinite": Case(
+        INPUT,
+        "batch['x'], sample 5",
+        "",
+        "leave out sample 5",
+        "bf16",
+        Own,
+        lambda: with_value(regression(), 0, float("inf")),
+    ),
+    "a sample of the third batch is NaN": Case(
+        INPUT,
+        "batch['x'], sample 5",
+        "",
+        "leave out sample 5",
+        "fp32",
+        Own,
+        lambda: with_value(regression(), 2, float("nan")),
+    ),
+    "a buffer is infinite": Case(
+        INPUT, "gain", "own.get_buffer", "finite values in gain", "bf16", lambda: with_buffer(float("inf"))
+    ),
+    "the largest sample overflows": Case(
+        OVERFLOW, "inner", "", "autocast", "fp16", Own, lambda: with_value(regression(), 0, 3e6)
+    ),
+    "a product overflows": Case(
+        OVERFLOW, EVERYWHERE, "1e6 * x", "fp32_ops(['mul'])", "fp16", lambda: Own(lambda own, x: 1e6 * x / 1e6)
+    ),
+    "a cast in a custom function overflows": Case(
+        OVERFLOW, EVERYWHERE, "x.half()", "", "fp32", lambda: Own(lambda own, x: Halved.apply(1e6 * x) / 1e12)
+    ),
+    "a cast in an fp32 run": Case(
+        DTYPE, EVERYWHERE, "x.bfloat16()", "", "fp32", lambda: Own(lambda own, x: x.bfloat16().float())
+    ),
+    "the gradient of a root at 0": Case(
+        DOMAIN, EVERYWHERE, "(0 * x).sqrt()", "", "fp32", lambda: Own(lambda own, x: x + (0 * x).sqrt())
+    ),
+    "a constant that does not fit": Case(
+        EXCEPTION,
+        EVERYWHERE,
+        "masked_fill",
+        "fp32_ops(['masked_fill'])",
+        "fp16",
+        lambda: Own(lambda own, x: x.masked_fill(x > 9, -1e9)),
+    ),
+    "dtypes that do not match": Case(
+        EXCEPTION,
+        EVERYWHERE,
+        "index_add",
+        "",
+        "bf16",
+        lambda: Own(lambda own, x: torch.zeros(16, 32).index_add(0, torch.arange(16), x)),
+    ),
+    "rounding without a straight-through estimator": Case(
+        BLOCKED, EVERYWHERE, "torch.round", "", "bf16", lambda: Own(lambda own, x: torch.round(8 * x) / 8)
+    ),
+    "a reentrant checkpoint of what needs no gradient": Case(
+        BLOCKED,
+        "inner.0",
+        "use_reentrant",
+        "",
+        "bf16",
+        lambda: nn.ModuleDict({"inner": nn.Sequential(nn.Linear(8, 8)), "outer": nn.Linear(8, 1)}),
+        loss=lambda model, batch: F.mse_loss(
+            model["outer"](checkpoint(model["inner"], batch["x"], use_reentrant=True)).squeeze(-1), batch["y"]
+        ),
+    ),
+    "a hook clips scaled gradients": Case(SCALE, EVERYWHERE, "gradient.clamp", "scaler.unscale_", "fp16", hooked),
+    "no scaler": Case(
+        UNDERFLOW,
+        "inner",
+        "",
+        "init_scale=65536",
+        "fp16",
+        Own,
+        loss=scaled(1e-6),
+        options={"scale": 1.0, "fixed_scale": True},
+    ),
+    "a static scale that is too large": Case(
+        OVERFLOW, EVERYWHERE, "", "GradScaler(init_scale=", "fp16", Own, options={"scale": 2.0**26, "fixed_scale": True}
+    ),
+    "gradients below eps": Case(UNDERFLOW, EVERYWHERE, "", "", "fp32", Own, loss=scaled(1e-20)),
+    "a learning rate that explodes": Case(RATE, EVERYWHERE, "", "a learning rate of", "bf16", Own, optimizer=sgd(1e6)),
+    "an average in 16 bits": Case(LOST, "mean", "", "", "bf16", averaged),
+    "weights in 16 bits": Case(
+        LOST, "inner", "", "fp32 weights", "bf16_pure", lambda: large_bias(Own(), 1.0), optimizer=adamw(1e-4)
+    ),
+    "an offset before a difference": Case(
+        DIVERGENCE,
+        "inner",
+        "",
+        "keep_fp32(model, ['inner'])",
+        "bf16",
+        lambda: large_bias(Own(lambda own, x: x - x.mean(-1, True))),
+    ),
+    "positions in 16 bits": Case(
+        ERROR,
+        EVERYWHERE,
+        "dtype=torch.bfloat16",
+        "fp32_ops(['arange'])",
+        "bf16",
+        lambda: Own(lambda own, x: x[torch.arange(len(x), dtype=torch.bfloat16).long().clamp(max=len(x) - 1)]),
+        lambda: regression(1024),
+    ),
+    "differences of long sums": Case(
+        DIVERGENCE, EVERYWHERE, "log_softmax", "fp32_ops(", "bf16", language, tokens, preferences, adamw(1e-2)
+    ),
+    "hours since 1970": Case(
+        DIVERGENCE,
+        "frequency",
+        "torch.sin",
+        "keep_fp32(model, ['frequency'])",
+        "bf16",
+        Waves,
+        hours,
+        optimizer=adamw(1e-2),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_named_with_its_place_its_line_and_a_cure(name: str) -> None:
+    case = CASES[name]
+    report = case.examined()
+    assert report.verdict == FOUND, str(report)
+    finding = report.findings[0]
+    assert (finding.kind, finding.place) == (case.kind, case.place), str(report)
+    assert case.line in finding.line, str(report)
+    assert any(case.cure in cure for cure in finding.cure or [""]), str(report)
+    assert not report.diagnosis.budget.left_out, str(report)
+
+
+def test_lost_second_moments_are_named() -> None:
+    model = Own()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    error(model, regression()[0]).backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg_sq"].zero_()
+    finding = mantissa.examine(model, error, regression(), "fp32", optimizer).findings[0]
+    assert (finding.kind, finding.place) == (MOMENT, "optimizer state exp_avg_sq of inner.weight")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_healthy_model_has_no_fault_and_stays_as_it_is(precision: str) -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.GELU(), nn.Linear(16, 1), nn.Flatten(0)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    error(model, regression()[0]).backward()
+    batches = regression()
+    kept = [model.state_dict(), optimizer.state_dict(), random_state(torch.device("cpu")), batches]
+    gradients = [each.grad for each in model.parameters()]
+    before = copy.deepcopy([*kept, gradients])
+    report = mantissa.examine(model, error, batches, precision, optimizer)
+    assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
+    after = [model.state_dict(), optimizer.state_dict(), random_state(torch.device("cpu")), batches]
+    assert same_bits([*after, [each.grad for each in model.parameters()]], before)
+
+
+def test_batches_of_any_nesting_and_no_optimizer() -> None:
+    batches = [({"a": [batch["x"]]}, "a name", batch["y"]) for batch in regression()]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, name, targets = batch
+        assert name == "a name"
+        return F.mse_loss(model(inputs["a"][0]), targets)
+
+    batches[0][0]["a"][0][4, 1] = float("nan")
+    report = mantissa.examine(Own(), loss, batches, "bf16")
+    assert report.findings[0].place == "batch[0]['a'][0], sample 4"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"precision": "half"}, "precision='half' is unknown"),
+        ({"batches": []}, "0 batches"),
+        ({"optimizer": torch.optim.SGD(Own().parameters(), 0.1)}, "no parameter of this model"),
+    ],
+)
+def test_arguments_that_cannot_work(change: dict[str, Any], words: str) -> None:
+    arguments: dict[str, Any] = {"model": Own(), "loss": error, "batches": regression()}
+    with pytest.raises(UsageError, match=words):
+        mantissa.examine(**arguments | change)
+
+
+def test_a_model_that_cannot_be_copied_is_said_to_be_so() -> None:
+    model = Own()
+    model.generator = (each for each in ())  # type: ignore[assignment]
+    with pytest.raises(FormatError, match="cannot be copied, so the step cannot be replayed"):
+        mantissa.examine(model, error, regression())
