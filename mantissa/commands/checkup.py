@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.display import about, columns, quantity
+from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FP16
@@ -24,7 +25,13 @@ from mantissa.tensors import numbers_in
 
 Batch = dict[str, Tensor]
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
-MAPPINGS = {SEQ2SEQ: "SEQ_TO_SEQ_CAUSAL_LM", MASKED: "MASKED_LM", CAUSAL: "CAUSAL_LM", IMAGES: "IMAGE_CLASSIFICATION"}
+MAPPINGS = {
+    SEQ2SEQ: "SEQ_TO_SEQ_CAUSAL_LM",
+    MASKED: "MASKED_LM",
+    CAUSAL: "CAUSAL_LM",
+    "ImageTextToText": "IMAGE_TEXT_TO_TEXT",  # on text alone
+    IMAGES: "IMAGE_CLASSIFICATION",
+}
 """The tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
 _SHOWN = 8
 """Rows of the table of activations."""
@@ -245,6 +252,7 @@ def main(arguments: list[str]) -> int:
             batches,
             name,
             accumulate=len(batches),  # one step of all passes, so that each of them is examined
+            checks=[check for check in CHECKS if check != "divergence"],  # no steps follow
             budget_s=options.budget,
             say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
         )

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast, Wav2Vec2Config
+from transformers import BertConfig, BertLMHeadModel, LlamaModel, PreTrainedTokenizerFast, Wav2Vec2Config
 
 from mantissa.__main__ import main
-from mantissa.commands.checkup import topics
-from tests.mantissa.families import FAMILIES, LAYER
+from mantissa.commands.checkup import CAUSAL, activations, load, text_batches, topics
+from tests.mantissa.families import FAMILIES, LAYER, USUAL
 
 SHAPE = ("--steps", "2", "--batch", "3", "--length", "32")
 
@@ -47,16 +48,23 @@ def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: p
     assert f"overflow: {LAYER}.mlp" in capsys.readouterr().out
 
 
-def test_the_activation_that_is_closest_to_overflow_comes_first(
+def test_the_activation_of_all_passes_that_is_closest_to_overflow_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    FAMILIES["llama"].save(tmp_path)
+    FAMILIES["llama"].save(tmp_path, seed=1)  # it overflows in the second pass
     main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16"])
     lines = capsys.readouterr().out.rpartition("largest activations")[2].splitlines()
     first, second = lines[1].split(), lines[2].split()
     assert first == [f"{LAYER}.mlp.down_proj", "input", "67k", "0.98", "fp16:", "overflows"]  # 255.9 x 261.75
-    assert second[:2] == [f"{LAYER}.mlp.down_proj", "output"]
+    assert second[:2] == [LAYER, "output"]
     assert float(second[3]) > 1
+
+
+def test_an_activation_is_named_by_the_module_that_returns_it_first(tmp_path: Path) -> None:
+    FAMILIES["t5"].save(tmp_path)
+    model, task = load(str(tmp_path))
+    largest, *_ = activations(model, text_batches(model, task, None, "", (2, 3, 32)))
+    assert largest[:2] == (FAMILIES["t5"].fp16, "output")  # dropout takes it, and returns it
 
 
 def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,12 +91,16 @@ def test_a_page_is_written_for_each_precision(tmp_path: Path) -> None:
     assert sorted(page.parent.name for page in tmp_path.glob("pages/*/report.html")) == ["bf16", "fp16"]
 
 
-def test_a_model_without_a_head_is_checked_as_what_its_type_can_be_trained_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    LlamaModel(LlamaConfig(**FAMILIES["llama"].config().to_diff_dict())).save_pretrained(tmp_path)
-    assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16"]) == 0
-    assert capsys.readouterr().out.startswith("LlamaForCausalLM")
+def test_a_model_is_loaded_for_the_task_of_its_architecture(tmp_path: Path) -> None:
+    BertLMHeadModel(BertConfig(**USUAL, is_decoder=True)).save_pretrained(tmp_path)  # BERT is most often masked
+    assert load(str(tmp_path))[1] == CAUSAL
+
+
+def test_a_model_without_a_head_in_bf16_is_loaded_in_fp32_as_what_its_type_can_be_trained_for(tmp_path: Path) -> None:
+    LlamaModel(FAMILIES["llama"].config()).bfloat16().save_pretrained(tmp_path)
+    model, task = load(str(tmp_path))
+    assert (type(model).__name__, task) == ("LlamaForCausalLM", CAUSAL)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
