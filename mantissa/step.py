@@ -36,6 +36,8 @@ def each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 class Words:
     """What to set, said as a loop of one's own is written; see the subclass in the words of another program."""
 
+    deterministic = "torch.use_deterministic_algorithms(True)"
+
     def modules(self, names: Sequence[str]) -> str:
         """Return how these submodules come to compute in fp32."""
         return f"mantissa.keep_fp32(model, {list(names)})"

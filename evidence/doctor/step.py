@@ -37,6 +37,8 @@ from trainer.trainer import Trainer
 class Overrides(Words):
     """What to set on the command line."""
 
+    deterministic = "deterministic=true"
+
     def modules(self, names: Sequence[str]) -> str:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
         return f'"precision.fp32_modules=[{",".join(quoted)}]"'

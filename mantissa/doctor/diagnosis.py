@@ -246,7 +246,9 @@ def diagnose(
         result.verdict = FOUND
     elif replay.failed and replay.finite:
         result.verdict = NOT_REPRODUCED
-        result.notes.append("the run failed at this step, but its replay is finite; train with deterministic=true")
+        result.notes.append(
+            f"the run failed at this step, but its replay is finite; train with {step.words.deterministic}"
+        )
     elif not replay.finite and result.own is not None and result.own.scale == result.own.scales[0]:
         result.verdict = NOT_REPRODUCED
         result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
@@ -317,12 +319,12 @@ def _sweep(result: Diagnosis) -> None:
     if own.status == OK:
         step.scale = own.scale
         if broken is not None and broken is not own:
-            (finding,) = result.findings
+            finding = result.findings.pop(0)
             where = f"{finding.kind} in {finding.place}"
             result.notes.append(
                 f"{broken.name} breaks ({where}), but precision={step.format.name} as it is used here does not"
             )
-            result.findings, broken = [], None
+            broken = None
     if broken is None and 1 < step.ranks <= len(step.microbatches):
         result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
@@ -385,9 +387,7 @@ def _too_large_a_scale(passes: Passes, trial: FormatTrial) -> list[Finding]:
     finding = find(passes, trial.name)
     if finding is None:
         return []
-    finding.cure = [
-        f"scaler.init={trial.scale:g}, at which this step is finite; or a larger scaler.max_consecutive_skips"
-    ]
+    finding.cure = [f"{passes.step.words.scale(trial.scale)}, at which this step is finite"]
     return [finding]
 
 
