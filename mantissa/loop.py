@@ -115,6 +115,7 @@ class LoopStep(Step):
             scale=scales,
             least_scale=LEAST_SCALE if format.needs_loss_scale and not fixed_scale else 0.0,
             moments={name: own.state[each] for name, each in parameters.items() if own and each in own.state},
+            different=len(steps) if own is None else None,  # the weights stay
             optimized=frozenset(name for name, each in parameters.items() if id(each) in changed),
             eps=max((group.get("eps") or 0.0 for group in own.param_groups), default=0.0) if own else 0.0,
             model=copied,

@@ -108,6 +108,8 @@ class Step(ABC):
     """To which the run's scaler backs off; 0: its scale stays as it is."""
     moments: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By parameter: the optimizer's state."""
+    different: int | None = None
+    """How many of the following steps differ; None: all of them."""
     optimized: frozenset[str] = frozenset()
     """The parameters that an optimizer is known to have."""
     eps: float = 0.0

@@ -412,11 +412,12 @@ def _train_on(result: Diagnosis) -> None:
     # In fp32 there is one training to compare with, in fp64.
     others = (REPLAYS + 1) * budget.spent.get(FP32, replay.seconds) if step.format.half is not None else replay.seconds
     seconds = replay.seconds + others
-    if STEPS * seconds > budget.left():
-        needed = budget.seconds + STEPS * seconds
-        budget.left_out.append(f"divergence (it takes about {STEPS * seconds:.0f} s; set budget_s={needed:.0f})")
+    least, most = min(STEPS, step.different or STEPS), min(MOST_STEPS, step.different or MOST_STEPS)
+    if least * seconds > budget.left():
+        needed = budget.seconds + least * seconds
+        budget.left_out.append(f"divergence (it takes about {least * seconds:.0f} s; set budget_s={needed:.0f})")
         return
-    batches = step.following(max(STEPS, min(MOST_STEPS, int(min(budget.left() / 3, _TRAINING) / seconds))))
+    batches = step.following(max(least, min(most, int(min(budget.left() / 3, _TRAINING) / seconds))))
     found = result.divergence = result.add(budget.run("divergence", lambda: divergence(step, batches)))
     if found is not None and (count := found.broken) is not None:
         later = budget.run("the step that breaks", lambda: _broken_later(step, batches, count, FP32))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
-from mantissa.doctor.tape import MASKED, Node, Operator, Tape, behind, chain, storage
+from mantissa.doctor.tape import MASKED, UNWRITTEN, Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
 from mantissa.step import Passes, each, named
@@ -262,7 +262,8 @@ class _Flushes(TorchDispatchMode):
         read = {storage(tensor) for tensor in tensors((args, kwargs))}
         output = func(*args, **kwargs)
         for result, exact in zip_longest(numbers_in(output), wide):
-            if result is None or (storage(result) in read and not changes):  # a view has no new values
+            unwritten = func.__name__.partition(".")[0] in UNWRITTEN
+            if result is None or unwritten or (storage(result) in read and not changes):  # a view has no new values
                 continue
             lost = ""
             if exact is not None and exact.shape == result.shape and bool((zero := (result == 0) & (exact != 0)).any()):

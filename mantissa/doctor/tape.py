@@ -21,7 +21,7 @@ from mantissa.modules import ModuleTracer
 from mantissa.places import Line
 from mantissa.tensors import finite, tensors
 
-_UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""
 _MIXING = (
     "mm",
@@ -136,7 +136,7 @@ class Tape(TorchDispatchMode):
             key = storage(result)
             if not mutable and key in held:  # a view has no new values
                 continue
-            if name in _UNWRITTEN or finite(result):
+            if name in UNWRITTEN or finite(result):
                 if _whole(result):
                     self._written.pop(key, None)
                 continue
