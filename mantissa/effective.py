@@ -161,7 +161,7 @@ def _weights(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
 
 def _update(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:
     rows["gradients"] = _counted(first.gradients.elements())
-    passes = max(first.calls.values(), default=1)
+    passes = min(first.calls.values(), default=1)  # a shared module has more calls
     half = [dtype_name(each) for each in first.gradients if each.itemsize == 2]
     if half and passes > 1 and not first.masters and not (format and format.half_weights):
         yield f"Gradients of {passes} forward passes are summed in {half[0]}: sum them in fp32, or keep fp32 weights."
