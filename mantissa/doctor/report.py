@@ -106,7 +106,11 @@ def files_of(diagnosis: Diagnosis, subject: str, record: dict[str, Any], plots: 
         plots: for the page.
     """
     replay, checked = diagnosis.replay, tables(diagnosis)
-    found = [f"{each.kind.capitalize()} in {each.place}, {each.direction}." for each in diagnosis.findings]
+    found = [
+        f"{each.kind.capitalize()} in {each.place}, {each.direction}{f', at {each.line}' if each.line else ''}."
+        + (f" Cure: {each.cure[0]}" if each.cure else "")
+        for each in diagnosis.findings
+    ]
     means = dict.fromkeys(MEANINGS[finding.kind] for finding in diagnosis.findings)
     sections = [Section("Diagnosis", text="\n".join([opening(replay), *lines(diagnosis)]))]
     if plots:

@@ -37,7 +37,7 @@ ELSEWHERE = (
     # Fails on purpose, or needs a file that the reader writes.
     "python scripts/doctor.py", "python scripts/reproduce.py add=",
     f"{TRAIN} recipe=t5 data=synthetic", f"{TRAIN} recipe=llama recipe.size=nano",
-    f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit", f"{TRAIN} recipe=tumour", f"{TRAIN} -m recipe=tumour",
+    f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit", f"{TRAIN} recipe=tumour",
     f"{TRAIN} recipe_path=my/folder",
     f"{TRAIN} resume=mlflow:RUN_ID", "python scripts/evaluate.py run=outputs/photos split=test",
     "python scripts/predict.py run=outputs/photos path=new_photos",
