@@ -76,8 +76,9 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     diagnostics = (Numerics(1) if half and "lamb" not in name else Diagnostics()).start(
         trainer.model, trainer.update, half, trainer.plan.steps, trainer.world
     )
-    with diagnostics.step(1):
-        records = fit(trainer, 1)
+    diagnostics.begin(1)
+    records = fit(trainer, 1)
+    trainer.update.meter = None
     records += fit(trainer, 3)
     folder = Path(sys.argv[2]) / f"{mode}-{name.replace(' ', '-')}"
     checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world, flush)
