@@ -102,6 +102,9 @@ def examine(
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    if next(model.parameters(), None) is None:
+        raise UsageError("the model has no parameters, so there is no training step to examine")
+    batches = list(batches)
     if len(batches) < accumulate:
         raise UsageError(f"{len(batches)} batches for accumulate={accumulate}; give at least one step's batches")
     if optimizer is not None:
@@ -124,6 +127,8 @@ def take(step: LoopStep, failed: bool = False) -> Replay:
     replay = Replay(step, math.nan, math.nan, False, 0.0, 0, "its beginning", failed=failed)
     try:
         found = passes.until_finite()
+    except UsageError:
+        raise
     except Exception:  # the format sweep says what it is
         return replay
     began = time.monotonic()  # what is done for the first time takes longer

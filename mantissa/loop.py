@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from mantissa.errors import FormatError
+from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS
 from mantissa.generators import random_state, set_random_state
 from mantissa.islands import cast, keep_fp32
@@ -205,7 +205,12 @@ class LoopPasses(Passes):
     def loss(self, batch: Batch) -> Tensor:
         assert isinstance(batch, LoopBatch)
         with self.autocast():
-            return self.step.loss(self.model, batch.whole())
+            loss = self.step.loss(self.model, batch.whole())
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError(
+                f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {type(loss)}"
+            )
+        return loss
 
     def autocast(self) -> AbstractContextManager[Any]:
         dtype, device = self.format.autocast, self.step.device.type

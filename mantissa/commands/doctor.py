@@ -6,6 +6,8 @@ import argparse
 import sys
 from importlib import import_module
 
+from torch import nn
+
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, examine
 
@@ -25,7 +27,12 @@ def main(arguments: list[str]) -> int:
         function = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{options.function}: {error}; give module:function, importable from this folder") from None
-    model, loss, batches, *rest = function()
+    found = function() if callable(function) else None
+    if not isinstance(found, tuple) or len(found) not in (3, 4) or not isinstance(found[0], nn.Module):
+        raise UsageError(
+            f"{options.function} must be a function that returns model, loss, batches and maybe an optimizer"
+        )
+    model, loss, batches, *rest = found
     report = examine(
         model,
         loss,

@@ -166,7 +166,7 @@ def _learned(losses: Tensor) -> float:
 
 def _explodes(losses: Tensor) -> bool:
     third, first = max(1, len(losses) // 3), losses[0].abs()
-    grows = bool(losses.abs().max() > _GROWTH * first) and bool(losses[-third:].abs().mean() > first / 2)
+    grows = bool(losses.max() - losses[0] > _GROWTH * first) and bool(losses[-third:].mean() > losses[0] - first / 2)
     return grows or not bool(losses.isfinite().all())
 
 
