@@ -51,7 +51,7 @@ class Differences:
     ulp: float
     """The largest distance of two numbers in units in the last place; infinite for integers, shapes and NaNs."""
     first_step: int | None
-    """The first step of which a line differs."""
+    """The first step with a line that differs."""
     place: str
     """The first value in a file that differs, or empty."""
     lost: list[str]
@@ -211,7 +211,7 @@ def _seen(whole: list[Lines], killed: list[Lines]) -> list[Lines]:
 
 
 def _wrong_steps(whole: list[Lines], killed: list[Lines]) -> dict[int, _Wrong]:
-    """Return the steps of which a line differs, in the order found; each time that a step was taken counts."""
+    """Return the steps with a line that differs, in the order found; each time that a step was taken counts."""
     wrong: dict[int, _Wrong] = {}
     for start, lines in enumerate(killed):
         last = next(reversed(lines), None) if start + 1 < len(killed) else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, Replay, diagnose
+from mantissa.doctor.divergence import MOST_STEPS
 from mantissa.doctor.report import files_of, lines, opening
 from mantissa.errors import UsageError
 from mantissa.finding import Finding
@@ -59,7 +61,7 @@ class Report:
 def examine(
     model: nn.Module,
     loss: Loss,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     precision: str = "bf16",
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -104,7 +106,7 @@ def examine(
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
     if next(model.parameters(), None) is None:
         raise UsageError("the model has no parameters, so there is no training step to examine")
-    batches = list(batches)
+    batches = list(islice(batches, accumulate * MOST_STEPS))
     if len(batches) < accumulate:
         raise UsageError(f"{len(batches)} batches for accumulate={accumulate}; give at least one step's batches")
     if optimizer is not None:
@@ -157,7 +159,7 @@ def _updates(passes: LoopPasses) -> tuple[dict[str, Counts], str]:
         passes.optimizer.step()
         meter.after(1, torch.tensor(True))
         return meter.results(), ""
-    except Exception as error:  # an optimizer of which no copy can be made, or whose elements are not alone
+    except Exception as error:  # an optimizer that cannot be copied, or does not treat each element alone
         return {}, f"{type(passes.optimizer).__name__}: {error}"
 
 

@@ -109,7 +109,7 @@ class Meters:
             try:
                 self._updates.after(step, taken)
                 self._parts.append(self._updates.take()[-1].counts.flatten())
-            except TypeError:  # an optimizer of which no copy can be made
+            except TypeError:  # an optimizer that cannot be copied
                 self._updates, self._measurable = None, False
 
     def end(self, step: int, losses: list[Tensor], skipped: int) -> Callable[[], Measured]:

@@ -37,6 +37,7 @@ class Words:
     """What to set, said as a loop of one's own is written; see the subclass in the words of another program."""
 
     deterministic = "torch.use_deterministic_algorithms(True)"
+    eager = "no torch.compile"
 
     def modules(self, names: Sequence[str]) -> str:
         """Return how these submodules come to compute in fp32."""
@@ -386,6 +387,9 @@ class Widened(TorchDispatchMode):
         self._narrower = {torch.float16, torch.bfloat16} | ({torch.float32} if dtype == torch.float64 else set())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name().startswith("ToCopyBackward"):  # autograd knows what dtype it needs
+            return func(*args, **(kwargs or {}))
         return func(*map(self._of, args), **{key: self._of(value) for key, value in (kwargs or {}).items()})
 
     def _of(self, value: Any) -> Any:

@@ -38,6 +38,7 @@ class Overrides(Words):
     """What to set on the command line."""
 
     deterministic = "deterministic=true"
+    eager = "compile=off"
 
     def modules(self, names: Sequence[str]) -> str:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number

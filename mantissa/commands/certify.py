@@ -149,7 +149,11 @@ def _begin(options: argparse.Namespace, name: str) -> Path:
     folder: Path = options.report / name
     folder.mkdir(parents=True)
     if options.clean:
-        subprocess.run(_in(folder, options.clean), shell=True, check=True)
+        done = subprocess.run(_in(folder, options.clean), shell=True)
+        if done.returncode:
+            raise UsageError(
+                f"--clean {options.clean!r} ended with exit code {done.returncode}; give one that succeeds"
+            )
     return folder
 
 

@@ -46,7 +46,7 @@ def compiled_trials(step: Step, time_left: Callable[[], float]) -> tuple[list[Fo
         return trials, []
     module = _first_block(step, broken.name, eager, ALLOWED * noise, time_left)
     kind = DIFFERENCE if broken.status == DIFFERS else OVERFLOW
-    cure = ["compile=off", f"report it to PyTorch: {broken.name} gives other results than eager"]
+    cure = [step.words.eager]
     return trials, [Finding(kind, FORWARD, module, broken.name, detail=broken.why, cure=cure)]
 
 

@@ -274,7 +274,7 @@ def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
         found.findings = absorbed(step.own(), found.findings)
         harmful = harm(step, found)
         harmless = [f"{each.kind} in {each.place} ({each.detail})" for each in found.findings if each not in harmful]
-        found.notes += [f"{each}: no gradient of the step depends on it" for each in harmless]
+        found.notes += [f"{each}: the gradients of the step are right in spite of it" for each in harmless]
         found.findings = harmful
     for finding in found.findings:
         finding.line = finding.line or str(line_of_error(step, finding.module) or "")
@@ -321,9 +321,7 @@ def _sweep(result: Diagnosis) -> None:
         if broken is not None and broken is not own:
             finding = result.findings.pop(0)
             where = f"{finding.kind} in {finding.place}"
-            result.notes.append(
-                f"{broken.name} breaks ({where}), but precision={step.format.name} as it is used here does not"
-            )
+            result.notes.append(f"{broken.name} breaks ({where}), but this run in {step.format.name} is finite")
             broken = None
     if broken is None and 1 < step.ranks <= len(step.microbatches):
         result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []

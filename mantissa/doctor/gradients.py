@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mantissa.display import listed
 from mantissa.finding import BACKWARD, BLOCKED, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.modules import ModuleTracer
 from mantissa.places import Line, of_stack
@@ -24,7 +25,6 @@ _PROPORTIONAL = 0.1
 """Relative error up to which gradients of a loss times ``_SCALE`` are ``_SCALE`` times those of the loss, in fp32."""
 _NOTHING = 1e-6
 """Share of an optimizer's eps below which gradients do not move a weight."""
-_SHOWN = 4
 
 
 def gradients(step: Step) -> Examined:
@@ -44,18 +44,12 @@ def gradients(step: Step) -> Examined:
     if 0 < largest < _NOTHING * step.eps:
         detail = f"no gradient is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
         result.findings.append(Finding(UNDERFLOW, UPDATE, "", "fp32", detail=f"{detail}: multiply the loss"))
-    blocked = {each.tensor for each in result.findings}
-    for what, names in (("no gradient", absent), ("a gradient of 0", [name for name in zero if name not in blocked])):
+    for what, names in (("no gradient", absent), ("a gradient of 0", zero)):
         if names:
-            count = f"{len(names)} of {len(weights)} parameters"
-            result.notes.append(f"gradients: {count} have {what} in this step ({_first(names)})")
+            result.notes.append(f"gradients: of {len(weights)}, {listed(names)} with {what} in this step")
     if step.format.needs_loss_scale and step.scale > 1:
         result.findings += _changed_by_scale(reference, once, step)
     return result
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
 
 
 class _Unrecorded:
@@ -89,8 +83,8 @@ class _Unrecorded:
         if not found:
             return []
         detail = (
-            f"{_first(found)} ran without recording gradients (torch.no_grad, or a reentrant checkpoint of inputs that "
-            "need none), and the optimizer has their weights"
+            f"{listed(found, 'module')} ran without recording gradients (torch.no_grad, or a reentrant checkpoint of "
+            "inputs that need none), and the optimizer has their weights"
         )
         return [Finding(BLOCKED, FORWARD, found[0], "fp32", detail=detail, line=str(self._lines[found[0]] or ""))]
 
@@ -140,7 +134,7 @@ def _blocked(passes: Passes, zero: dict[str, Tensor]) -> Examined:
                 module,
                 "fp32",
                 op.partition("Backward")[0].lower(),
-                detail=f"its derivative is 0, so {_first(names)} get no gradient",
+                detail=f"its derivative is 0, so {listed(names)} get no gradient",
                 line=str(line or ""),
             )
             for (line, module, op), names in by_place.items()
@@ -148,13 +142,18 @@ def _blocked(passes: Passes, zero: dict[str, Tensor]) -> Examined:
     )
 
 
+def _disproportionate(passes: Passes, names: list[str]) -> list[str]:
+    """Return the parameters whose gradients are not multiplied by what the loss is multiplied by."""
+    once = {name: each.clone() for name, each in passes.attempt().gradients.items()}
+    passes.scale = _SCALE
+    scaled = passes.attempt().gradients
+    passes.scale = 1.0
+    return [name for name in names if relative_error(scaled[name] / _SCALE, once[name]) > _PROPORTIONAL]
+
+
 def _changed_by_scale(reference: Passes, once: dict[str, Tensor], step: Step) -> Iterable[Finding]:
     """Yield a finding where something changes gradients that still have the loss scale."""
-    reference.scale = _SCALE
-    scaled = reference.attempt().gradients
-    reference.scale = 1.0
-    dense = [name for name, each in once.items() if not each.is_sparse and each.any()]
-    wrong = [name for name in dense if relative_error(scaled[name] / _SCALE, once[name]) > _PROPORTIONAL]
+    wrong = _disproportionate(reference, [name for name, each in once.items() if not each.is_sparse and each.any()])
     if not wrong:
         return
     weights = dict(reference.model.named_parameters())
@@ -164,11 +163,14 @@ def _changed_by_scale(reference: Passes, once: dict[str, Tensor], step: Step) ->
         code = hooks[0].__code__
         line = str(Line(code.co_filename, code.co_firstlineno))
     detail = (
-        f"of {len(wrong)} parameters ({_first(wrong)}) the gradients of the loss times {_SCALE:g} are not "
+        f"{listed(wrong)}: the gradients of the loss times {_SCALE:g} are not "
         f"{_SCALE:g} times those of the loss: a hook or a function limits gradients that still have the loss scale"
     )
-    cure = "clip after scaler.unscale_(optimizer), and not in a hook"
-    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=[cure], line=line)
+    for name in wrong:
+        (weights[name]._backward_hooks or {}).clear()
+    hooked = _disproportionate(reference, wrong)  # now without hooks
+    cure = [] if hooked else ["clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"]
+    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=cure, line=line)
 
 
 def lost_state(moments: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

@@ -23,8 +23,6 @@ _OTHERS = 3
 """Following steps, on whose first microbatch a cure must hold, too."""
 _TRAINED = 8
 """Following steps that a cure must train."""
-_HEADROOM = 2.0
-"""Factor by which fp16 numbers must stay below the largest one where an overflow was cured."""
 _LEAST_SECONDS = 0.005
 """Of a step whose time is compared: that of a shorter one is noise."""
 _PAIRS = 7

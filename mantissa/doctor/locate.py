@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mantissa.doctor.islands import holds
 from mantissa.doctor.manifest import explicit_cast
 from mantissa.dtypes import DtypeRecorder
 from mantissa.errors import FormatError
@@ -29,21 +31,26 @@ class _Search:
         self.step, self._mends, self._time_left = step, mends, time_left
         self._trials = 0
 
-    def modules(self, names: list[str], casts: bool = True) -> bool:
-        """Return whether these modules in fp32 mend it; without ``casts``, their explicit ones have no effect."""
-        return self._mended(lambda: _without_casts(self.step.own([*self.step.fp32_modules, *names]), names, casts))
+    def with_modules(self, names: list[str], casts: bool = True) -> Passes:
+        """Return passes with these modules in fp32; without ``casts``, their explicit ones have no effect."""
+        return _without_casts(self.step.own([*self.step.fp32_modules, *names]), names, casts)
 
-    def operators(self, names: list[str]) -> bool:
-        return self._mended(lambda: self.step.own(fp32_ops=[*self.step.fp32_ops, *names]))
+    def with_operators(self, names: list[str]) -> Passes:
+        return self.step.own(fp32_ops=[*self.step.fp32_ops, *names])
 
-    def _mended(self, build: Callable[[], Passes]) -> bool:
+    def mended(self, build: Callable[..., Passes], *arguments: Any) -> bool:
+        """Return whether such passes mend it."""
         self._trials += 1
         if self._trials > _TRIALS or self._time_left() <= 0:
             return False
         try:
-            return self._mends(build())
+            return self._mends(build(*arguments))
         except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
             return False
+
+    def cure(self, text: str, build: Callable[..., Passes], *arguments: Any) -> list[str]:
+        """Return what mends the step as a cure, if the steps that follow can be trained so, too."""
+        return [text] if holds(self.step, functools.partial(build, *arguments)) else []
 
 
 def locate(
@@ -63,25 +70,26 @@ def locate(
     search = _Search(step, mends, time_left)
     model = step.own().model
     outside = _in_half(step, outside=True)
-    if outside and search.operators(outside):
-        names = next(([name] for name in outside if len(outside) > 1 and search.operators([name])), outside)
+    by_operators = functools.partial(search.mended, search.with_operators)
+    if outside and by_operators(outside):
+        names = next(([name] for name in outside if len(outside) > 1 and by_operators([name])), outside)
         finding.line = str(_line_of(step, names[0]) or "")
-        finding.cure.append(step.words.operators(names))
+        finding.cure += search.cure(step.words.operators(names), search.with_operators, names)
         return
     for casts in (True, False):
-        found = _fewest(model, functools.partial(search.modules, casts=casts))
+        build = functools.partial(search.with_modules, casts=casts)
+        found = _fewest(model, functools.partial(search.mended, build))
         if found:
             finding.module = ", ".join(found)
             finding.line = str(line_of_error(step, found[-1]) or "")
-            if casts:
-                finding.cure.append(step.words.modules(found))
-            elif cast := explicit_cast(step.passes("fp32"), found):
-                finding.line = str(cast.line)
-                finding.cure.append("no cast to 16 bits in this line")
+            cure = step.words.modules(found)
+            if not casts and (cast := explicit_cast(step.passes("fp32"), found)):
+                finding.line, cure = str(cast.line), "no cast to 16 bits in this line"
+            finding.cure += search.cure(cure, build, found)
             return
-    name = next((name for name in _in_half(step) if search.operators([name])), "")
+    name = next((name for name in _in_half(step) if by_operators([name])), "")
     if name:
-        finding.cure.append(step.words.operators([name]))
+        finding.cure += search.cure(step.words.operators([name]), search.with_operators, [name])
     cast = explicit_cast(step.passes("fp32"), [""])
     finding.line = str((cast.line if cast else line_of_error(step, "")) or "")
 
@@ -122,7 +130,7 @@ def _widened(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _in_half(step: Step, outside: bool = False) -> list[str]:
     """Return the names of the operators that compute in 16 bits in the forward pass; ``outside``: in no submodule."""
     passes = step.own()
-    with DtypeRecorder(passes.model) as recorder, torch.no_grad():
+    with DtypeRecorder(passes.model) as recorder:
         passes.loss(step.first_samples()[0])
     rows = [(SPELLED.get(row.name, row.name).strip("_"), row.module) for row in recorder.rows() if row.in_half]
     inside = {name for name, module in rows if module}
@@ -164,7 +172,7 @@ class _Results(TorchDispatchMode):
 def _results(passes: Passes, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
     modules = ModuleTracer(passes.model)
     passes.start()
-    with modules, passes.around(), _Results(modules, module, outside) as results, torch.no_grad():
+    with modules, passes.around(), _Results(modules, module, outside) as results:
         passes.loss(each(passes.step.first_samples()[0], passes.widened))
     return results.found
 
@@ -186,5 +194,5 @@ def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None
         error = relative_error(low, exact)
         if error / before > jump and line is not None:
             worst, jump = line, error / before
-        before = max(before, error if error == error else 0.0)
+        before = max(before, 0.0 if math.isnan(error) else error)
     return worst

@@ -142,7 +142,7 @@ def explicit_cast(passes: Passes, names: list[str]) -> Cast | None:
     """
     modules = ModuleTracer(passes.model)
     passes.start()
-    with modules, _Casts(modules, names) as casts, torch.no_grad():
+    with modules, _Casts(modules, names) as casts:
         passes.loss(passes.step.first_samples()[0])
     return casts.found
 
@@ -162,8 +162,7 @@ def _casts_in_fp32(passes: Passes) -> list[Finding]:
 def _loss(passes: Passes) -> list[Finding]:
     """Return a finding where the summed loss is in 16 bits."""
     passes.start()
-    with torch.no_grad():
-        dtype = passes.loss(passes.microbatches[0]).dtype
+    dtype = passes.loss(passes.microbatches[0]).dtype
     if dtype.itemsize > 2 or not passes.step.sums_loss:
         return []
     detail = f"the summed loss is {dtype_name(dtype)}: sum it in fp32 in Recipe.loss"

@@ -65,7 +65,7 @@ class Nested:
     def __init__(self, nested: Any) -> None:
         leaves, self._structure = tree_flatten(nested)
         self.strange = ""
-        """The type of an object of which no copy can be made; empty: there is none."""
+        """The type of an object that cannot be copied; empty: there is none."""
         self._leaves = [_NUMBERS if _is_number(leaf) else self._kept(leaf) for leaf in leaves]
         found = [leaf for leaf in leaves if _is_number(leaf)]
         self.values = [Value(each.detach(), each.requires_grad, each._version, each.dtype) for each in found]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mantissa.display import dtype_name
+from mantissa.display import dtype_name, listed
 from mantissa.doctor.module_calls import Call, Different, Evaluated, NoDropout, Recording, evaluate, record
 from mantissa.dtypes import CAST
 from mantissa.errors import FormatError
@@ -124,9 +124,7 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
             if row.ratio > 1 and (key not in worst or row.ratio > worst[key][0].ratio):
                 worst[key] = row, call
     for why, modules in left_out.items():
-        names = ", ".join(sorted(modules)[:3]) + (", …" if len(modules) > 3 else "")
-        count = f"{names} is" if len(modules) == 1 else f"{len(modules)} modules ({names}) are"
-        result.notes.append(f"errors of modules: {count} left out: {why}")
+        result.notes.append(f"errors of modules: {listed(sorted(modules), 'module')} left out: {why}")
     for (module, direction), (row, call) in worst.items():
         if direction == BACKWARD and (module, FORWARD) in worst:  # a wrong result has a wrong gradient
             continue
@@ -211,7 +209,7 @@ def wrong_gradients(step: Step) -> WrongGradients:
 def rounded_away(step: Step) -> str:
     """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
     passes = step.own()
-    with _Rounded() as cast, torch.no_grad():
+    with _Rounded() as cast:
         passes.loss(passes.microbatches[0])
     for name, tensor in passes.microbatches[0].items():
         if tensor.data_ptr() in cast.addresses and tensor.ndim and len(tensor) > 1:
