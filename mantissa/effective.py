@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.display import dtype_name, listed
-from mantissa.formats import FORMATS, TF32, Format
+from mantissa.formats import FORMATS, TF32, Format, computing_in
 
 _FLAGS = {"cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"), "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")}
 """Of torch.backends: what decides how each kind of device multiplies fp32 numbers."""
@@ -150,7 +150,8 @@ def _weights(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
         cure = "call model.float() before the optimizer is made"
         if hasattr(first.model, "config"):
             cure = "load them with from_pretrained(…, dtype=torch.float32); transformers 5 takes the checkpoint's dtype"
-        pure = "" if format else f", or state precision='{'fp16' if dtype == 'float16' else 'bf16'}_pure'"
+        stored = computing_in(None, first.trainable[half[0]].dtype)
+        pure = "" if format else f", or state precision='{stored}'"
         yield f"The weights of {listed(half)} are {dtype}, and {asked}, so small updates are lost: {cure}{pure}."
     elif half and not first.masters and format and format.masters:
         yield f"precision={format.name} asks for fp32 masters, but the optimizer has none: give it fp32 copies."

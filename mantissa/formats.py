@@ -102,5 +102,12 @@ FORMATS = {
         Format("fp8", FP8, autocast=torch.bfloat16),
     )
 }
+
+
+def computing_in(autocast: torch.dtype | None, weights: torch.dtype) -> str:
+    """Return the name of the first mode with such an autocast and such weights, by nothing else than torch's own."""
+    return next(name for name, row in FORMATS.items() if (row.autocast, row.weights) == (autocast, weights))
+
+
 BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and row.number is not FP8)
 """The modes that need only torch and change only the dtype of matmuls and convolutions."""

@@ -41,8 +41,9 @@ class LoopBatch(dict[str, Tensor]):
         super().__init__({name: leaf for name, leaf in self._leaves if isinstance(leaf, Tensor)})
 
     def whole(self) -> Any:
-        """Return the batch as it was given, with the tensors of now."""
-        return tree_unflatten([self.get(name, leaf) for name, leaf in self._leaves], self._structure)
+        """Return the batch as it was given, with the tensors of now; a loss may ask for gradients of its own of them."""
+        own = {name: each.detach().requires_grad_(each.requires_grad) for name, each in self.items()}
+        return tree_unflatten([own.get(name, leaf) for name, leaf in self._leaves], self._structure)
 
 
 @dataclass(kw_only=True)

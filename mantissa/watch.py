@@ -21,7 +21,7 @@ from mantissa.doctor.diagnosis import SWEEP
 from mantissa.effective import FirstStep, Listener, Manifest, changed_by, manifest, policies
 from mantissa.errors import FormatError, NotFiniteError, UsageError
 from mantissa.examination import PRECISIONS, Report, examine
-from mantissa.formats import FORMATS
+from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.generators import freeze
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters
@@ -259,12 +259,13 @@ class Watch:
         """The name of the format that the forward pass was seen to compute in."""
         seen = {each for each in self._first.autocast.values() if each}
         seen |= {policy.param_dtype for policy, _ in policies(self.model) if policy.param_dtype}
-        if torch.bfloat16 in seen or torch.float16 in seen:
-            return "bf16" if torch.bfloat16 in seen else "fp16"
-        if self._precision in PRECISIONS and (self.compiled or self._precision == "tf32"):
+        stored = {each.dtype for each in self._parameters}
+        half, held = ([each for each in (torch.bfloat16, torch.float16) if each in them] for them in (seen, stored))
+        if half:
+            return computing_in(half[0], torch.float32)
+        if self._precision in PRECISIONS and (self.compiled or FORMATS[self._precision].number is TF32):
             return self._precision
-        dtypes = {each.dtype for each in self._parameters}
-        return "bf16_pure" if torch.bfloat16 in dtypes else "fp16_pure" if torch.float16 in dtypes else "fp32"
+        return computing_in(None, held[0] if held else torch.float32)
 
     @property
     def half(self) -> torch.dtype | None:

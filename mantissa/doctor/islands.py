@@ -7,15 +7,20 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import size
 from mantissa.doctor.exceptions import raised
 from mantissa.doctor.provenance import find
 from mantissa.errors import FormatError
-from mantissa.finding import Finding
+from mantissa.finding import FORWARD, OVERFLOW, Finding
+from mantissa.formats import FP16
+from mantissa.modules import ModuleTracer
 from mantissa.step import Batch, Passes, Step, Words
+from mantissa.tensors import numbers_in
 
 CALLS = 40
 """Trials, at most."""
@@ -23,6 +28,8 @@ _OTHERS = 3
 """Following steps, on whose first microbatch a cure must hold, too."""
 _TRAINED = 8
 """Following steps that a cure must train."""
+_HEADROOM = 2.0
+"""Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
 _LEAST_SECONDS = 0.005
 """Of a step whose time is compared: that of a shorter one is noise."""
 _PAIRS = 7
@@ -91,7 +98,7 @@ def search(
 
     def next_fault(modules: list[str]) -> str | None:
         result.calls += 1
-        return _next_fault(step, modules, tried_on, healthy)
+        return _next_fault(step, modules, tried_on, healthy, finding.kind == OVERFLOW)
 
     module: str | None = finding.module
     while module and may_go_on():
@@ -116,9 +123,13 @@ def search(
 
 
 def _next_fault(
-    step: Step, modules: list[str], tried_on: list[list[Batch]], healthy: Callable[[list[str]], bool]
+    step: Step, modules: list[str], tried_on: list[list[Batch]], healthy: Callable[[list[str]], bool], headroom: bool
 ) -> str | None:
-    """Return the module of the next fault with these islands (empty: it is in none); None: there is no fault."""
+    """Return the module of the next fault with these islands (empty: it is in none); None: there is no fault.
+
+    ``headroom``: a fault is also a result in fp16 that is within a factor of the largest number, and may be beyond it
+    in the next step.
+    """
     fp32_modules = [*step.fp32_modules, *modules]
     try:
         passes = step.own(fp32_modules)
@@ -126,15 +137,39 @@ def _next_fault(
         return modules[-1]
     for microbatches in tried_on:
         passes.microbatches = microbatches
+        modules_near = ModuleTracer(passes.model)
         try:
-            harmed = passes.until_finite().harmed
+            with modules_near, _Nearest(modules_near) as nearest:
+                harmed = passes.until_finite().harmed
         except RuntimeError:
             harmed, found = ["raises"], raised(passes, "")
         else:
             found = find(passes, "") if harmed else None
         if harmed:
             return found.module if found is not None else ""
+        if headroom and nearest.module and nearest.module not in modules:
+            return nearest.module
     return None if healthy(fp32_modules) else modules[-1]
+
+
+class _Nearest(TorchDispatchMode):
+    """Notes the first module of which a forward result in fp16 is too near to the largest number."""
+
+    def __init__(self, modules: ModuleTracer) -> None:
+        super().__init__()
+        self._modules = modules
+        self.module = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        module, direction = self._modules.place()
+        for tensor in numbers_in(result) if direction == FORWARD and not self.module else ():
+            if tensor.dtype == torch.float16 and tensor.numel():
+                size = tensor.detach().abs()
+                size = size[size < FP16.largest]  # a mask of the lowest number is meant
+                if size.numel() and size.max().item() > FP16.largest / _HEADROOM:
+                    self.module = module
+        return result
 
 
 def holds(step: Step, build: Callable[[], Passes]) -> bool:

@@ -131,6 +131,9 @@ def test_a_command_without_a_folder_or_that_fails(capsys: pytest.CaptureFixture[
     assert "write {out} for the folder of results in the command, or give --clean" in capsys.readouterr().err
     assert main(["certify", "echo {out}; false", "--metric", METRIC, "--report", report]) == 2
     assert f"ended with status 1, undisturbed: {report}/whole" in capsys.readouterr().err
+    cleaned = ("--clean", "false", "--report", f"{report}s")
+    assert main(["certify", "true", "--metric", METRIC, *cleaned]) == 2
+    assert "--clean 'false' ended with exit code 1" in capsys.readouterr().err
 
 
 def test_kills_reach_processes_in_groups_of_their_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mantissa
+from mantissa.__main__ import main
 from mantissa.doctor.diagnosis import FOUND, HEALTHY
 from mantissa.errors import FormatError, UsageError
 from mantissa.finding import (
@@ -369,6 +371,9 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
         ({"precision": "half"}, "precision='half' is unknown"),
         ({"batches": []}, "0 batches"),
         ({"optimizer": torch.optim.SGD(Own().parameters(), 0.1)}, "no parameter of this model"),
+        ({"model": nn.ReLU()}, "no parameters"),
+        ({"loss": lambda model, batch: (model(batch["x"]) - batch["y"]) ** 2}, "must return a scalar tensor"),
+        ({"loss": lambda model, batch: error(model, batch).item()}, "must return a scalar tensor"),
     ],
 )
 def test_arguments_that_cannot_work(change: dict[str, Any], words: str) -> None:
@@ -382,3 +387,61 @@ def test_a_model_that_cannot_be_copied_is_said_to_be_so() -> None:
     model.generator = (each for each in ())  # type: ignore[assignment]
     with pytest.raises(FormatError, match="cannot be copied, so the step cannot be replayed"):
         mantissa.examine(model, error, regression())
+
+
+def test_batches_may_have_no_end() -> None:
+    batches = itertools.cycle(regression())
+    assert mantissa.examine(Own(), error, batches, "bf16").verdict == HEALTHY
+
+
+def differential(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of an equation of derivatives, which are taken in the forward pass."""
+    x = batch["x"].requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (slope.sum(-1) - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_may_differentiate(precision: str) -> None:
+    model, batches = Own(), regression()
+    report = mantissa.examine(model, differential, batches, precision, torch.optim.Adam(model.parameters(), 1e-3))
+    assert report.verdict == HEALTHY, str(report)
+    assert not any(batch["x"].requires_grad for batch in batches)
+    assert [trial.status for trial in report.diagnosis.sweep][:2] == ["ok", "ok"]
+    assert report.diagnosis.budget.left_out == []
+
+
+def test_a_loss_that_falls_below_0_does_not_explode() -> None:
+    model = Own()
+
+    def critic(model: nn.Module, batch: Batch) -> Tensor:
+        return 0.1 - model(batch["x"]).mean()
+
+    report = mantissa.examine(model, critic, regression(), "fp32", torch.optim.SGD(model.parameters(), 0.3))
+    assert report.verdict == HEALTHY, str(report)
+
+
+def test_islands_keep_other_modules_away_from_the_largest_number() -> None:
+    """The second scaled layer is finite in this step, and within a factor of 2 of what fp16 holds."""
+
+    class Scaled(nn.Module):
+        def __init__(self, size: float) -> None:
+            super().__init__()
+            self.size = size
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.size * torch.tanh(x).half() / self.size if torch.is_autocast_enabled("cpu") else torch.tanh(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(4e5), nn.Linear(8, 8), Scaled(6e4), nn.Linear(8, 1), nn.Flatten(0))
+    batches = [{"x": 9 * batch["x"], "y": batch["y"]} for batch in regression()]
+    report = mantissa.examine(model, error, batches, "fp16", torch.optim.SGD(model.parameters(), 1e-4))
+    islands = report.diagnosis.islands
+    assert islands is not None
+    assert sorted(islands.modules) == ["1", "3"], str(report)
+
+
+@pytest.mark.parametrize("given", ["math:pi", "os:getcwd", "no_such_module:f", "os:no_such_function"])
+def test_the_command_says_what_a_function_must_return(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", given]) == 2
+    assert capsys.readouterr().err.startswith(given)
