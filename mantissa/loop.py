@@ -41,7 +41,7 @@ class LoopBatch(dict[str, Tensor]):
         super().__init__({name: leaf for name, leaf in self._leaves if isinstance(leaf, Tensor)})
 
     def whole(self) -> Any:
-        """Return the batch as it was given, with the tensors of now; a loss may ask for gradients of its own of them."""
+        """Return the batch as it was given, with the tensors of now; a loss may ask for gradients of its own."""
         own = {name: each.detach().requires_grad_(each.requires_grad) for name, each in self.items()}
         return tree_unflatten([own.get(name, leaf) for name, leaf in self._leaves], self._structure)
 
