@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mantissa.doctor.pairs import rounded_away
+from mantissa.doctor.provenance import outlier
 from mantissa.finding import DIVERGENCE, FORWARD, RATE, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Step, each
@@ -153,6 +154,7 @@ def _rate(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | No
                 f"in fp32 the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps, "
                 f"and to {other[-1]:.4g} with {factor:g} times the learning rate"
             )
+            detail += outlier(batch for microbatches in batches for batch in microbatches)
             return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.words.rate(factor)])
     return None
 

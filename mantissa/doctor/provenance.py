@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, zip_longest
@@ -20,7 +20,7 @@ from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import MASKED, UNWRITTEN, Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, each, named
+from mantissa.step import Batch, Passes, each, named
 from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
@@ -76,20 +76,20 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     if masks:
         detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
     if kind == OVERFLOW and operator.direction == FORWARD:
-        detail += _outlier(data)
+        detail += outlier(passes.microbatches)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding(kind, operator, detail)
 
 
-def _outlier(data: list[tuple[str, Tensor]]) -> str:
+def outlier(batches: Iterable[Batch]) -> str:
     """Return which sample is far larger than the others, in words; empty: none is."""
-    for name, tensor in data:
+    for name, tensor in (item for batch in batches for item in batch.items()):
         if tensor.is_floating_point() and tensor.ndim and len(tensor) > 2:
             sizes = tensor.detach().abs().reshape(len(tensor), -1).amax(1)
             largest, usual = sizes.max().item(), sizes.median().item()
             if largest > _OUTLIER * usual > 0:
-                sample = f"{name}, sample {int(sizes.argmax())}"
+                sample = f"{named(name)}, sample {int(sizes.argmax())}"
                 return f"; {sample} has numbers up to {largest:.3g}, half of the others none above {usual:.3g}"
     return ""
 
