@@ -124,7 +124,8 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
             if row.ratio > 1 and (key not in worst or row.ratio > worst[key][0].ratio):
                 worst[key] = row, call
     for why, modules in left_out.items():
-        result.notes.append(f"errors of modules: {listed(sorted(modules), 'module')} left out: {why}")
+        which = f"{listed(sorted(modules), 'module')} are" if len(modules) > 1 else f"{min(modules)} is"
+        result.notes.append(f"errors of modules: {which} left out: {why}")
     for (module, direction), (row, call) in worst.items():
         if direction == BACKWARD and (module, FORWARD) in worst:  # a wrong result has a wrong gradient
             continue
