@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
-ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "second moment"
+ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "optimizer state"
 DIFFERENCE, DIVERGENCE, EXCEPTION, RATE, BLOCKED = (
     "difference",
     "divergence",
@@ -20,16 +20,16 @@ MEANINGS = {
     UNDERFLOW: "Numbers are smaller than the format can hold, so they become 0.",
     DOMAIN: "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.",
     NOT_FINITE: "A result is not finite, and no torch operator made it so: code outside of torch did.",
-    INPUT: "A weight, a buffer or the data is not finite before the step.",
+    INPUT: "A weight, a buffer or the data is not finite before the step, or far too large.",
     ERROR: "The result has more rounding error than the format makes unavoidable.",
     DTYPE: "Something that should be computed or stored in fp32 is in 16 bits.",
-    SCALE: "No loss scale keeps the gradients of all layers in the format's range.",
+    SCALE: "The loss or its gradients are multiplied by a number that does not fit the format or the optimizer.",
     LOST: "Weight updates are too small for the format of the weights, and are rounded away.",
-    MOMENT: "The optimizer's second moment is 0 where the gradient is not.",
+    MOMENT: "What the optimizer kept of earlier steps spoils this one.",
     DIFFERENCE: "The compiled model gives other results than the eager one.",
     EXCEPTION: "The step cannot be computed in this format.",
     RATE: "The updates are too large: the loss grows, in fp32 as well.",
-    BLOCKED: "No gradient passes an operation whose derivative is 0.",
+    BLOCKED: "No gradient reaches a weight that the loss depends on.",
     DIVERGENCE: "Within a few steps, the loss leaves the spread of the reference.",
 }
 """The kinds of faults."""

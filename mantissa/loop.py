@@ -229,10 +229,12 @@ class LoopPasses(Passes):
     def compiled(self) -> list[nn.Module]:
         return [self.model]
 
-    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
+    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
         if self.optimizer is None:  # the weights stay as they are
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.start()
+        if fresh:
+            self.optimizer.state.clear()
         losses = []
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * lr

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa import places
 from mantissa.finding import BACKWARD, FORWARD
@@ -95,3 +96,15 @@ class ModuleTracer:
     def line_of(self, node: Any) -> Line | None:
         """Return the line of the forward code that made an autograd node."""
         return self._lines.get(node._sequence_nr())
+
+
+class Lines(TorchDispatchMode):
+    """Lets a tracer see the lines of all operators."""
+
+    def __init__(self, modules: ModuleTracer) -> None:
+        super().__init__()
+        self.modules = modules
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.modules.line()
+        return func(*args, **(kwargs or {}))

@@ -38,6 +38,7 @@ class Words:
 
     deterministic = "torch.use_deterministic_algorithms(True)"
     eager = "no torch.compile"
+    fresh_state = "optimizer.state.clear() before this step"
 
     def modules(self, names: Sequence[str]) -> str:
         """Return how these submodules come to compute in fp32."""
@@ -294,12 +295,13 @@ class Passes(ABC):
         """Return the modules that the run compiles."""
 
     @abstractmethod
-    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
+    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
         """Train some steps from this one's start, as the run does; one that is skipped is taken at half the scale.
 
         Args:
             steps: the microbatches of each.
             lr: multiplies the learning rates.
+            fresh: whether the optimizer begins without what it kept of earlier steps.
 
         Returns:
             The loss of each.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ class Overrides(Words):
 
     deterministic = "deterministic=true"
     eager = "compile=off"
+    fresh_state = "a run of its own from these weights, whose optimizer begins anew"
 
     def modules(self, names: Sequence[str]) -> str:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
@@ -101,6 +102,7 @@ class TrainerStep(Step):
             datasets=trainer.datasets,
             generators=generators,
             prototype=prototype,
+            eps=max((group.get("eps") or 0.0 for group in trainer.optimizer.param_groups), default=0.0),
             moments={
                 names[id(parameter)]: {key: _copy(each) for key, each in state.items()}
                 for parameter, state in trainer.optimizer.state.items()
@@ -197,24 +199,24 @@ class TrainerPasses(Passes):
         return list(self.trainer.config.parallel.compiled(self.model, self.blocks()))
 
     @torch.no_grad()
-    def _continue(self) -> None:
+    def _continue(self, moments: Mapping[str, Mapping[str, Any]]) -> None:
         """Make the optimizer and the schedule stand before the step, too."""
         self.start()
         self.trainer.step = self.step.number - 1
         for name, parameter in (self.masters or self.model).named_parameters():
-            for key, value in self.step.moments.get(name, {}).items():
+            for key, value in moments.get(name, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
                     value = torch.empty_like(parameter).copy_(value)
                 elif isinstance(value, Tensor):
                     value = value.clone()
                 self.trainer.optimizer.state[parameter][key] = value
 
-    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0) -> list[float]:
+    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
         with self.around():
-            return self._train(steps, lr)
+            return self._train(steps, lr, fresh)
 
-    def _train(self, steps: Iterable[list[Batch]], lr: float) -> list[float]:
-        self._continue()
+    def _train(self, steps: Iterable[list[Batch]], lr: float, fresh: bool) -> list[float]:
+        self._continue({} if fresh else self.step.moments)
         for group in self.trainer.optimizer.param_groups:
             group[LR_FACTOR] *= lr
         losses = []

@@ -14,9 +14,10 @@ import torch
 
 from mantissa.display import size
 from mantissa.doctor.compiled import compiled_trials
-from mantissa.doctor.divergence import MOST_STEPS, RATES, REPLAYS, STEPS, Divergence, divergence
+from mantissa.doctor.divergence import MOST_STEPS, REPLAYS, STEPS, Divergence, divergence
 from mantissa.doctor.exceptions import raised
 from mantissa.doctor.exchange import overflow_of_sum
+from mantissa.doctor.explosion import RATES
 from mantissa.doctor.fp16_range import Range, fp16_range, usual
 from mantissa.doctor.gradients import gradients
 from mantissa.doctor.islands import Islands, holds, price, search

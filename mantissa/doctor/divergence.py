@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mantissa.doctor.explosion import explosion
 from mantissa.doctor.pairs import rounded_away
-from mantissa.doctor.provenance import outlier
-from mantissa.finding import DIVERGENCE, FORWARD, RATE, UPDATE, Examined, Finding
+from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Step, each
 from mantissa.tensors import nudged
@@ -23,12 +23,6 @@ TIMES = 4.0
 _IN_A_ROW = 3
 _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
-_GROWTH = 10.0
-"""Training explodes where the loss becomes so many times what it was, and does not fall below half of that again."""
-_LITTLE, _MUCH = 0.05, 0.3
-"""Of its size: a learning rate is to blame if the loss falls by less than the first, and with a lower one by more than
-the second."""
-RATES = tuple(10.0**-power for power in range(1, 9))
 
 
 @dataclass
@@ -52,8 +46,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
 
     The run's format is at fault where its loss leaves ``4 x`` the spread of the fp32 losses for three steps in a row,
     or where it loses a quarter of what fp32 from the very same weights and inputs has learned: where rounding alone
-    destroys what a model has to tell apart, the spread says nothing. What explodes in fp32, too, is the learning
-    rate's matter, if a lower one is tried and cures it.
+    destroys what a model has to tell apart, the spread says nothing. What explodes in fp32, too, has another cause.
 
     Args:
         step: the first step.
@@ -62,7 +55,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     format, alone = step.format, step.format.number is FP32
     reference = torch.float64 if alone else torch.float32
     exact = _fp64(step.reference(reference).train(batches))
-    if finding := _rate(step, batches, exact):
+    if finding := explosion(step, batches, exact):
         return Divergence(away=[], limit=[], findings=[finding])
     if not exact.isfinite().all():
         return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
@@ -138,38 +131,6 @@ def lost(losses: Tensor, exact: Tensor) -> float:
         return 0.0
     share = ((losses - exact)[-third:].mean() / learned).item()
     return share if math.isfinite(share) else math.inf
-
-
-def _rate(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
-    """Return a finding where training explodes or learns nothing in the reference, and not so with a lower rate."""
-    explodes = _explodes(exact)
-    if not explodes and _learned(exact) > _LITTLE:
-        return None
-    for factor in RATES if explodes else RATES[:2]:
-        other = _fp64(step.reference().train(batches, lr=factor))
-        if not _explodes(other) and (explodes or _learned(other) > _MUCH):
-            broken = (~exact.isfinite()).nonzero()
-            last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
-            detail = (
-                f"in fp32 the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps, "
-                f"and to {other[-1]:.4g} with {factor:g} times the learning rate"
-            )
-            detail += outlier(batch for microbatches in batches for batch in microbatches)
-            return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.words.rate(factor)])
-    return None
-
-
-def _learned(losses: Tensor) -> float:
-    """Return by which share of its size the loss falls from its first steps to the last third."""
-    third = max(1, len(losses) // 3)
-    first, last = losses[:3].mean().item(), losses[-third:].mean().item()
-    return (first - last) / abs(first) if first else 0.0
-
-
-def _explodes(losses: Tensor) -> bool:
-    third, first = max(1, len(losses) // 3), losses[0].abs()
-    grows = bool(losses.max() - losses[0] > _GROWTH * first) and bool(losses[-third:].mean() > losses[0] - first / 2)
-    return grows or not bool(losses.isfinite().all())
 
 
 def _fp64(losses: Sequence[float]) -> Tensor:

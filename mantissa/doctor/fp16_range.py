@@ -31,6 +31,10 @@ JUDGED = 0.1
 """A layer has lost its gradient, if more than this share of the norm is rounded to 0. Healthy recipes lose 2e-8 at
 most, at their first step with a scale of 65536."""
 
+_OF_EPS, _OF_LARGEST = 1e-2, 1e-9
+"""Shares of the optimizer's eps, or where it has none of the step's largest weight gradient, below which the gradients
+of a layer's weights move nothing: neither does their loss."""
+
 
 @dataclass(eq=False)
 class Exponents:
@@ -133,7 +137,11 @@ def fp16_range(step: Step) -> Range:
     result.highest = math.floor(math.log2(FP16.largest / largest.amax)) - 1
     scale = min(step.scale, 2.0**result.highest) if step.least_scale else step.scale
     noise = _noise(reference, few)
-    judged = [layer for layer in held if layer.name not in noise]
+    sizes = {layer.module: 0.0 for layer in layers}
+    for layer in layers:
+        sizes[layer.module] = max(sizes[layer.module], layer.amax if layer.tensor != "output" else 0.0)
+    least = _OF_EPS * step.eps or _OF_LARGEST * max(sizes.values())
+    judged = [layer for layer in held if layer.name not in noise and sizes[layer.module] >= least]
     result.lowest = max((layer.least_scale() for layer in judged), default=0)
     worst: dict[str, Exponents] = {}
     for layer in judged:

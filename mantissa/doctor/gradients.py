@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import listed
-from mantissa.finding import BACKWARD, BLOCKED, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
-from mantissa.modules import ModuleTracer
+from mantissa.doctor.manifest import explicit_cast
+from mantissa.doctor.tape import storage
+from mantissa.dtypes import CAST
+from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
+from mantissa.modules import Lines, ModuleTracer
 from mantissa.places import Line, of_stack
 from mantissa.step import Passes, Step
-from mantissa.tensors import numbers_in, relative_error
+from mantissa.tensors import numbers_in, relative_error, tensors
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
 _SCALE = 2.0**12
@@ -38,6 +41,8 @@ def gradients(step: Step) -> Examined:
     result.findings += lost_state(step.moments)
     absent = [name for name in weights if name not in once]
     result.findings += unrecorded.findings([name for name in absent if name in step.optimized])
+    if not result.findings:
+        result.findings += _read_apart(reference, {name: weights[name] for name in absent if name in step.optimized})
     largest = max(
         (each.abs().max().item() for each in once.values() if each.numel() and not each.is_sparse), default=0.0
     )
@@ -49,6 +54,7 @@ def gradients(step: Step) -> Examined:
             result.notes.append(f"gradients: of {len(weights)}, {listed(names)} with {what} in this step")
     if step.format.needs_loss_scale and step.scale > 1:
         result.findings += _changed_by_scale(reference, once, step)
+    result.findings += _cast(step, once)
     return result
 
 
@@ -89,25 +95,13 @@ class _Unrecorded:
         return [Finding(BLOCKED, FORWARD, found[0], "fp32", detail=detail, line=str(self._lines[found[0]] or ""))]
 
 
-class _Lines(TorchDispatchMode):
-    """Lets a tracer see the lines of all operators."""
-
-    def __init__(self, modules: ModuleTracer) -> None:
-        super().__init__()
-        self.modules = modules
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.modules.line()
-        return func(*args, **(kwargs or {}))
-
-
 def _blocked(passes: Passes, zero: dict[str, Tensor]) -> Examined:
     """Return the operations without a derivative through which the loss depends on weights whose gradient is 0."""
     if not zero:
         return Examined()
     modules = ModuleTracer(passes.model)
     passes.start()
-    with modules, _Lines(modules), passes.around(), torch.enable_grad():
+    with modules, Lines(modules), passes.around(), torch.enable_grad():
         loss = passes.loss(passes.microbatches[0])
         sought = {id(each): name for name, each in zero.items()}
         found: dict[str, tuple[Line | None, str, str]] = {}
@@ -140,6 +134,62 @@ def _blocked(passes: Passes, zero: dict[str, Tensor]) -> Examined:
             for (line, module, op), names in by_place.items()
         ]
     )
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the lines of the forward pass that compute with some weights, and record nothing for autograd."""
+
+    def __init__(self, weights: dict[str, Tensor], modules: ModuleTracer) -> None:
+        super().__init__()
+        self._names = {storage(each): name for name, each in weights.items()}
+        self._modules = modules
+        self.lines: dict[str, Line | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func._schema.is_mutable and torch._C._current_autograd_node() is None:
+            for each in tensors((args, kwargs or {})):
+                if storage(each) in self._names and not (each.requires_grad and torch.is_grad_enabled()):
+                    self.lines.setdefault(self._names[storage(each)], self._modules.line())
+        return func(*args, **(kwargs or {}))
+
+
+def _read_apart(passes: Passes, absent: dict[str, Tensor]) -> list[Finding]:
+    """Return a finding for weights that the loss depends on, though autograd does not know: by ``.data``, detached."""
+    if not absent:
+        return []
+    modules = ModuleTracer(passes.model)
+    passes.start()
+    with modules, _Reads(absent, modules) as reads, passes.around():
+        passes.loss(passes.microbatches[0])
+    if not reads.lines:
+        return []
+    name, line = next((name, str(line or "")) for name, line in reads.lines.items())
+    detail = (
+        f"{listed(list(reads.lines))}: the forward pass computes with it outside of autograd (.data, .detach() or "
+        "torch.no_grad), and the optimizer has it"
+    )
+    return [
+        Finding(BLOCKED, FORWARD, name.rpartition(".")[0], "fp32", detail=detail, tensor=name, line=str(line or ""))
+    ]
+
+
+def _cast(step: Step, exact: dict[str, Tensor]) -> list[Finding]:
+    """Return a finding where the backward pass casts to 16 bits in fp32 too, and the gradients are wrong by it."""
+    passes = step.passes("fp32")
+    passes.scale = step.scale
+    if not any(each._backward_hooks for each in passes.model.parameters()):
+        return []  # what modules do is judged module by module
+    found = {name: each / step.scale for name, each in passes.attempt().gradients.items()}
+    wrong = [name for name, each in exact.items() if each.any() and relative_error(found[name], each) > _PROPORTIONAL]
+    cast = explicit_cast(passes, backward=True) if wrong else None
+    if cast is None:
+        return []
+    zero = sum(int((found[name] == 0).sum() - (exact[name] == 0).sum()) for name in wrong)
+    share = zero / sum(each.numel() for each in exact.values())
+    detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
+    cure = ["no cast to 16 bits in this line"]
+    kind = UNDERFLOW if share else ERROR
+    return [Finding(kind, BACKWARD, cast.module, "fp32", CAST, detail=detail, cure=cure, line=str(cast.line or ""))]
 
 
 def _disproportionate(passes: Passes, names: list[str]) -> list[str]:
@@ -193,5 +243,5 @@ def lost_state(moments: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
         f"exp_avg_sq of {len(found)} parameters is 0 where exp_avg is not ({name}: {share:.0%} of the elements, "
         f"{str(dtype).removeprefix('torch.')}): their updates are divided by eps alone"
     )
-    place = f"optimizer state exp_avg_sq of {name}"
+    place = f"exp_avg_sq of {name}"
     return [Finding(MOMENT, UPDATE, name.rpartition(".")[0], "fp32", detail=detail, tensor=place)]

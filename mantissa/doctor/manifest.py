@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -119,31 +119,38 @@ class Cast(NamedTuple):
 class _Casts(TorchDispatchMode):
     """Notes the first cast to 16 bits in some modules; an empty name: in what is in none of them."""
 
-    def __init__(self, modules: ModuleTracer, names: list[str]) -> None:
+    def __init__(self, modules: ModuleTracer, names: Sequence[str], backward: bool) -> None:
         super().__init__()
-        self._modules, self._names = modules, names
+        self._modules, self._names, self._backward = modules, names, backward
         self.found: Cast | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.found is None and str(func).startswith(CAST) and result.dtype in (torch.float16, torch.bfloat16):
+        here = (torch._C._current_autograd_node() is not None) == self._backward
+        line = self._modules.line()
+        if (
+            here
+            and self.found is None
+            and str(func).startswith(CAST)
+            and result.dtype in (torch.float16, torch.bfloat16)
+        ):
             module = self._modules.module()
             if any(_within(module, [name]) for name in self._names):
-                self.found = Cast(self._modules.line(), module, dtype_name(result.dtype))
+                self.found = Cast(line, module, dtype_name(result.dtype))
         return result
 
 
-def explicit_cast(passes: Passes, names: list[str]) -> Cast | None:
-    """Return the first cast to 16 bits that the forward pass makes in some modules.
+def explicit_cast(passes: Passes, names: Sequence[str] = ("",), backward: bool = False) -> Cast | None:
+    """Return the first cast to 16 bits that the code makes in some modules.
 
     Args:
         passes: in fp32, where no cast is autocast's.
-        names: of the modules.
+        names: of the modules; an empty string: outside of all of them.
+        backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
     modules = ModuleTracer(passes.model)
-    passes.start()
-    with modules, _Casts(modules, names) as casts:
-        passes.loss(passes.step.first_samples()[0])
+    with modules, _Casts(modules, names, backward) as casts:
+        passes.attempt(passes.step.first_samples())
     return casts.found
 
 

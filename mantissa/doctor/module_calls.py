@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mantissa import islands
@@ -191,6 +191,8 @@ def _calls(passes: Passes, take: Callable[[], object]) -> list[Call]:
 
     with ExitStack() as hooks, NoDropout(), _Computing(stack):
         for name, module in passes.model.named_modules():
+            if isinstance(module, nn.Identity):  # its result is its argument, which the caller may change in place
+                continue
             first = functools.partial(begin, name)
             hooks.callback(module.register_forward_pre_hook(first, prepend=True, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(end).remove)
@@ -320,9 +322,12 @@ class NoDropout(TorchFunctionMode):
         if function in self._identity:
             return args[0] if args else kwargs["input"]
         if function in self._drawn:  # in every precision the same numbers, which depend on the dtype
-            like = function(*args, **kwargs)
-            drawn = torch.zeros(like.shape, device=like.device)
-            drawn = drawn.normal_() if function in (torch.randn, torch.randn_like) else drawn.uniform_()
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            with torch.random.fork_rng(devices):
+                like = function(*args, **kwargs)
+            with _disable_current_modes():  # a wider reference would draw others
+                drawn = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+                drawn = drawn.normal_() if function in (torch.randn, torch.randn_like) else drawn.uniform_()
             return drawn.to(like.dtype).requires_grad_(like.requires_grad)
         if function is torch.Tensor.bernoulli_:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, zip_longest
@@ -16,17 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from mantissa.display import dtype_name
+from mantissa.doctor.samples import worth_a_word
 from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import MASKED, UNWRITTEN, Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Batch, Passes, each, named
+from mantissa.step import Passes, each, named
 from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
-_OUTLIER = 1000.0
-"""A sample is unusual, if its largest number is so many times that of the median sample."""
 _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
 
@@ -76,22 +75,10 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     if masks:
         detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
     if kind == OVERFLOW and operator.direction == FORWARD:
-        detail += outlier(passes.microbatches)
+        detail += worth_a_word(passes.microbatches)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding(kind, operator, detail)
-
-
-def outlier(batches: Iterable[Batch]) -> str:
-    """Return which sample is far larger than the others, in words; empty: none is."""
-    for name, tensor in (item for batch in batches for item in batch.items()):
-        if tensor.is_floating_point() and tensor.ndim and len(tensor) > 2:
-            sizes = tensor.detach().abs().reshape(len(tensor), -1).amax(1)
-            largest, usual = sizes.max().item(), sizes.median().item()
-            if largest > _OUTLIER * usual > 0:
-                sample = f"{named(name)}, sample {int(sizes.argmax())}"
-                return f"; {sample} has numbers up to {largest:.3g}, half of the others none above {usual:.3g}"
-    return ""
 
 
 def _of_input(passes: Passes, cause: Node, finding: Finding) -> Finding:

@@ -169,7 +169,7 @@ class _DividesByZero(_Scaled):
 def two_branches() -> nn.Module:
     """Return the sum of two branches. The gradients of one are 2**46 times as large as those of the other."""
     return Computes(
-        lambda own, x: _Scaled.apply(own.big(x), 2.0**12) + _Scaled.apply(own.tiny(x), 2.0**-34),
+        lambda own, x: _Scaled.apply(own.big(x), 2.0**22) + _Scaled.apply(own.tiny(x), 2.0**-24),
         big=linear(),
         tiny=linear(),
     )

@@ -332,7 +332,7 @@ def test_lost_second_moments_are_named() -> None:
     for state in optimizer.state.values():
         state["exp_avg_sq"].zero_()
     finding = mantissa.examine(model, error, regression(), "fp32", optimizer).findings[0]
-    assert (finding.kind, finding.place) == (MOMENT, "optimizer state exp_avg_sq of inner.weight")
+    assert (finding.kind, finding.place) == (MOMENT, "exp_avg_sq of inner.weight")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -1,0 +1,107 @@
+"""Why training explodes or learns nothing in every format: the optimizer's state, a sample, a factor, or the rate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mantissa.doctor.samples import far, without
+from mantissa.finding import INPUT, MOMENT, RATE, SCALE, UPDATE, Finding
+from mantissa.modules import Lines, ModuleTracer
+from mantissa.step import Batch, Passes, Step, each
+
+_GROWTH = 10.0
+"""Training explodes where the loss becomes so many times what it was, and does not fall below half of that again."""
+_LITTLE, _MUCH = 0.05, 0.3
+"""Of its size: training learns nothing if the loss falls by less than the first, and what lets it fall by more than
+the second is the cause."""
+_FACTOR = 16.0
+"""From here on a constant factor of the loss is tried as the cause."""
+RATES = tuple(10.0**-power for power in range(1, 9))
+
+
+def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
+    """Return why training explodes or learns nothing in the reference; None: it does neither, or nothing cures it.
+
+    What is named was changed, and the same steps were trained again.
+
+    Args:
+        step: the first step.
+        batches: the microbatches of each step.
+        exact: the losses in the reference, fp64.
+    """
+    explodes = _explodes(exact)
+    if not explodes and _learned(exact) > _LITTLE:
+        return None
+    broken = (~exact.isfinite()).nonzero()
+    last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
+    went = f"in fp32 the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
+
+    def instead(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> str:
+        """Return to what the loss goes with a change; empty: that does not mend it."""
+        losses = torch.tensor(step.reference().train(steps, lr, fresh), dtype=torch.float64)
+        return f"{losses[-1]:.4g}" if not _explodes(losses) and (explodes or _learned(losses) > _MUCH) else ""
+
+    if step.moments and (loss := instead(fresh=True)):
+        state, detail = _largest_state(step)
+        detail = f"{went}, and to {loss} with a fresh state of the optimizer; {detail}"
+        module = state.rpartition(" of ")[2].rpartition(".")[0]
+        return Finding(MOMENT, UPDATE, module, "fp32", detail=detail, cure=[step.words.fresh_state], tensor=state)
+    sample = far(batch for microbatches in batches for batch in microbatches) if explodes else None
+    if sample is not None and (loss := instead([list(map(without, microbatches)) for microbatches in batches])):
+        detail = f"{went}, and to {loss} with usual samples in the place of such; {sample}"
+        cure = [f"leave out {sample.place}, and others like it"]
+        return Finding(INPUT, UPDATE, "", "fp32", detail=detail, cure=cure, tensor=sample.place)
+    factor, line = _factor(step.reference())
+    if explodes and factor >= _FACTOR and (loss := instead(lr=1 / factor)):
+        detail = (
+            f"{went}, and to {loss} with 1/{factor:g} of the learning rate; the code multiplies the loss by {factor:g}"
+        )
+        return Finding(
+            SCALE, UPDATE, "", "fp32", detail=detail, cure=[f"no factor of {factor:g} in this line"], line=line
+        )
+    for rate in RATES if explodes else RATES[:2]:
+        if loss := instead(lr=rate):
+            detail = f"{went}, and to {loss} with {rate:g} times the learning rate"
+            return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.words.rate(rate)])
+    return None
+
+
+def _largest_state(step: Step) -> tuple[str, str]:
+    """Return which of the optimizer's tensors is the farthest from the gradient of this step, and how far it is."""
+    gradients, found = step.reference().attempt().gradients, []
+    for name, state in step.moments.items():
+        gradient = gradients.get(name)
+        for key, value in state.items() if gradient is not None and not gradient.is_sparse else ():
+            if isinstance(value, Tensor) and value.shape == gradient.shape and value.is_floating_point():
+                size = value.double().norm().item() ** 0.5 if key.endswith("_sq") else value.double().norm().item()
+                found.append((size / max(gradient.double().norm().item(), 1e-30), f"{key} of {name}"))
+    times, place = max(found, default=(0.0, ""))
+    return place, f"the largest, {place}, is {times:.3g} times the gradient of this step"
+
+
+def _factor(passes: Passes) -> tuple[float, str]:
+    """Return the constant that the code multiplies the mean loss by at last, and the line."""
+    modules = ModuleTracer(passes.model)
+    passes.start()
+    with modules, Lines(modules), passes.around(), torch.enable_grad():
+        node = passes.loss(each(passes.microbatches[0], passes.widened)).grad_fn
+    constants = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
+    numbers = [abs(each.item()) for each in constants if each is not None and each.numel() == 1]
+    if passes.step.sums_loss or node is None or len(numbers) != 1 or not numbers[0]:
+        return 1.0, ""
+    factor = {"MulBackward0": numbers[0], "DivBackward0": 1 / numbers[0]}.get(node.name(), 1.0)
+    return factor, str(modules.line_of(node) or "")
+
+
+def _learned(losses: Tensor) -> float:
+    """Return by which share of its size the loss falls from its first steps to the last third."""
+    third = max(1, len(losses) // 3)
+    first, last = losses[:3].mean().item(), losses[-third:].mean().item()
+    return (first - last) / abs(first) if first else 0.0
+
+
+def _explodes(losses: Tensor) -> bool:
+    third, first = max(1, len(losses) // 3), losses[0].abs()
+    grows = bool(losses.max() - losses[0] > _GROWTH * first) and bool(losses[-third:].mean() > losses[0] - first / 2)
+    return grows or not bool(losses.isfinite().all())
