@@ -193,6 +193,10 @@ class LoopPasses(Passes):
         self.scale = step.scale if own else 1.0
         super().__init__(step, format, model, None, fp32_modules, own)
 
+    def widen(self, dtype: torch.dtype) -> None:
+        super().widen(dtype)
+        _cast(self.model, self.optimizer, dtype)
+
     def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
         total: Tensor | None = None
         for batch in microbatches:

@@ -12,7 +12,7 @@ from mantissa.step import Batch, Passes, Step, each
 
 _GROWTH = 10.0
 """Training explodes where the loss becomes so many times what it was, and does not fall below half of that again."""
-_LITTLE, _MUCH = 0.05, 0.3
+_LITTLE, _MUCH = 0.03, 0.15
 """Of its size: training learns nothing if the loss falls by less than the first, and what lets it fall by more than
 the second is the cause."""
 _FACTOR = 16.0
@@ -30,9 +30,13 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         batches: the microbatches of each step.
         exact: the losses in the reference, fp64.
     """
-    explodes = _explodes(exact)
-    if not explodes and _learned(exact) > _LITTLE:
-        return None
+    explodes, still = _explodes(exact), exact
+    if not explodes:
+        if _learned(exact, exact[:3]) > _MUCH:
+            return None
+        still = torch.tensor(step.reference().train(batches, lr=0.0), dtype=torch.float64)
+        if _learned(exact, still) > _LITTLE:
+            return None
     broken = (~exact.isfinite()).nonzero()
     last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in fp32 the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
@@ -40,7 +44,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
     def instead(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> str:
         """Return to what the loss goes with a change; empty: that does not mend it."""
         losses = torch.tensor(step.reference().train(steps, lr, fresh), dtype=torch.float64)
-        return f"{losses[-1]:.4g}" if not _explodes(losses) and (explodes or _learned(losses) > _MUCH) else ""
+        return f"{losses[-1]:.4g}" if not _explodes(losses) and (explodes or _learned(losses, still) > _MUCH) else ""
 
     if step.moments and (loss := instead(fresh=True)):
         state, detail = _largest_state(step)
@@ -94,11 +98,11 @@ def _factor(passes: Passes) -> tuple[float, str]:
     return factor, str(modules.line_of(node) or "")
 
 
-def _learned(losses: Tensor) -> float:
-    """Return by which share of its size the loss falls from its first steps to the last third."""
+def _learned(losses: Tensor, still: Tensor) -> float:
+    """Return by which share the last third of the losses is below that of weights that stand still."""
     third = max(1, len(losses) // 3)
-    first, last = losses[:3].mean().item(), losses[-third:].mean().item()
-    return (first - last) / abs(first) if first else 0.0
+    last, other = losses[-third:].mean().item(), still[-third:].mean().item()
+    return (other - last) / abs(other) if other else 0.0
 
 
 def _explodes(losses: Tensor) -> bool:

@@ -93,11 +93,23 @@ def averaged() -> nn.Module:
     return model
 
 
-def hooked() -> nn.Module:
+def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
     model = Own()
     for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        parameter.register_hook(hook)
     return model
+
+
+def with_gain(operation: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    model = Own(operation)
+    model.gain = nn.Parameter(torch.ones(32))
+    return model
+
+
+def with_label(value: float) -> list[Batch]:
+    batches = regression()
+    batches[0]["y"][5] = value
+    return batches
 
 
 class Halved(torch.autograd.Function):
@@ -258,7 +270,40 @@ CASES = {
             model["outer"](checkpoint(model["inner"], batch["x"], use_reentrant=True)).squeeze(-1), batch["y"]
         ),
     ),
-    "a hook clips scaled gradients": Case(SCALE, EVERYWHERE, "gradient.clamp", "scaler.unscale_", "fp16", hooked),
+    "a hook clips scaled gradients": Case(
+        SCALE,
+        EVERYWHERE,
+        "gradient.clamp",
+        "scaler.unscale_",
+        "fp16",
+        lambda: hooked(lambda gradient: gradient.clamp(-0.01, 0.01)),
+    ),
+    "a hook casts gradients": Case(
+        UNDERFLOW,
+        EVERYWHERE,
+        "gradient.half()",
+        "no cast",
+        "fp32",
+        lambda: hooked(lambda gradient: gradient.half().float()),
+        loss=scaled(1e-9),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, eps=1e-20),
+    ),
+    "a weight outside of autograd": Case(
+        BLOCKED, "gain", "data * x", "", "bf16", lambda: with_gain(lambda own, x: own.get_parameter("gain").data * x)
+    ),
+    "an absurd label": Case(
+        INPUT,
+        "batch['y'], sample 5",
+        "",
+        "leave out batch['y'], sample 5",
+        "fp32",
+        Own,
+        lambda: with_label(-9999.0),
+        optimizer=sgd(0.1),
+    ),
+    "a factor that nothing divides by": Case(
+        SCALE, EVERYWHERE, "factor * error", "no factor", "fp16", Own, loss=scaled(1024.0), optimizer=sgd(0.1)
+    ),
     "no scaler": Case(
         UNDERFLOW,
         "inner",
@@ -333,6 +378,21 @@ def test_lost_second_moments_are_named() -> None:
         state["exp_avg_sq"].zero_()
     finding = mantissa.examine(model, error, regression(), "fp32", optimizer).findings[0]
     assert (finding.kind, finding.place) == (MOMENT, "exp_avg_sq of inner.weight")
+
+
+@pytest.mark.parametrize(("key", "factor"), [("momentum_buffer", 65536.0), ("exp_avg_sq", 1e12)])
+def test_a_state_that_spoils_the_steps_is_named(key: str, factor: float) -> None:
+    model = Own()
+    kept = {"momentum_buffer": torch.optim.SGD(model.parameters(), 0.02, 0.9)}
+    optimizer = kept.get(key) or torch.optim.Adam(model.parameters(), 1e-2)
+    for batch in regression():
+        optimizer.zero_grad()
+        error(model, batch).backward()
+        optimizer.step()
+    for state in optimizer.state.values():
+        state[key] *= factor
+    finding = mantissa.examine(model, error, regression(), "fp32", optimizer).findings[0]
+    assert (finding.kind, finding.place.partition(" of ")[0]) == (MOMENT, key), str(finding)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
