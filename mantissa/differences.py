@@ -23,6 +23,7 @@ Lines = dict[int, list[str]]
 Values = dict[tuple[str, str, str], Any]
 """Tensors, numbers and texts by file, part of the file (``optimizer``) and name (``state.0.exp_avg``)."""
 
+_MISSING = object()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Numpy's random state, in the checkpoints of transformers.
 _SAFE: list[Any] = [np.ndarray, np.dtype, np.empty(0).__reduce__()[0], type(np.dtype(np.uint32))]
@@ -92,7 +93,7 @@ def compare(whole: Record, killed: Record) -> Differences:
 def unlike(one: Record, other: Record) -> list[set[Any]]:
     """Return in which steps and values two undisturbed runs differ: a set for each field of a record."""
     return [
-        {key for key in first.keys() | second.keys() if distance(first.get(key), second.get(key))}
+        {key for key in first.keys() | second.keys() if distance(first.get(key, _MISSING), second.get(key, _MISSING))}
         for (first,), (second,) in zip(one, other, strict=True)
     ]
 
@@ -122,10 +123,13 @@ def values_in(path: Path, name: str) -> Values:
         elif zipfile.is_zipfile(path):
             with torch.serialization.safe_globals(_SAFE):
                 content = torch.load(path, map_location="cpu", weights_only=True)
-    values = {}
+    values: Values = {}
     for part, held in (content if isinstance(content, dict) else {"content": content}).items():
         for key, value in _leaves(held):
-            values[(name, str(part), key) if key else (name, "", str(part))] = value
+            place = (name, str(part), key) if key else (name, "", str(part))
+            while place in values:  # keys 1 and "1"
+                place = (*place[:2], f"{place[2]}'")
+            values[place] = value
     return values
 
 
@@ -148,6 +152,8 @@ def distance(one: Any, other: Any) -> float:
         return ulps(one, other)
     if isinstance(one, float) and isinstance(other, float):
         return ulps(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
+    if isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
+        return max(map(distance, one, other), default=0.0)
     return 0.0 if type(one) is type(other) and one == other else math.inf
 
 
@@ -155,6 +161,7 @@ def ulps(one: Tensor, other: Tensor) -> float:
     """Return the largest distance between two tensors in units in the last place; 0: the same bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return math.inf
+    one, other = (each if each.layout == torch.strided else each.to_dense() for each in (one, other))
     if torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)):
         return 0.0
     if not one.is_floating_point() or not bool((torch.isfinite(one) & torch.isfinite(other)).all()):
@@ -174,7 +181,8 @@ def _of_values(whole: Values, killed: Values) -> tuple[list[str], str, float]:
     """Return a sentence for each part of a file that differs, the first such value, and the largest distance."""
     parts: dict[str, dict[str, float]] = {}
     for key in sorted(whole.keys() | killed.keys()):
-        parts.setdefault(": ".join(filter(None, key[:2])), {})[key[2]] = distance(whole.get(key), killed.get(key))
+        gap = distance(whole.get(key, _MISSING), killed.get(key, _MISSING))
+        parts.setdefault(": ".join(filter(None, key[:2])), {})[key[2]] = gap
     lost, place = [], ""
     for part, distances in parts.items():
         if differing := [name for name in distances if distances[name]]:

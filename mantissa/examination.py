@@ -25,6 +25,8 @@ from mantissa.tensors import finite
 from mantissa.updates import Counts, UpdateMeter
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
+_REPEATED = 0.05
+"""Relative difference between the gradients of two equal steps that no order of sums explains."""
 
 
 @dataclass
@@ -118,7 +120,8 @@ def examine(
     if step.optimizer is None:
         checks = [check for check in checks if check not in ("updates", "state")]
     try:
-        return Report(diagnose(take(step, failed), tuple(checks), budget_s, say=say))
+        with torch.enable_grad():
+            return Report(diagnose(take(step, failed), tuple(checks), budget_s, say=say))
     finally:
         set_random_state(before, step.device)
 
@@ -133,20 +136,32 @@ def take(step: LoopStep, failed: bool = False) -> Replay:
         raise
     except Exception:  # the format sweep says what it is
         return replay
+    loss, first = found.loss.item(), [] if found.harmed else [each.clone() for each in found.gradients.values()]
     began = time.monotonic()  # what is done for the first time takes longer
     found = passes.attempt()
     replay.seconds = step.seconds = time.monotonic() - began
     weights = found.gradients.values()
+    if _size([one - other for one, other in zip(first, weights, strict=False)]) > _REPEATED * _size(first):
+        raise UsageError(
+            f"the same step gives other gradients when it is taken again (loss {loss:.6g}, then {found.loss.item():.6g}"
+            "): let the loss draw from global generators, or from generators that are attributes of modules, and keep "
+            "nothing from call to call"
+        )
     replay.loss, replay.skipped = found.loss.item(), not all(map(finite, weights))
     replay.memory_bytes = 4 * sum(each.numel() * each.element_size() for each in step.weights.values())
-    norms = [torch.linalg.vector_norm(each.float()) / passes.scale for each in weights if not each.is_sparse]
-    replay.grad_norm = torch.stack(norms).norm().item() if norms else math.nan
+    replay.grad_norm = _size(weights) / passes.scale if weights else math.nan
     if not replay.skipped:
         step.scale = passes.scale  # to which a scaler backs off at this step
     if not replay.skipped and passes.optimizer is not None:
         replay.updates, why = _updates(passes)
         replay.notes += [f"updates: not measured ({why})"] if why else []
     return replay
+
+
+def _size(gradients: Iterable[Tensor]) -> float:
+    """Return the norm of all that are not sparse; 0: there are none."""
+    norms = [torch.linalg.vector_norm(each.float()) for each in gradients if not each.is_sparse]
+    return torch.stack(norms).norm().item() if norms else 0.0
 
 
 def _updates(passes: LoopPasses) -> tuple[dict[str, Counts], str]:

@@ -20,33 +20,38 @@ def in_fp32(forward: Callable[..., Any], device_type: str, result: torch.dtype |
 
     The outermost island casts its results to the dtype ``result``, except scalars; None: they stay fp32.
     """
+    # Not a closure, so that in a copy of the module it is the copy's own forward.
+    return functools.update_wrapper(functools.partial(_fp32_forward, forward, device_type, result), forward)
 
-    @functools.wraps(forward)
-    def fp32_forward(*args: Any, **kwargs: Any) -> Any:
-        global entered
-        outermost = not entered
-        entered = True
-        try:
-            with torch.autocast(device_type, enabled=False):
-                output = forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))
-        finally:
-            entered = not outermost
-        return cast(output, result, scalars=False) if outermost and result else output
 
-    return fp32_forward
+def _fp32_forward(
+    forward: Callable[..., Any], device_type: str, result: torch.dtype | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    global entered
+    outermost = not entered
+    entered = True
+    try:
+        with torch.autocast(device_type, enabled=False):
+            output = forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+    finally:
+        entered = not outermost
+    return cast(output, result, scalars=False) if outermost and result else output
 
 
 def keep_fp32(
-    model: nn.Module, names: Iterable[str], device_type: str, half_weights: torch.dtype | None = None
+    model: nn.Module, names: Iterable[str], device_type: str = "", half_weights: torch.dtype | None = None
 ) -> None:
     """Make submodules compute in fp32, with their weights and all that they contain.
 
     Args:
         model: changed in place, before its optimizer is made where it has 16-bit weights.
         names: of the submodules.
-        device_type: of the autocast that is turned off in them.
+        device_type: of the autocast that is turned off in them; empty: the model's, whose weights say the next, too.
         half_weights: the dtype of the model's other weights, to which the results are cast back; None: fp32.
     """
+    if not device_type:
+        device_type = next(model.parameters()).device.type
+        half_weights = next((each.dtype for each in model.parameters() if each.dtype.itemsize == 2), half_weights)
     # A container may never be called, only its children. So they are converted with it.
     inside = {id(module): module for name in names for module in model.get_submodule(name).modules()}
     for module in inside.values():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import os
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
@@ -27,6 +29,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 """From the model and a batch to the mean loss, a scalar."""
 LEAST_SCALE = 2.0**-10
 """Below it a skipped step is not tried again."""
+_STATE = (int, float, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _QUICK = 0.5
 """Seconds up to which a step is examined with all its samples, and not with two of them."""
 
@@ -41,8 +44,8 @@ class LoopBatch(dict[str, Tensor]):
         super().__init__({name: leaf for name, leaf in self._leaves if isinstance(leaf, Tensor)})
 
     def whole(self) -> Any:
-        """Return the batch as it was given, with the tensors of now; a loss may ask for gradients of its own."""
-        own = {name: each.detach().requires_grad_(each.requires_grad) for name, each in self.items()}
+        """Return the batch as it was given, with copies of the tensors of now: a loss may change them in place."""
+        own = {name: each.detach().clone().requires_grad_(each.requires_grad) for name, each in self.items()}
         return tree_unflatten([own.get(name, leaf) for name, leaf in self._leaves], self._structure)
 
 
@@ -64,6 +67,8 @@ class LoopStep(Step):
     generators: dict[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     """That the step takes."""
+    originals: frozenset[int] = frozenset()
+    """The ids of the parameters of the model that was copied."""
 
     @classmethod
     def of(
@@ -125,6 +130,7 @@ class LoopStep(Step):
             steps=steps,
             first=number,
             generators=generators,
+            originals=frozenset(map(id, original.parameters())),
         )
 
     def passes(
@@ -191,7 +197,12 @@ class LoopPasses(Passes):
                 lambda _, args, kwargs: (cast(args, half), cast(kwargs, half)), with_kwargs=True
             )
         self.scale = step.scale if own else 1.0
+        self._state = _states(model)
         super().__init__(step, format, model, None, fp32_modules, own)
+
+    def start(self) -> None:
+        super().start()
+        _restore(self._state)
 
     def widen(self, dtype: torch.dtype) -> None:
         super().widen(dtype)
@@ -202,10 +213,28 @@ class LoopPasses(Passes):
         for batch in microbatches:
             loss = self.loss(batch) / len(self.microbatches)
             if loss.requires_grad:
-                (loss * self.scale).backward()
+                self._backward(loss * self.scale)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total.float() if total.itemsize < 4 else total, 1.0
+
+    def _backward(self, loss: Tensor) -> None:
+        """Give the model its gradients, and leave those of other leaves as they are, such as a discriminator's."""
+        own = set(map(id, self.model.parameters()))
+        others = [leaf for leaf in _leaves(loss) if id(leaf) not in own]
+        if any(id(leaf) in self.step.originals for leaf in others):
+            raise UsageError(
+                "a gradient goes to the model that was given, and not to its copy: let the loss use the model that it "
+                "is called with, and no forward keep a method of the model from before it was replaced"
+            )
+        kept = [other.grad for other in others]
+        for other in others:
+            other.grad = None
+        try:
+            loss.backward()
+        finally:
+            for other, gradient in zip(others, kept, strict=True):
+                other.grad = gradient
 
     def loss(self, batch: Batch) -> Tensor:
         assert isinstance(batch, LoopBatch)
@@ -220,7 +249,7 @@ class LoopPasses(Passes):
     def autocast(self) -> AbstractContextManager[Any]:
         dtype, device = self.format.autocast, self.step.device.type
         contexts = ExitStack()
-        contexts.enter_context(nullcontext() if dtype is None else torch.autocast(device, dtype=dtype))
+        contexts.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
         if self._fp32_ops:
             policy = OperatorPolicy(device, dict.fromkeys(self._fp32_ops, torch.float32), self.format.half_weights)
             contexts.enter_context(policy)
@@ -249,7 +278,7 @@ class LoopPasses(Passes):
     def _train_step(self, microbatches: list[Batch]) -> float:
         assert self.optimizer is not None
         self.microbatches = microbatches
-        generators = random_state(self.step.device)
+        generators, states = random_state(self.step.device), _states(self.model)
         while True:
             self.optimizer.zero_grad()
             with self.around():
@@ -260,6 +289,7 @@ class LoopPasses(Passes):
                 break
             self.scale /= 2  # as a dynamic scaler would, with the same dropout
             set_random_state(generators, self.step.device)
+            _restore(states)
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         if sound or not self.format.needs_loss_scale:
@@ -271,6 +301,37 @@ class LoopPasses(Passes):
         with MemoryLedger(self.model, optimizer) as recording:
             self.attempt()
         return recording.report().peak_bytes
+
+
+def _states(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return what a forward pass may change besides buffers: numbers, tensors and generators that modules keep."""
+    return [
+        (
+            module,
+            {
+                name: copy.deepcopy(value)
+                for name, value in vars(module).items()
+                if isinstance(value, _STATE) or (isinstance(value, Tensor) and not value.requires_grad)
+            },
+        )
+        for module in model.modules()
+    ]
+
+
+def _restore(states: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, state in states:
+        vars(module).update(copy.deepcopy(state))
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Return the tensors in which a backward pass leaves gradients."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:

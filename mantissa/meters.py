@@ -32,7 +32,7 @@ class Measured(NamedTuple):
     """By parameter group: the 2-norm."""
     overflow: dict[str, float]
     """Bits from the largest number up to the largest of the dtype: of the outputs of each module that has no others
-    inside, and of each parameter's gradient (``NAME.grad``), as it was computed, with the loss scale."""
+    inside, and of each parameter's gradient (``NAME.grad``), with the loss scale, and after the loop's clipping."""
     underflow: dict[str, float]
     """Bits from the root mean square down to the smallest normal number of the dtype, of the same."""
 
@@ -98,7 +98,10 @@ class Meters:
         device = gradients[0].device
         norms = [list(torch._foreach_norm(tensors, dtype=torch.float32)) for tensors in (gradients, weights)]
         rows = [torch.stack([each.to(device) for each in row]) for row in (list(map(_largest, gradients)), *norms)]
-        self._parts = [torch.ones(1, device=device) if scale is None else scale.float().reshape(1).to(device), *rows]
+        self._parts = [
+            torch.ones(1, device=device) if scale is None else scale.reshape(1).to(device, torch.float32, copy=True),
+            *rows,
+        ]
         if self._measurable:
             self._updates = self._updates or UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)
             self._updates.before(factor)

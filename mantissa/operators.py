@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.overrides import TorchFunctionMode
 
 from mantissa import islands
+from mantissa.tensors import tensors
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GROUPS = ("special", "linalg", "fft")
@@ -24,7 +25,8 @@ class OperatorPolicy(TorchFunctionMode):
     fp64 and ``out=`` are left alone; fp32 islands stay fp32. What an operator calls inside follows that operator.
 
     Args:
-        device_type: of the autocast that is turned off.
+        device_type: of the autocast that is turned off. Empty: that of the operator's tensors, and without autocast
+            results have the dtype of the inputs.
         dtypes: by name: ``softmax`` is F.softmax, torch.softmax and Tensor.softmax; ``matmul`` is ``@``, too.
         result: the dtype of the results (not scalars) of operators whose inputs all have it; None: they stay fp32.
     """
@@ -43,11 +45,15 @@ class OperatorPolicy(TorchFunctionMode):
         given: list[torch.dtype] = []
         args = _cast(args, dtype, given)
         kwargs = {name: value if name == "out" else _cast(value, dtype, given) for name, value in kwargs.items()}
-        with torch.autocast(self.device_type, enabled=False):
+        kind, result = self.device_type, self.result
+        if not kind:
+            kind = next((each.device.type for each in tensors((args, kwargs))), "cpu")
+            result = given[0] if given and not torch.is_autocast_enabled(kind) else None
+        with torch.autocast(kind, enabled=False):
             output = function(*args, **kwargs)
-        if self.result is None or set(given) != {self.result}:
+        if result is None or set(given) != {result}:
             return output
-        return islands.cast(output, self.result, scalars=False)
+        return islands.cast(output, result, scalars=False)
 
     @contextmanager
     def beside(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
@@ -56,7 +62,7 @@ class OperatorPolicy(TorchFunctionMode):
             yield
 
 
-def fp32_ops(names: Iterable[str], device_type: str = "cuda") -> OperatorPolicy:
+def fp32_ops(names: Iterable[str], device_type: str = "") -> OperatorPolicy:
     """Return a context for forward and loss in which operators, such as ``softmax``, compute in fp32."""
     return OperatorPolicy(device_type, dict.fromkeys(names, torch.float32), None)
 

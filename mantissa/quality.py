@@ -178,7 +178,12 @@ def _compared(losses: Losses, base: Losses | None) -> Quality:
     quality.differences = [(loss - others[s]) / abs(others[s]) for s, loss in finite.items() if others.get(s)]
     diverged = [seed for seed in _diverged(losses) if seed in others]
     why = [f"{len(diverged)} of {len(losses)} runs diverged where the baseline's did not"] if diverged else []
-    if too_few := few(len(quality.differences) + len(diverged), len(losses)):
+    if zero := [seed for seed in finite if others.get(seed) == 0]:
+        quality.verdict = NOT_JUDGED
+        why.append(
+            f"the baseline is 0 with {len(zero)} of {len(losses)} seeds, so that no difference is relative to it"
+        )
+    elif too_few := few(len(quality.differences) + len(diverged), len(losses)):
         quality.verdict = NOT_JUDGED
         why.append(too_few)
     elif diverged:

@@ -358,6 +358,8 @@ class Watch:
         """Say what is harmful in a measurement, and was not said yet."""
         lost = {name: counts for name, counts in now.lost.items() if counts.loses_updates and name not in self._said}
         near = [name for name, bits in now.overflow.items() if bits < _NEAR and name not in self._said]
+        if self._scaling:  # a scaler raises its scale until gradients overflow
+            near = [name for name in near if not name.endswith(".grad")]
         self._said |= {*lost, *near}
         for name, counts in lost.items():
             share = f"{counts.lost_share:.0%} of the updates of parameter group {name}"
@@ -433,8 +435,7 @@ class Watch:
             raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
         if not step.batches:
             raise FormatError("no forward pass of the model was seen; give Watch the model that the loop calls")
-        off = torch.autocast(self._device.type, enabled=False)
-        with self._before_the_step(), torch.enable_grad(), off:  # a hook of the optimizer runs in no_grad
+        with self._before_the_step():
             model = self._gathered() if self._sharded else self.model
             known = set(map(id, model.parameters()))
             whole = not self._later and all(id(each) in known for each in self._parameters)

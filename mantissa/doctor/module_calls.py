@@ -12,7 +12,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -312,7 +312,12 @@ def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Ite
 class NoDropout(TorchFunctionMode):
     """Replaces random masks by their expectation, and random numbers by those of fp32."""
 
-    _drawn = frozenset((torch.rand, torch.rand_like, torch.randn, torch.randn_like))
+    _drawn: Mapping[Any, Any] = {
+        torch.rand: torch.empty,
+        torch.rand_like: torch.empty_like,
+        torch.randn: torch.empty,
+        torch.randn_like: torch.empty_like,
+    }
     _identity = frozenset(
         (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
     )
@@ -322,13 +327,15 @@ class NoDropout(TorchFunctionMode):
         if function in self._identity:
             return args[0] if args else kwargs["input"]
         if function in self._drawn:  # in every precision the same numbers, which depend on the dtype
-            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-            with torch.random.fork_rng(devices):
-                like = function(*args, **kwargs)
-            with _disable_current_modes():  # a wider reference would draw others
+            generator = kwargs.get("generator")
+            like = self._drawn[function](*args, **{key: kwargs[key] for key in kwargs if key != "generator"})
+            with _disable_current_modes():  # a wider reference would draw wider ones
                 drawn = torch.empty(like.shape, dtype=torch.float32, device=like.device)
-                drawn = drawn.normal_() if function in (torch.randn, torch.randn_like) else drawn.uniform_()
+                draw = drawn.normal_ if function in (torch.randn, torch.randn_like) else drawn.uniform_
+                drawn = draw(generator=generator)
             return drawn.to(like.dtype).requires_grad_(like.requires_grad)
+        if function is torch.bernoulli and len(args) == 1:
+            return args[0].detach().clone()
         if function is torch.Tensor.bernoulli_:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if function is F.scaled_dot_product_attention:

@@ -23,7 +23,7 @@ from mantissa.dtypes import CAST
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
-from mantissa.step import Passes, Step, each, named
+from mantissa.step import Batch, Passes, Step, each, named
 from mantissa.tensors import nudged, relative_error, tensors
 
 FACTOR = 8
@@ -210,10 +210,11 @@ def wrong_gradients(step: Step) -> WrongGradients:
 def rounded_away(step: Step) -> str:
     """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
     passes = step.own()
-    with _Rounded() as cast:
-        passes.loss(passes.microbatches[0])
-    for name, tensor in passes.microbatches[0].items():
-        if tensor.data_ptr() in cast.addresses and tensor.ndim and len(tensor) > 1:
+    batch = passes.microbatches[0]
+    with _Rounded(batch) as cast:
+        passes.loss(batch)
+    for name, tensor in batch.items():
+        if name in cast.names and tensor.ndim and len(tensor) > 1:
             exact = tensor.detach().double()
             varies = torch.linalg.vector_norm(exact - exact.mean(0, keepdim=True)).item()
             error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
@@ -224,16 +225,17 @@ def rounded_away(step: Step) -> str:
 
 
 class _Rounded(TorchDispatchMode):
-    """Notes the addresses of the tensors that are cast to 16 bits."""
+    """Notes which tensors of a batch are cast to 16 bits, by name; a loss is given copies of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: Batch) -> None:
         super().__init__()
-        self.addresses: set[int] = set()
+        self._batch = batch
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if str(func).startswith(CAST) and result.dtype.itemsize == 2:
-            self.addresses.add(args[0].data_ptr())
+            self.names |= {name for name, each in self._batch.items() if torch.equal(each, args[0])}
         return result
 
 

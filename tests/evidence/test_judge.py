@@ -229,6 +229,14 @@ def test_a_negative_loss_keeps_its_direction(runs: Runs) -> None:
     assert (quality.differences, quality.verdict) == ([0.5, 0.5, 0.5], WORSE)
 
 
+def test_nothing_is_relative_to_a_loss_of_0(runs: Runs) -> None:
+    for seed in range(6):
+        runs.add(FP32, seed, losses=(1.0, 1.0, 0.0 if seed < 3 else 0.5))
+        runs.add(BF16, seed, losses=(1.0, 1.0, 0.5))
+    quality = runs.judged([FP32, BF16])["bf16"].quality
+    assert (quality.verdict, quality.why.startswith("the baseline is 0 with 3 of 6 seeds")) == (NOT_JUDGED, True)
+
+
 def test_the_work_of_other_processes_is_not_that_of_descendants_also_of_orphans() -> None:
     """As the server of a loader's workers is one, when its run has ended."""
     orphan = "import time\nwhile time.process_time() < 0.5: pass"

@@ -155,6 +155,29 @@ def test_values_of_every_kind_of_file_are_compared_by_name(tmp_path: Path) -> No
         assert compare(*pair).place == ": ".join(filter(None, key))
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+def test_values_of_every_kind_are_compared_by_what_they_hold(tmp_path: Path) -> None:
+    nan = float("nan")
+    kept: dict[Any, Any] = {1: torch.ones(2), "1": torch.zeros(2), "losses": [nan, 1.0], "none": None}
+    kept["sparse"] = torch.eye(2).to_sparse()
+    changed = [
+        (1, torch.zeros(2), "DIVERGED IN f: 1"),
+        ("1", torch.ones(2), "DIVERGED IN f: 1'"),
+        ("losses", [nan, 1.0000000000000002], "ULP <= 1"),
+        ("losses", [1.0, nan], "DIVERGED IN f: losses"),
+        ("sparse", torch.zeros(2, 2).to_sparse(), "DIVERGED IN f: sparse"),
+        ("none", 0, "DIVERGED IN f: none"),
+    ]
+    verdicts = []
+    for key, value, _ in [(1, kept[1], ""), *changed]:
+        torch.save(kept, tmp_path / "one")
+        torch.save(kept | {key: value}, tmp_path / "other")
+        pair = (Record([{}], [{}], [values_in(tmp_path / name, "f")]) for name in ("one", "other"))
+        verdicts.append(compare(*pair).judge(4)[0])
+    assert verdicts == ["BITWISE", *(verdict for _, _, verdict in changed)]
+    assert compare(whole(a=None), whole()).judge(0)[0] == "DIVERGED IN f: a"
+
+
 def test_units_in_the_last_place() -> None:
     one = torch.tensor([1.0, -2.0, 0.0])
     assert ulps(one, one.clone()) == 0

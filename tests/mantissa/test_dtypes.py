@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import mantissa
 from mantissa.dtypes import LOSS, DtypeRecorder
 from tests.helpers import trainer_of
 from trainer.run.record import precision_manifest
@@ -80,3 +83,17 @@ def test_own_operators_are_those_that_compute_and_belong_to_no_child() -> None:
         LOSS: {"type": "", "weights": "", "compute": "float32", "output": ""},
     }
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_islands_and_operators_need_no_more_than_what_a_cure_says(autocast: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model = model if autocast else model.half()
+    mantissa.keep_fp32(model, ["0"])
+    copied, x = copy.deepcopy(model), torch.full((2, 8), 0.5)
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast), mantissa.fp32_ops(["exp"]):
+        y = copied[0](x)
+        assert y.dtype == y.exp().dtype == (torch.float32 if autocast else torch.float16)
+        copied(x).sum().backward()
+    assert all(each.grad is not None for each in copied.parameters())
+    assert all(each.grad is None for each in model.parameters())

@@ -339,6 +339,23 @@ def test_headroom_is_that_of_the_outputs_and_of_the_scaled_gradients() -> None:
     assert sum("within a factor of 2" in each for each in said) == 1
 
 
+def test_a_scale_that_grows_at_the_measured_step_is_the_one_before_and_its_gradients_are_no_warning() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=1)
+    said: list[str] = []
+    watch = mantissa.Watch(net, optimizer, scaler, every=1, say=said.append)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = net(torch.ones(4, 2)).float().sum(1).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    watch.step(loss)
+    assert scaler.get_scale() == 2.0**16
+    assert watch.history[0].overflow["bias.grad"] == pytest.approx(1 - 2**-11, abs=1e-3)
+    assert not any("within a factor of 2" in each for each in said)
+
+
 def test_copies_and_files_of_the_model_are_not_watched() -> None:
     training = Training().train(1)
     assert training.watch is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -410,6 +411,89 @@ def test_a_healthy_model_has_no_fault_and_stays_as_it_is(precision: str) -> None
     assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
     after = [model.state_dict(), optimizer.state_dict(), random_state(torch.device("cpu")), batches]
     assert same_bits([*after, [each.grad for each in model.parameters()]], before)
+
+
+def stated(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss that changes its batch, as augmentation on the device does."""
+    return error(model, batch | {"x": batch["x"].mul_(0.5).add_(0.1)})
+
+
+class Drawing(nn.Module):
+    """Draws from generators of its own, twice, and warms up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out, self.calls = nn.Linear(8, 16), nn.Linear(16, 1), 0
+        self.torchs, self.numpys = torch.Generator().manual_seed(0), np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.layer(x) * (torch.rand(len(x), 16, generator=self.torchs) > 0.1) + torch.randn(len(x), 16) / 4
+        y = y * torch.from_numpy(self.numpys.random(16) > 0.1) * torch.bernoulli(torch.full_like(y, 0.9))
+        return min(1.0, self.calls / 10) * self.out(y.relu()).squeeze(-1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("build", "loss"), [(Own, stated), (Drawing, error)])
+def test_what_a_step_changes_is_restored_before_the_next(
+    build: Callable[[], nn.Module], loss: Callable[[nn.Module, Batch], Tensor], precision: str
+) -> None:
+    torch.manual_seed(0)
+    model, batches = build(), regression()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    loss(model, regression()[0]).backward()
+    optimizer.step()
+    own = [each.get_state() for each in vars(model).values() if isinstance(each, torch.Generator)]
+    report = mantissa.examine(model, loss, batches, precision, optimizer)
+    assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
+    assert report.diagnosis.budget.left_out == []
+    assert same_bits(batches, regression())
+    assert same_bits([each.get_state() for each in vars(model).values() if isinstance(each, torch.Generator)], own)
+
+
+def test_gradients_of_other_models_stay() -> None:
+    model, judge = Own(), nn.Linear(1, 1)
+    report = mantissa.examine(model, lambda own, batch: judge(own(batch["x"])[:, None]).square().mean(), regression())
+    assert report.verdict == HEALTHY, str(report)
+    assert judge.weight.grad is None
+
+
+def replaced() -> nn.Module:
+    model = Own()
+    forward = model.inner.forward
+    model.inner.forward = lambda x: forward(x)  # type: ignore[method-assign]
+    return model
+
+
+ELSEWHERE = Own()
+GENERATOR = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "words"),
+    [
+        (ELSEWHERE, lambda model, batch: error(ELSEWHERE, batch), "a gradient goes to the model that was given"),
+        (replaced(), error, "a gradient goes to the model that was given"),
+        (
+            Own(),
+            lambda model, batch: error(model, batch) * torch.rand((), generator=GENERATOR),
+            "other gradients when it is taken again",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_replayed_is_said_to_be_so(
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        mantissa.examine(model, loss, regression())
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_the_surrounding_modes_do_not_matter() -> None:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        report = mantissa.examine(Own(), error, with_value(regression(), 0, 1e30), "fp32")
+    assert report.findings[0].kind == OVERFLOW, str(report)
+    assert "bfloat16" not in str(report)
 
 
 def test_batches_of_any_nesting_and_no_optimizer() -> None:

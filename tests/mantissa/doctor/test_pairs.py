@@ -49,6 +49,19 @@ def test_a_wrong_gradient_is_found_also_where_fp16_needs_a_loss_scale_to_hold_it
     assert [(each.kind, each.direction, each.module) for each in findings] == [("error", "backward", "1")]
 
 
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("draw", ["rand_like", "randn_like", "bernoulli"])
+def test_random_numbers_are_the_same_in_every_precision(draw: str, mode: str) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            other: Tensor = getattr(torch, draw)(torch.full_like(x, 0.9))
+            y: Tensor = x * torch.rand_like(x) + other
+            return y
+
+    pairs = local_errors(step_of(lambda: around(Twice()), mode))
+    assert (pairs.findings, pairs.notes) == ([], [])
+
+
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_changes_in_place_are_followed(mode: str) -> None:
     pairs = local_errors(
