@@ -6,17 +6,15 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import urllib3
 
 from trainer.errors import UserError
 from trainer.progress import shown_by
-from trainer.tracking.mlflow import answers, feed
+from trainer.tracking.mlflow import feed
 from trainer.tracking.mlflow.record import RunInfo
 
 
@@ -126,56 +124,3 @@ def test_how_much_was_sent_is_shown_within_a_file_too(
 
     with shown_by(show):
         assert concluded(monkeypatch, send) is None
-
-
-@pytest.fixture
-def server() -> Iterator[Callable[[Callable[[Any], None]], str]]:
-    """``server(answer)``: the address of one that answers by writing to a file."""
-    started = []
-
-    def serve(answer: Callable[[Any], None]) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                answer(self.wfile)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        started.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=started[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{started[-1].server_port}"
-
-    yield serve
-    for each in started:
-        each.shutdown()
-        each.server_close()
-
-
-def test_each_part_of_an_answer_is_progress(server: Any) -> None:
-    """The server sends the next one when this one has been noticed: nothing here depends on time."""
-    arrived = threading.Semaphore(0)
-
-    def slowly(file: Any) -> None:
-        for number in range(5):
-            assert arrived.acquire(timeout=60)  # the headers come first
-            file.write(b"%d" % number)
-
-    with answers.watching(arrived.release):
-        assert urllib3.PoolManager().request("GET", server(slowly)).data == b"01234"
-
-
-def test_an_answer_that_would_fill_the_memory_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "LARGEST_ANSWER", 2**20)
-    sent = []
-
-    def endless(file: Any) -> None:
-        with suppress(OSError):  # the client hangs up
-            while True:
-                sent.append(file.write(bytes(2**16)))
-
-    address = server(endless)
-    with answers.watching(lambda: None), pytest.raises(urllib3.exceptions.ProtocolError, match="larger than 1 MiB"):
-        urllib3.PoolManager().request("GET", address, retries=False)
-    assert sum(sent) < 2**26  # the rest is in the system's buffers

@@ -16,7 +16,6 @@ from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
 from trainer.progress import work
 from trainer.tracking.mlflow.addresses import database_file, unreachable
-from trainer.tracking.mlflow.answers import watching
 from trainer.tracking.mlflow.delivery import Delivery
 from trainer.tracking.mlflow.models import prepare
 from trainer.tracking.mlflow.record import RunInfo
@@ -121,8 +120,7 @@ class Feed(threading.Thread):
         while not self._abandoned:
             ending = self._ending.is_set()
             try:
-                with watching(lambda: self._extend(0)):
-                    self._deliver()
+                self._deliver()
                 return
             except DeliveryAbandoned:
                 return

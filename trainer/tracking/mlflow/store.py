@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.files import flush, locked
 from trainer.tracking.mlflow.addresses import database_file
-from trainer.tracking.mlflow.answers import watching
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -70,8 +69,7 @@ def connect(uri: str) -> MlflowClient:
             if not (database.exists() and _has_tables(database)):
                 set_up(database)
     client = MlflowClient(tracking_uri=uri)
-    with watching():
-        client.search_experiments(max_results=1)
+    client.search_experiments(max_results=1)
     return client
 
 
