@@ -32,7 +32,6 @@ from trainer.tracking.mlflow.models import log_best
 from trainer.tracking.mlflow.record import RunInfo, read_record, write_record
 from trainer.tracking.mlflow.results import NOTE_TAG, Point, description, points, summary_metrics
 from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
-from trainer.tracking.mlflow.upload import size_of
 
 log = logging.getLogger("mantissa")
 
@@ -285,3 +284,9 @@ class Delivery:
     def _write_record(self) -> None:
         with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again
             write_record(self._folder, self._record)
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -16,10 +16,9 @@ from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
 from trainer.progress import work
 from trainer.tracking.mlflow.addresses import database_file, unreachable
-from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.delivery import Delivery, size_of
 from trainer.tracking.mlflow.models import prepare
 from trainer.tracking.mlflow.record import RunInfo
-from trainer.tracking.mlflow.upload import Upload
 
 log = logging.getLogger("mantissa")
 
@@ -67,7 +66,8 @@ class Feed(threading.Thread):
         self._deadline = self._patience_s = 0.0
         self._status = ""
         self._lacks = "this run"
-        self._upload = Upload()
+        self._total = self._sent = self._sending = 0
+        """Bytes of all files, of those that are sent, and of the file or folder that is on its way."""
         self._answered = self._said = False
         """Whether MLflow has ever accepted something; whether the user was told that it does not now."""
         self._failures = 0
@@ -90,7 +90,7 @@ class Feed(threading.Thread):
             with work("sending the run to MLflow", unit="MB") as advance:
                 while self.is_alive() and time.monotonic() < self._deadline:
                     self.join(0.1)
-                    advance(self._upload.sent() / 1e6, self._upload.total / 1e6)
+                    advance(min(self._sent, self._total) / 1e6, self._total / 1e6)
         except BaseException:  # a signal: the caller no longer waits
             log.warning("%s", how_to_send(self._folder, self._missing("interrupted")))
             raise
@@ -201,9 +201,11 @@ class Feed(threading.Thread):
             raise DeliveryAbandoned
         self._lacks = what
         if rest is not None:
-            self._upload = Upload()
-            self._upload.total = rest
-        self._extend(self._upload.begin(part) / UPLOAD_BYTES_PER_S if part else allowance_s)
+            self._total, self._sent, self._sending = rest, 0, 0
+        if part is not None:
+            self._sent, self._sending = self._sent + self._sending, size_of(part)
+            allowance_s = self._sending / UPLOAD_BYTES_PER_S
+        self._extend(allowance_s)
 
     def _extend(self, allowance_s: float) -> None:
         """There is progress: wait for more of it from now on."""
