@@ -293,7 +293,8 @@ class LoopPasses(Passes):
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         if sound or not self.format.needs_loss_scale:
-            self.optimizer.step()
+            with self.around():
+                self.optimizer.step()
         return loss.item() if sound or not self.format.needs_loss_scale else math.nan  # it would be skipped for ever
 
     def peak_bytes(self) -> int:
@@ -339,6 +340,8 @@ def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn
     kept = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
     memo = {id(each): each.detach().clone() for each in kept if each.grad_fn is not None}
     copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer), memo)
+    for name in vars(optimizer).keys() - vars(copied[1]).keys() - {"step"} if optimizer is not None else ():
+        setattr(copied[1], name, copy.deepcopy(getattr(optimizer, name), memo))  # which a schedule replaces, and torch
     for mine, its in zip(model.parameters(), copied[0].parameters(), strict=True):
         for hook in (mine._backward_hooks or {}).values():
             its.register_hook(hook)

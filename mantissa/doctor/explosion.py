@@ -30,45 +30,49 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         batches: the microbatches of each step.
         exact: the losses in the reference, fp64.
     """
-    explodes, still = _explodes(exact), exact
-    if not explodes:
-        if _learned(exact, exact[:3]) > _MUCH:
-            return None
-        still = torch.tensor(step.reference().train(batches, lr=0.0), dtype=torch.float64)
-        if _learned(exact, still) > _LITTLE:
-            return None
+    explodes = _explodes(exact)
+    if not explodes and _learned(exact, exact[:3]) > _MUCH:
+        return None
+    still = torch.tensor(step.reference().train(batches, lr=0.0), dtype=torch.float64)
+    if not explodes and _learned(exact, still) > _LITTLE:
+        return None
+    least = 0.0 if explodes else _MUCH
     broken = (~exact.isfinite()).nonzero()
     last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in fp32 the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
-    def instead(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> str:
-        """Return to what the loss goes with a change; empty: that does not mend it."""
-        losses = torch.tensor(step.reference().train(steps, lr, fresh), dtype=torch.float64)
-        return f"{losses[-1]:.4g}" if not _explodes(losses) and (explodes or _learned(losses, still) > _MUCH) else ""
+    def trained(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> Tensor:
+        return torch.tensor(step.reference().train(steps, lr, fresh), dtype=torch.float64)
 
-    if step.moments and (loss := instead(fresh=True)):
+    def mends(losses: Tensor) -> bool:
+        return not _explodes(losses) and _learned(losses, still) > least
+
+    if step.moments and mends(losses := trained(fresh=True)):
         state, detail = _largest_state(step)
-        detail = f"{went}, and to {loss} with a fresh state of the optimizer; {detail}"
+        detail = f"{went}, and to {losses[-1]:.4g} with a fresh state of the optimizer; {detail}"
         module = state.rpartition(" of ")[2].rpartition(".")[0]
         return Finding(MOMENT, UPDATE, module, "fp32", detail=detail, cure=[step.words.fresh_state], tensor=state)
     sample = far(batch for microbatches in batches for batch in microbatches) if explodes else None
-    if sample is not None and (loss := instead([list(map(without, microbatches)) for microbatches in batches])):
-        detail = f"{went}, and to {loss} with usual samples in the place of such; {sample}"
+    usual = [list(map(without, microbatches)) for microbatches in batches]
+    if sample is not None and mends(losses := trained(usual)):
+        detail = f"{went}, and to {losses[-1]:.4g} with usual samples in the place of such; {sample}"
         cure = [f"leave out {sample.place}, and others like it"]
         return Finding(INPUT, UPDATE, "", "fp32", detail=detail, cure=cure, tensor=sample.place)
     factor, line = _factor(step.reference())
-    if explodes and factor >= _FACTOR and (loss := instead(lr=1 / factor)):
-        detail = (
-            f"{went}, and to {loss} with 1/{factor:g} of the learning rate; the code multiplies the loss by {factor:g}"
-        )
-        return Finding(
-            SCALE, UPDATE, "", "fp32", detail=detail, cure=[f"no factor of {factor:g} in this line"], line=line
-        )
+    if explodes and factor >= _FACTOR and mends(losses := trained(lr=1 / factor)):
+        detail = f"{went}, and to {losses[-1]:.4g} with 1/{factor:g} of the learning rate; the loss is times {factor:g}"
+        return Finding(SCALE, UPDATE, "", "fp32", detail=detail, cure=["no factor in this line"], line=line)
+    rises = False
     for rate in RATES if explodes else RATES[:2]:
-        if loss := instead(lr=rate):
-            detail = f"{went}, and to {loss} with {rate:g} times the learning rate"
+        losses = trained(lr=rate)
+        if mends(losses):
+            detail = f"{went}, and to {losses[-1]:.4g} with {rate:g} times the learning rate"
             return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.words.rate(rate)])
-    return None
+        rises |= explodes and _learned(losses, still) < 0
+    if not rises:
+        return None
+    detail = f"{went}, and it rises with much lower learning rates, too: the updates go up the gradient, not down"
+    return Finding(RATE, UPDATE, "", "fp32", detail=detail)
 
 
 def _largest_state(step: Step) -> tuple[str, str]:

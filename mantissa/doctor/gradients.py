@@ -19,7 +19,7 @@ from mantissa.dtypes import CAST
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.modules import Lines, ModuleTracer
 from mantissa.places import Line, of_stack
-from mantissa.step import Passes, Step
+from mantissa.step import Attempt, Passes, Step
 from mantissa.tensors import numbers_in, relative_error, tensors
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
@@ -34,7 +34,8 @@ def gradients(step: Step) -> Examined:
     """Return what is wrong with the gradients of a step in fp32 on their way to the optimizer."""
     reference = step.reference()
     with _Unrecorded(reference.model) as unrecorded:
-        once = {name: each.clone() for name, each in reference.attempt().gradients.items()}
+        exact = reference.attempt()
+    once = exact.gradients = {name: each.clone() for name, each in exact.gradients.items()}
     weights = {name: each for name, each in reference.model.named_parameters() if each.requires_grad}
     zero = [name for name, each in once.items() if not each.is_sparse and not each.any()]
     result = _blocked(reference, {name: weights[name] for name in zero})
@@ -54,7 +55,7 @@ def gradients(step: Step) -> Examined:
             result.notes.append(f"gradients: of {len(weights)}, {listed(names)} with {what} in this step")
     if step.format.needs_loss_scale and step.scale > 1:
         result.findings += _changed_by_scale(reference, once, step)
-    result.findings += _cast(step, once)
+    result.findings += _cast(step, exact)
     return result
 
 
@@ -173,19 +174,23 @@ def _read_apart(passes: Passes, absent: dict[str, Tensor]) -> list[Finding]:
     ]
 
 
-def _cast(step: Step, exact: dict[str, Tensor]) -> list[Finding]:
+def _cast(step: Step, exact: Attempt) -> list[Finding]:
     """Return a finding where the backward pass casts to 16 bits in fp32 too, and the gradients are wrong by it."""
     passes = step.passes("fp32")
     passes.scale = step.scale
-    if not any(each._backward_hooks for each in passes.model.parameters()):
-        return []  # what modules do is judged module by module
-    found = {name: each / step.scale for name, each in passes.attempt().gradients.items()}
-    wrong = [name for name, each in exact.items() if each.any() and relative_error(found[name], each) > _PROPORTIONAL]
-    cast = explicit_cast(passes, backward=True) if wrong else None
+    try:
+        attempt = passes.attempt()
+    except RuntimeError:  # a model with hard-coded dtypes
+        return []
+    found = {name: each / step.scale for name, each in attempt.gradients.items()}
+    known = {name: each for name, each in exact.gradients.items() if not each.is_sparse and each.any()}
+    wrong = [name for name, each in known.items() if relative_error(found[name], each) > _PROPORTIONAL]
+    # A cast in the forward pass changes the loss, too, and is found there.
+    cast = explicit_cast(passes, backward=True) if wrong and torch.equal(attempt.loss, exact.loss) else None
     if cast is None:
         return []
-    zero = sum(int((found[name] == 0).sum() - (exact[name] == 0).sum()) for name in wrong)
-    share = zero / sum(each.numel() for each in exact.values())
+    zero = sum(int(((found[name] == 0) & (known[name] != 0)).sum()) for name in wrong)
+    share = zero / sum(each.numel() for each in known.values())
     detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
     cure = ["no cast to 16 bits in this line"]
     kind = UNDERFLOW if share else ERROR

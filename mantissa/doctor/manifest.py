@@ -126,26 +126,21 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        here = (torch._C._current_autograd_node() is not None) == self._backward
-        line = self._modules.line()
-        if (
-            here
-            and self.found is None
-            and str(func).startswith(CAST)
-            and result.dtype in (torch.float16, torch.bfloat16)
-        ):
-            module = self._modules.module()
-            if any(_within(module, [name]) for name in self._names):
+        node, line = torch._C._current_autograd_node(), self._modules.line()
+        half = str(func).startswith(CAST) and result.dtype in (torch.float16, torch.bfloat16)
+        if half and self.found is None and (node is not None) == self._backward:
+            module = "" if hasattr(node, "variable") else self._modules.place()[0]  # a hook of a weight is nobody's
+            if not self._names or _within(module, self._names):
                 self.found = Cast(line, module, dtype_name(result.dtype))
         return result
 
 
-def explicit_cast(passes: Passes, names: Sequence[str] = ("",), backward: bool = False) -> Cast | None:
+def explicit_cast(passes: Passes, names: Sequence[str] = (), backward: bool = False) -> Cast | None:
     """Return the first cast to 16 bits that the code makes in some modules.
 
     Args:
         passes: in fp32, where no cast is autocast's.
-        names: of the modules; an empty string: outside of all of them.
+        names: of the modules; an empty string: outside of all of them; none: anywhere.
         backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
     modules = ModuleTracer(passes.model)
@@ -158,8 +153,7 @@ def _casts_in_fp32(passes: Passes) -> list[Finding]:
     """Return a finding where the code casts to 16 bits though the format has none."""
     if passes.format.half is not None:
         return []
-    modules = [name for name, _ in passes.model.named_modules()]
-    cast = explicit_cast(passes, modules)
+    cast = explicit_cast(passes)
     if cast is None:
         return []
     detail = f"the code casts to 16 bits, which precision={passes.format.name} does not ask for"

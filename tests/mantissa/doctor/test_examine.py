@@ -101,6 +101,26 @@ def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
     return model
 
 
+def hooked_module() -> nn.Module:
+    model = Own()
+    model.outer.register_full_backward_hook(lambda _, given, __: tuple(gradient.half().float() for gradient in given))
+    return model
+
+
+class Signed(torch.optim.Optimizer):
+    """Gradient descent, or ascent, with an attribute of its own."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], sign: float) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.sign = sign
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=self.sign * group["lr"])
+
+
 def with_gain(operation: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
     model = Own(operation)
     model.gain = nn.Parameter(torch.ones(32))
@@ -288,6 +308,19 @@ CASES = {
         lambda: hooked(lambda gradient: gradient.half().float()),
         loss=scaled(1e-9),
         optimizer=lambda parameters: torch.optim.Adam(parameters, eps=1e-20),
+    ),
+    "a hook of a module casts gradients": Case(
+        UNDERFLOW,
+        "outer",
+        "gradient.half()",
+        "no cast",
+        "fp32",
+        hooked_module,
+        loss=scaled(1e-9),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, eps=1e-20),
+    ),
+    "an optimizer that goes up the gradient": Case(
+        RATE, EVERYWHERE, "", "", "fp32", Own, optimizer=lambda parameters: Signed(parameters, -1.0)
     ),
     "a weight outside of autograd": Case(
         BLOCKED, "gain", "data * x", "", "bf16", lambda: with_gain(lambda own, x: own.get_parameter("gain").data * x)
