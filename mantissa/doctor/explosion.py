@@ -79,11 +79,14 @@ def _largest_state(step: Step) -> tuple[str, str]:
     """Return which of the optimizer's tensors is the farthest from the gradient of this step, and how far it is."""
     gradients, found = step.reference().attempt().gradients, []
     for name, state in step.moments.items():
-        gradient = gradients.get(name)
-        for key, value in state.items() if gradient is not None and not gradient.is_sparse else ():
+        if name not in gradients or gradients[name].is_sparse:
+            continue
+        gradient = gradients[name]
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == gradient.shape and value.is_floating_point():
-                size = value.double().norm().item() ** 0.5 if key.endswith("_sq") else value.double().norm().item()
-                found.append((size / max(gradient.double().norm().item(), 1e-30), f"{key} of {name}"))
+                kept = value.double().sqrt() if key.endswith("_sq") else value.double()
+                times = kept.norm().item() / max(gradient.double().norm().item(), 1e-30)
+                found.append((times, f"{key} of {name}"))
     times, place = max(found, default=(0.0, ""))
     return place, f"the largest, {place}, is {times:.3g} times the gradient of this step"
 
