@@ -345,6 +345,8 @@ def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn
     for mine, its in zip(model.parameters(), copied[0].parameters(), strict=True):
         for hook in (mine._backward_hooks or {}).values():
             its.register_hook(hook)
+        for hook in (mine._post_accumulate_grad_hooks or {}).values() if optimizer is not None else ():
+            its.register_post_accumulate_grad_hook(hook)  # without an optimizer it may be one that steps in there
     return copied
 
 

@@ -212,7 +212,8 @@ def _changed_by_scale(reference: Passes, once: dict[str, Tensor], step: Step) ->
     if not wrong:
         return
     weights = dict(reference.model.named_parameters())
-    hooks = [hook for name in wrong for hook in (weights[name]._backward_hooks or {}).values()]
+    dicts = [each for name in wrong for each in _hooks(weights[name])]
+    hooks = [hook for each in dicts for hook in each.values()]
     line = ""
     if hooks and inspect.isfunction(hooks[0]):
         code = hooks[0].__code__
@@ -221,11 +222,15 @@ def _changed_by_scale(reference: Passes, once: dict[str, Tensor], step: Step) ->
         f"{listed(wrong)}: the gradients of the loss times {_SCALE:g} are not "
         f"{_SCALE:g} times those of the loss: a hook or a function limits gradients that still have the loss scale"
     )
-    for name in wrong:
-        (weights[name]._backward_hooks or {}).clear()
+    for each in dicts:
+        each.clear()
     hooked = _disproportionate(reference, wrong)  # now without hooks
     cure = [] if hooked else ["clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"]
     yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=cure, line=line)
+
+
+def _hooks(weight: Tensor) -> list[dict[int, Any]]:
+    return [each for each in (weight._backward_hooks, weight._post_accumulate_grad_hooks) if each]
 
 
 def lost_state(moments: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

@@ -101,6 +101,17 @@ def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
     return model
 
 
+def clipping() -> nn.Module:
+    def clip(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    model = Own()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(clip)
+    return model
+
+
 def hooked_module() -> nn.Module:
     model = Own()
     model.outer.register_full_backward_hook(lambda _, given, __: tuple(gradient.half().float() for gradient in given))
@@ -298,6 +309,9 @@ CASES = {
         "scaler.unscale_",
         "fp16",
         lambda: hooked(lambda gradient: gradient.clamp(-0.01, 0.01)),
+    ),
+    "a hook clips accumulated gradients that are scaled": Case(
+        SCALE, EVERYWHERE, "def clip", "scaler.unscale_", "fp16", clipping
     ),
     "a hook casts gradients": Case(
         UNDERFLOW,
