@@ -136,6 +136,7 @@ def take(step: LoopStep, failed: bool = False) -> Replay:
         raise
     except Exception:  # the format sweep says what it is
         return replay
+    step.changes_batches = passes.changed
     loss, first = found.loss.item(), [] if found.harmed else [each.clone() for each in found.gradients.values()]
     began = time.monotonic()  # what is done for the first time takes longer
     found = passes.attempt()

@@ -30,7 +30,8 @@ def precision_gate(
 
     WORSE fails, and so does BETTER: the precision changes the training. INCONCLUSIVE trains on to ``max_seeds``, and
     fails if that does not decide it: a gate that lets pass what it cannot tell protects nothing. The chance that an arm
-    passes whose true difference is the margin or more is at most 4.5 %: 4 % with ``seeds``, and 0.5 % with more.
+    passes whose true difference is the margin or more is at most 4.5 %, 4 % with ``seeds`` and 0.5 % with more, where
+    the differences are about normal; where they are skewed it may be three times that.
 
     Args:
         train: takes a precision and a seed, trains from nothing, and returns the final loss, all in this process; or a

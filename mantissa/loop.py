@@ -44,8 +44,8 @@ class LoopBatch(dict[str, Tensor]):
         super().__init__({name: leaf for name, leaf in self._leaves if isinstance(leaf, Tensor)})
 
     def whole(self) -> Any:
-        """Return the batch as it was given, with copies of the tensors of now: a loss may change them in place."""
-        own = {name: each.detach().clone().requires_grad_(each.requires_grad) for name, each in self.items()}
+        """Return the batch as it was given, with the tensors of now; a loss may ask for gradients of its own."""
+        own = {name: each.detach().requires_grad_(each.requires_grad) for name, each in self.items()}
         return tree_unflatten([own.get(name, leaf) for name, leaf in self._leaves], self._structure)
 
 
@@ -67,6 +67,8 @@ class LoopStep(Step):
     generators: dict[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     """That the step takes."""
+    changes_batches: bool = True
+    """Whether the loss changes tensors of a batch in place; it is so until it is known."""
     originals: frozenset[int] = frozenset()
     """The ids of the parameters of the model that was copied."""
 
@@ -180,6 +182,8 @@ class LoopPasses(Passes):
     """The passes of a copy of the model."""
 
     step: LoopStep
+    changed = False
+    """Whether the loss has changed a batch that it was given."""
 
     def __init__(self, step: LoopStep, format: str, own: bool, fp32_modules: list[str], fp32_ops: list[str]) -> None:
         model, self.optimizer = _copy(step.model, step.optimizer)
@@ -237,9 +241,11 @@ class LoopPasses(Passes):
                 other.grad = gradient
 
     def loss(self, batch: Batch) -> Tensor:
-        assert isinstance(batch, LoopBatch)
+        given = each(batch, torch.clone) if self.step.changes_batches else batch
+        assert isinstance(given, LoopBatch)
         with self.autocast():
-            loss = self.step.loss(self.model, batch.whole())
+            loss = self.step.loss(self.model, given.whole())
+        self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(
                 f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {type(loss)}"

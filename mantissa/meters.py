@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mantissa.effective import Listener, changed_by
 from mantissa.tensors import numbers_in
-from mantissa.updates import Counts, UpdateMeter, is_elementwise, local
+from mantissa.updates import Counts, UpdateMeter, is_elementwise, local, measurable
 
 _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""
@@ -90,8 +90,10 @@ class Meters:
             scale: what gradients were multiplied by when they were computed, and are no longer; None: by nothing.
             factor: turns gradients into true ones; None: they are.
         """
-        named = [(name, each) for name, each in self._model.named_parameters() if each.grad is not None]
+        named = [(name, each) for name, each in self._model.named_parameters() if measurable(each.grad)]
         self._named = [(name, each) for name, each in named if local(each).numel()]
+        if not self._named:
+            return
         self._half = half
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]

@@ -25,6 +25,7 @@ def numbers_in(nested: Any) -> list[Tensor]:
 def finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite."""
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU

@@ -7,7 +7,7 @@ Low-Precision Strategy for LLM Training", 2024 (effective descent quality).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ class UpdateMeter:
         """
         copies = [dict(group) for group in self._optimizer.param_groups]  # some optimizers count in it
         groups = {parameter: group for group in copies for parameter in group["params"]}
-        tracked = [each for each in self._tracked if each.parameter.grad is not None and each.parameter in groups]
+        tracked = [each for each in self._tracked if measurable(each.parameter.grad) and each.parameter in groups]
         self._samples = [(each, self._sample(each, groups[each.parameter])) for each in tracked]
         self._factor = factor
         self._largest = self._peak()
@@ -189,7 +189,7 @@ class UpdateMeter:
         self._measured.append(Measurement(step, counts, torch.where(taken, self._largest, zeros[0])))
 
     def _peak(self) -> Tensor:
-        gradients = [local(each.parameter.grad) for each in self._tracked if each.parameter.grad is not None]
+        gradients = [local(each.parameter.grad) for each in self._tracked if measurable(each.parameter.grad)]
         if self._half is not torch.float16:
             return torch.zeros((), device=gradients[0].device)
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
@@ -277,6 +277,11 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without a copy; the tensor itself where it is not sharded."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether there is a gradient of real numbers, each of which has its place."""
+    return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided
 
 
 def elements(tensor: Tensor, count: int = SAMPLE) -> Tensor:

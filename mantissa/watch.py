@@ -25,7 +25,7 @@ from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.generators import freeze
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters
-from mantissa.tensors import finite, numbers_in
+from mantissa.tensors import finite, numbers_in, tensors
 from mantissa.updates import local
 
 SKIPS = 10
@@ -47,6 +47,8 @@ class _Step(NamedTuple):
     event: Any
     """After which the device is done with it; None: it is."""
     batches: list[Any]
+    versions: list[tuple[Tensor, int]]
+    """Of their tensors: how often each had been changed when it was kept."""
     generators: Callable[[], dict[str, Tensor]] | None
     read: Callable[[], Measured] | None
     """Of a measured step."""
@@ -165,6 +167,7 @@ class Watch:
 
     def _clear(self) -> None:
         self._batches: list[Any] = []
+        self._versions: list[tuple[Tensor, int]] = []
         self._generators: Callable[[], dict[str, Tensor]] | None = None
         self._losses: list[Tensor] = []
         self._skipped: Tensor | None = None
@@ -173,8 +176,12 @@ class Watch:
     def keep(self, batch: Any) -> Any:
         """Keep a microbatch for ``loss``, before its forward pass, and return it."""
         self._begin()
-        self._batches.append(batch)
+        self._take(batch)
         return batch
+
+    def _take(self, batch: Any) -> None:
+        self._batches.append(batch)
+        self._versions += [(each, each._version) for each in tensors(batch) if not each.is_inference()]
 
     def _begin(self) -> None:
         if self._generators is None:
@@ -187,7 +194,7 @@ class Watch:
             if torch.is_autocast_enabled(self._device.type) and self.number == 0:
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
             if self._loss is None:
-                self._batches.append((args, kwargs))
+                self._take((args, kwargs))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         loss = loss_in(output) if torch.is_grad_enabled() else None
@@ -220,6 +227,7 @@ class Watch:
         self._save(self._weights)
         found = [local(each.grad) for each in self._parameters if each.grad is not None]
         gradients = [each for each in found if each.numel() and each.layout == torch.strided]
+        gradients = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
         # On a CPU a maximum takes 13 times as long; a sum of squares that overflows is looked at again.
         order = 2.0 if self._device.type == "cpu" else math.inf
         norms = torch._foreach_norm(gradients, order, dtype=torch.float32) if gradients else []
@@ -237,7 +245,9 @@ class Watch:
             if not self._later and not self._sound:
                 self.number += 1
                 reason = "a gradient is not finite" if known else "the loss is not finite"
-                self._fail(reason, _Step(self.number, known, None, self._batches, self._generators, None))
+                self._fail(
+                    reason, _Step(self.number, known, None, self._batches, self._versions, self._generators, None)
+                )
                 return
         if (self.number + 1) % self._every == 0 and gradients:
             left = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by
@@ -318,7 +328,9 @@ class Watch:
             self._state_manifest()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
-        self._waiting.append(_Step(self.number, flags, self._mark(), self._batches, self._generators, read))
+        self._waiting.append(
+            _Step(self.number, flags, self._mark(), self._batches, self._versions, self._generators, read)
+        )
         self._clear()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._learn(self._waiting.popleft())
@@ -418,6 +430,9 @@ class Watch:
             notes = {
                 "the run is compiled, and its replay is eager": self.compiled,
                 "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
+                "a batch was changed in place after it was kept, and the replay has what it holds now": any(
+                    tensor._version != version for tensor, version in step.versions
+                ),
                 "the replay has the weights of after the update": self._updated and not self._later,
             }
             said = [f"note: {note}" for note, holds in notes.items() if holds]

@@ -427,7 +427,9 @@ def _train_on(result: Diagnosis) -> None:
     later = None
     if found.at and not math.isfinite(found.away[found.at]):
         later = budget.run("the step that breaks", lambda: _broken_later(step, batches, found.at))
-    if later is not None:
+    if later is not None and later.direction == UPDATE:
+        finding.tensor, finding.detail = later.tensor, f"{finding.detail}; {later.detail}"
+    elif later is not None:
         result.findings[-1] = later
     elif not finding.cure:
         budget.run(
@@ -445,6 +447,8 @@ def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: st
     finding = find(broken, format or step.format.name)
     if finding is not None:
         finding.detail += f"; in step {step.number + count}, after {count} finite ones"
+        if finding.kind == INPUT and not finding.tensor.startswith("batch"):  # an update made it so, and will again
+            finding.direction, finding.line, finding.cure = UPDATE, "", []
     return finding
 
 
@@ -480,7 +484,8 @@ def _cure(result: Diagnosis) -> None:
     if name and finding.kind != UNDERFLOW and not name.endswith(("_", "to_copy")):
         tries[step.words.operators([name])] = lambda: step.own(fp32_ops=[*step.fp32_ops, name])
     bf16 = result.trial("bf16")
-    if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"]:
+    fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale
+    if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"] and not fewer_bits:
         tries[step.words.format("bf16")] = lambda: step.passes("bf16", own=True)
     for cure, build in tries.items():
         if budget.run("cures", functools.partial(holds, step, build)):

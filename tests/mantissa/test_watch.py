@@ -211,6 +211,37 @@ def test_a_fault_of_chance_is_replayed_with_the_same_random_numbers(passes: int,
         Training(wrap=wrap, passes=passes, folder=tmp_path).train(400)
 
 
+def test_a_batch_that_was_overwritten_is_said_to_be_so(tmp_path: Path) -> None:
+    net, x, y, said = Net(), torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long), list[str]()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    mantissa.Watch(net, optimizer, folder=tmp_path, say=said.append)
+    net(x, y)[1].backward()
+    x.fill_(1.0)
+    with pytest.raises(mantissa.NotFiniteError, match="its replay is finite"):
+        optimizer.step()
+    assert "note: a batch was changed in place after it was kept" in said[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_sparse_and_complex_gradients_are_watched_for_what_is_not_finite(dtype: torch.dtype, tmp_path: Path) -> None:
+    net = nn.ModuleList([nn.Embedding(4, 4, sparse=True), nn.Linear(4, 1)])
+    net.register_parameter("phase", nn.Parameter(torch.ones(4, dtype=dtype)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    watch = mantissa.Watch(net, optimizer, every=1, folder=tmp_path, say=lambda text: None)
+    for factor in (1.0, float("nan")):
+        loss = net[1]((net[0](torch.tensor([1, 2])) * net.phase).abs() * factor).sum()
+        loss.backward()
+        if factor == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss)
+    for each in net.parameters():
+        each.grad = each.grad if each is net.phase else None
+    assert "1.weight.grad" in watch.history[0].overflow
+    with pytest.raises(mantissa.NotFiniteError, match="a gradient is not finite"):
+        optimizer.step()
+
+
 def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:
     training = Training(2, folder=tmp_path, on_failure="warn")
     with pytest.warns(UserWarning, match="step 2: the loss is not finite"):

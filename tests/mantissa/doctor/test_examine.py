@@ -33,6 +33,7 @@ from mantissa.finding import (
     RATE,
     SCALE,
     UNDERFLOW,
+    UPDATE,
 )
 from mantissa.generators import random_state
 from tests.helpers import same_bits
@@ -441,6 +442,22 @@ def test_a_state_that_spoils_the_steps_is_named(key: str, factor: float) -> None
         state[key] *= factor
     finding = mantissa.examine(model, error, regression(), "fp32", optimizer).findings[0]
     assert (finding.kind, finding.place.partition(" of ")[0]) == (MOMENT, key), str(finding)
+
+
+def test_weights_that_an_update_makes_infinite_are_no_input() -> None:
+    """Adam's eps is 0 in fp16, and so are second moments of small gradients."""
+    model = Own().half()
+    report = mantissa.examine(model, scaled(3), regression(), "fp16_pure", torch.optim.AdamW(model.parameters(), 1e-3))
+    finding = report.findings[0]
+    assert (finding.kind, finding.direction, finding.place) == (DIVERGENCE, UPDATE, "inner.bias"), str(report)
+    assert finding.cure == ["fp32 weights under torch.autocast(dtype=torch.float16)"]
+
+
+def test_bf16_is_no_cure_of_rounding_in_fp16() -> None:
+    model = Own(lambda own, x: x + torch.arange(3000.0, 3032.0).to(x.dtype) - 3000)
+    report = mantissa.examine(model, error, regression(), "fp16", torch.optim.AdamW(model.parameters(), 1e-3))
+    assert report.findings[0].kind == ERROR, str(report)
+    assert not any("bfloat16" in cure for cure in report.findings[0].cure), str(report)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
