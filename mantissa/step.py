@@ -51,7 +51,7 @@ class Words:
     def format(self, name: str) -> str:
         """Return how another format is chosen."""
         half = FORMATS[name].autocast
-        return "fp32 weights" + (f" under torch.autocast(dtype={half})" if half else ", without autocast")
+        return "fp32 weights" + (f" under torch.autocast(device, dtype={half})" if half else ", without autocast")
 
     def scale(self, value: float) -> str:
         """Return how the loss scale begins with a value."""

@@ -106,7 +106,6 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(source)
-        config.use_cache = config.get_text_config().use_cache = False  # training has no use for it
         mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
         able = {task: str(mapping[type(config)]) for task, mapping in mappings.items() if type(config) in mapping}
         own = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]

@@ -158,6 +158,8 @@ def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
+        if getattr(getattr(module, "config", None), "use_cache", False):  # of transformers: no call could be repeated
+            module.config.use_cache = False  # type: ignore[union-attr]
     low.microbatches = reference.microbatches = step.first_samples()
     calls = _calls(reference, reference.attempt)
     low.start()

@@ -450,7 +450,7 @@ def test_weights_that_an_update_makes_infinite_are_no_input() -> None:
     report = mantissa.examine(model, scaled(3), regression(), "fp16_pure", torch.optim.AdamW(model.parameters(), 1e-3))
     finding = report.findings[0]
     assert (finding.kind, finding.direction, finding.place) == (DIVERGENCE, UPDATE, "inner.bias"), str(report)
-    assert finding.cure == ["fp32 weights under torch.autocast(dtype=torch.float16)"]
+    assert finding.cure == ["fp32 weights under torch.autocast(device, dtype=torch.float16)"]
 
 
 def test_bf16_is_no_cure_of_rounding_in_fp16() -> None:
