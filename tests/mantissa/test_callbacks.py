@@ -200,6 +200,7 @@ def test_lightnings_trainer_is_watched_and_a_step_is_replayed(precision: Any, tm
     watched = fit([callback])
     assert same_bits(fit([]).state_dict(), watched.state_dict())
     assert [each.step for each in callback.watch.history] == [2, 4]
+    assert callback.watch.history[1].loss == pytest.approx(watched.trainer.callback_metrics["loss"].item(), rel=1e-6)
     assert callback.watch.manifest.differences == []
     bad = 5
     with pytest.raises(mantissa.NotFiniteError, match=r"step 3: a gradient is not finite; .*net\.1"):
