@@ -131,6 +131,7 @@ def test_a_step_of_transformers_trainer_is_replayed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_accelerates_loop_is_watched(steps: int, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # which a Trainer before may have set
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=steps)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), Logarithm(nn.Linear(8, 1)))
