@@ -249,6 +249,7 @@ class LoopPasses(Passes):
     def autocast(self) -> AbstractContextManager[Any]:
         dtype, device = self.format.autocast, self.step.device.type
         contexts = ExitStack()
+        contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
         contexts.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
         if self._fp32_ops:
             policy = OperatorPolicy(device, dict.fromkeys(self._fp32_ops, torch.float32), self.format.half_weights)

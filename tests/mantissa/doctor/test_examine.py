@@ -543,6 +543,15 @@ def test_the_surrounding_modes_do_not_matter() -> None:
     assert "bfloat16" not in str(report)
 
 
+def test_the_cache_of_a_surrounding_autocast_keeps_no_weights() -> None:
+    model = Own()
+    model.inner.weight.data.mul_(1e7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = mantissa.examine(model, error, regression(), "fp16")
+    assert report.findings[0].kind == OVERFLOW, str(report)
+    assert report.findings[0].cure, str(report)
+
+
 def test_batches_of_any_nesting_and_no_optimizer() -> None:
     batches = [({"a": [batch["x"]]}, "a name", batch["y"]) for batch in regression()]
 
