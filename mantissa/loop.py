@@ -241,9 +241,8 @@ class LoopPasses(Passes):
         with self.autocast():
             loss = self.step.loss(self.model, batch.whole())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError(
-                f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {type(loss)}"
-            )
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {what}")
         return loss
 
     def autocast(self) -> AbstractContextManager[Any]:
