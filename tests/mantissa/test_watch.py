@@ -389,6 +389,27 @@ def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None
         Training(**options)
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_what_is_no_model_no_optimizer_and_no_scaler_is_said_to_be_so(at: int) -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    given: list[Any] = [net, optimizer, None]
+    given[at] = [nn.ReLU(), torch.optim.SGD, "bf16"][at]
+    with pytest.raises(UsageError, match=["type ReLU", "type type", "type str"][at]):
+        mantissa.Watch(*given)
+
+
+def test_a_loss_may_be_a_number() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    watch = mantissa.Watch(net, optimizer, every=1, say=lambda text: None)
+    loss = net(torch.ones(3, 2)).square().mean()
+    loss.backward()
+    optimizer.step()
+    watch.step(loss.item())
+    assert watch.history[0].loss == loss.item()
+
+
 def test_a_loss_needs_the_batches() -> None:
     training = Training(loss=lambda net, batch: net(*batch)[1])
     training.external = False
