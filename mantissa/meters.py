@@ -93,6 +93,8 @@ class Meters:
         named = [(name, each) for name, each in self._model.named_parameters() if each.grad is not None]
         self._named = [(name, each) for name, each in named if local(each).numel()]
         self._half = half
+        if not self._named:  # the optimizer is another model's, as the manifest says
+            return
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device

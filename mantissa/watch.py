@@ -400,6 +400,8 @@ class Watch:
             if step.event is not None:
                 step.event.synchronize()
             self._learn(step)
+        if self._hooks and not self.number:
+            self._say("Watch saw no step of its optimizer: give it the one that the loop steps; call watch.step after.")
         self._remove()
 
     def _remove(self) -> None:
