@@ -205,7 +205,7 @@ def _scaling(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
     half = {each for each in first.autocast.values() if each}
     half |= {each.dtype for each in first.trainable.values() if each.dtype.itemsize == 2}
     if torch.float16 in half and not enabled:
-        yield "Without a loss scale, float16 gradients below 2^-24 become 0: use torch.amp.GradScaler."
+        yield "Without a loss scale, float16 gradients below 2^-24 become 0: use a GradScaler, and give it to Watch."
     elif enabled and half and torch.float16 not in half:
         yield f"The GradScaler has no use with {_counted(half)}, whose exponents are fp32's: leave it out."
     if enabled and scaler._scale is None:
@@ -289,7 +289,8 @@ def _fsdp2(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Ite
         if asked in dtypes and asked.itemsize == 2:
             yield f"FSDP2 shards weights that are {_counted([asked])} already: call model.float() before fully_shard."
         if policy.reduce_dtype is None and reduced and reduced.itemsize == 2:
-            yield f"FSDP2 sums the ranks' gradients in {_counted([reduced])}: set MixedPrecisionPolicy(reduce_dtype=…)."
+            cure = "set MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            yield f"FSDP2 sums the ranks' gradients in {_counted([reduced])}: {cure}."
 
 
 def _optimized(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -104,8 +104,25 @@ def examine(
         UsageError: an argument cannot work.
         FormatError: the model cannot be copied.
     """
+    given: dict[str, tuple[Any, bool, str]] = {
+        "model": (model, isinstance(model, nn.Module), "a module"),
+        "loss": (loss, callable(loss), "a function, called as loss(model, batch)"),
+        "batches": (
+            batches,
+            isinstance(batches, Iterable) and not isinstance(batches, Mapping | Tensor),
+            "an iterable of batches, such as a DataLoader or [batch]",
+        ),
+        "optimizer": (optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer"),
+    }
+    for name, (value, fits, what) in given.items():
+        if not fits:
+            raise UsageError(f"{name} must be {what}, and is of type {type(value).__name__}")
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate} must be 1 or more")
+    if unknown := [check for check in checks if check not in CHECKS]:
+        raise UsageError(f"checks={unknown} are unknown; use some of {', '.join(CHECKS)}")
     if next(model.parameters(), None) is None:
         raise UsageError("the model has no parameters, so there is no training step to examine")
     batches = list(islice(batches, accumulate * MOST_STEPS))
@@ -137,6 +154,11 @@ def take(step: LoopStep, failed: bool = False) -> Replay:
     except Exception:  # the format sweep says what it is
         return replay
     step.changes_batches = passes.changed
+    if not found.gradients:
+        raise UsageError(
+            "the loss gives no parameter a gradient: let it use the model that it is called with, detach nothing, and "
+            "leave requires_grad of some parameters on"
+        )
     loss, first = found.loss.item(), [] if found.harmed else [each.clone() for each in found.gradients.values()]
     began = time.monotonic()  # what is done for the first time takes longer
     found = passes.attempt()

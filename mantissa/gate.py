@@ -52,8 +52,8 @@ def precision_gate(
         UsageError: an argument cannot work.
     """
     __tracebackhide__ = True  # pytest shows the report, and none of this
-    if len(set(arms)) < max(2, len(arms)):
-        raise UsageError(f"arms {tuple(arms)} must be two or more different precisions, such as ('fp32', 'bf16')")
+    if isinstance(arms, str) or len(set(arms)) < max(2, len(arms)):
+        raise UsageError(f"arms {arms!r} must be two or more different precisions, such as ('fp32', 'bf16')")
     if isinstance(train, str) and (not metric or PRECISION not in train or SEED not in train):
         raise UsageError(f"`{train}` needs {PRECISION}, {SEED}, and metric='val loss ([0-9.]+)' to read its loss")
     commands = {arm: train.replace(PRECISION, arm) if isinstance(train, str) else "train(…)" for arm in arms}
@@ -66,7 +66,10 @@ def precision_gate(
                 raise AssertionError(f"{arm}, seed {seed}: {ended.failure}")
             return ended
         began = time.monotonic()
-        value = float(train(arm, seed))
+        returned = train(arm, seed)
+        if returned is None:
+            raise UsageError("train returned None; let it return the final loss")
+        value = float(returned)
         return Run(arm, seed, value if math.isfinite(value) else None, time.monotonic() - began)
 
     comparison = Comparison(commands, name_of(metric or "loss"), margin, higher_is_better)

@@ -247,14 +247,14 @@ class LoopPasses(Passes):
             loss = self.step.loss(self.model, given.whole())
         self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError(
-                f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {type(loss)}"
-            )
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {what}")
         return loss
 
     def autocast(self) -> AbstractContextManager[Any]:
         dtype, device = self.format.autocast, self.step.device.type
         contexts = ExitStack()
+        contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
         contexts.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
         if self._fp32_ops:
             policy = OperatorPolicy(device, dict.fromkeys(self._fp32_ops, torch.float32), self.format.half_weights)

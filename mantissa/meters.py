@@ -95,6 +95,8 @@ class Meters:
         if not self._named:
             return
         self._half = half
+        if not self._named:  # the optimizer is another model's, as the manifest says
+            return
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device

@@ -102,6 +102,12 @@ class Watch:
         build: Callable[[], nn.Module] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
+        if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+            raise UsageError(f"model must be a module with parameters, and is of type {type(model).__name__}")
+        if not hasattr(optimizer, "param_groups"):
+            raise UsageError(f"optimizer must be an optimizer, and is of type {type(optimizer).__name__}")
+        if scaler is not None and not hasattr(scaler, "is_enabled"):
+            raise UsageError(f"scaler must be the loop's GradScaler, and is of type {type(scaler).__name__}")
         if every < 1:
             raise UsageError(f"every={every} must be 1 or more, such as 50")
         if precision is not None and precision not in FORMATS:
@@ -296,7 +302,7 @@ class Watch:
         return found > 0
 
     @torch.no_grad()
-    def step(self, loss: Tensor | None = None) -> None:
+    def step(self, loss: Tensor | float | None = None) -> None:
         """Say that an optimizer step was taken, or skipped by its scaler.
 
         Args:
@@ -317,7 +323,7 @@ class Watch:
             self._sound = self._bad.logical_not()
         if not self._updated:
             self._skipped = torch.ones((), device=self._device)
-        losses = self._losses if loss is None else [loss.detach()]
+        losses = self._losses if loss is None else [torch.as_tensor(loss).detach()]
         sound = self._agreed(self._finite(losses))
         self._bad |= ~sound
         skipped = torch.zeros((), device=self._device) if self._skipped is None else self._skipped.float()
@@ -406,6 +412,8 @@ class Watch:
             if step.event is not None:
                 step.event.synchronize()
             self._learn(step)
+        if self._hooks and not self.number:
+            self._say("Watch saw no step of its optimizer: give it the one that the loop steps; call watch.step after.")
         self._remove()
 
     def _remove(self) -> None:

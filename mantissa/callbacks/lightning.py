@@ -50,7 +50,7 @@ class Precision(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
-            self.watch.step(outputs["loss"])
+            self.watch.step(outputs["loss"] * trainer.accumulate_grad_batches)  # by which Lightning has divided it
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.watch.close()

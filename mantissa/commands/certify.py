@@ -58,13 +58,15 @@ def main(arguments: list[str]) -> int:
         raise UsageError(f"{options.report} exists; remove it, or give another with --report")
     if options.clean is None and OUT not in options.command:
         raise UsageError(f"write {OUT} for the folder of results in the command, or give --clean 'rm -rf …'")
+    if options.kills < 1:
+        raise UsageError(f"--kills {options.kills} certifies nothing; give 1 or more")
     for name in ("metric", "data"):
         setattr(options, name, _pattern(name, getattr(options, name)))
     found = certify(options) | {"command": f"python -m mantissa certify {shlex.join(arguments)}"}
     text = "\n".join([found["verdict"], *(f"- {sentence}" for sentence in found["lost"]), *found["facts"]])
     print(text)
     answer, done = [found["verdict"], *found["lost"]], [Section("What was done", found["facts"])]
-    html = page("Certificate", options.command, answer, found["command"], platform.platform(), done)
+    html = page("Certificate", options.command, answer, found["command"], f"Machine: {platform.platform()}.", done)
     for suffix, content in {"json": json.dumps(found, indent=1), "txt": text + "\n", "html": html}.items():
         (options.report / f"certificate.{suffix}").write_text(content, encoding="utf-8")
     return int(found["exit_code"])
@@ -166,7 +168,8 @@ def _undisturbed(options: argparse.Namespace, name: str) -> tuple[Attempt, Recor
     folder = _begin(options, name)
     done = _start(options, options.command, folder)
     if done.status:
-        raise UsageError(f"the command ended with status {done.status}, undisturbed: {done.last_line}")
+        said = done.last_line or "it printed nothing"
+        raise UsageError(f"the command ended with status {done.status}, undisturbed: {said}")
     record = _record(options, folder, [done])
     (metrics,), (data,), (values,) = record
     for option, found in {"metric": metrics, "data": data or options.data.pattern == NO_DATA}.items():

@@ -102,7 +102,7 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         import transformers
     except ModuleNotFoundError as error:
         raise UsageError("checkup needs transformers, which is not installed; pip install transformers") from error
-    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
         raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from importlib import import_module
 
@@ -25,9 +26,13 @@ def main(arguments: list[str]) -> int:
     module, _, name = options.function.partition(":")
     try:
         function = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, SyntaxError, AttributeError) as error:
         raise UsageError(f"{options.function}: {error}; give module:function, importable from this folder") from None
-    found = function() if callable(function) else None
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{options.function}: {error}; give a function that needs no arguments") from None
+    found = function()
     if not isinstance(found, tuple) or len(found) not in (3, 4) or not isinstance(found[0], nn.Module):
         raise UsageError(
             f"{options.function} must be a function that returns model, loss, batches and maybe an optimizer"

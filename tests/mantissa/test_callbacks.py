@@ -131,6 +131,7 @@ def test_a_step_of_transformers_trainer_is_replayed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_accelerates_loop_is_watched(steps: int, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # which a Trainer before may have set
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=steps)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), Logarithm(nn.Linear(8, 1)))
@@ -200,6 +201,7 @@ def test_lightnings_trainer_is_watched_and_a_step_is_replayed(precision: Any, tm
     watched = fit([callback])
     assert same_bits(fit([]).state_dict(), watched.state_dict())
     assert [each.step for each in callback.watch.history] == [2, 4]
+    assert callback.watch.history[1].loss == pytest.approx(watched.trainer.callback_metrics["loss"].item(), rel=1e-6)
     assert callback.watch.manifest.differences == []
     bad = 5
     with pytest.raises(mantissa.NotFiniteError, match=r"step 3: a gradient is not finite; .*net\.1"):

@@ -115,6 +115,7 @@ def test_clean_in_the_place_of_a_folder_for_each_run(certify: Callable[..., int]
         (("--metric", "epoch (.*) loss (.*)"), "matches --metric"),
         (("--data", "epoch (.*) data (.*)"), "matches --data"),
         (("--metric", r"(step) \d+ (.*)"), "finds the step 'step'; let (…) find a whole number"),
+        (("--kills", "0"), "--kills 0 certifies nothing; give 1 or more"),
         (("--same", "{out}/first.json"), "wrote no file {out}/first.json"),
     ],
 )

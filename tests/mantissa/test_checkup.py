@@ -107,6 +107,7 @@ def test_a_model_without_a_head_in_bf16_is_loaded_in_fp32_as_what_its_type_can_b
     ("arguments", "message"),
     [
         (["/nowhere/model"], "/nowhere/model: there is no such folder"),
+        (["path/to/model"], "path/to/model: there is no such folder"),
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
         (["{empty}"], "cannot be loaded: Unrecognized model in"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),

@@ -154,7 +154,7 @@ def low_state(net: Net) -> torch.optim.Optimizer:
             ("Autocast is off in 1 module (inner)", "autocast(enabled=False)"),
         ),
         ("bf16", {"autocast": "bf16", "step": inside}, ("inside of autocast", "leave it before")),
-        ("fp16", {"autocast": "fp16"}, ("Without a loss scale", "torch.amp.GradScaler")),
+        ("fp16", {"autocast": "fp16"}, ("Without a loss scale", "use a GradScaler, and give it to Watch")),
         ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu", enabled=False)}, ("Without a loss scale",)),
         ("bf16", {"autocast": "bf16", "scaler": SCALER("cpu")}, ("no use with bfloat16", "leave it out")),
         ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu"), "step": plain}, ("was never used",)),

@@ -77,6 +77,10 @@ def test_a_command_is_a_training_too(tmp_path: Path) -> None:
         mantissa.precision_gate("echo acc 0.91{seed}5", metric="acc ([0-9.]+)", report=tmp_path)
     with pytest.raises(UsageError, match="two or more different precisions"):
         mantissa.precision_gate(Train(), arms=("fp32",), report=tmp_path)
+    with pytest.raises(UsageError, match="arms 'bf16' must be two or more"):
+        mantissa.precision_gate(Train(), arms="bf16", report=tmp_path)
+    with pytest.raises(UsageError, match="let it return the final loss"):
+        mantissa.precision_gate(lambda precision, seed: None, report=tmp_path)  # type: ignore[arg-type, return-value]
 
 
 def test_a_difference_of_the_margin_seldom_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

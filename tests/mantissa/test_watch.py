@@ -420,6 +420,42 @@ def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None
         Training(**options)
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_what_is_no_model_no_optimizer_and_no_scaler_is_said_to_be_so(at: int) -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    given: list[Any] = [net, optimizer, None]
+    given[at] = [nn.ReLU(), torch.optim.SGD, "bf16"][at]
+    with pytest.raises(UsageError, match=["type ReLU", "type type", "type str"][at]):
+        mantissa.Watch(*given)
+
+
+@pytest.mark.parametrize("of", ["optimizer", "loop"])
+def test_an_optimizer_of_another_model_is_named_and_stops_no_training(of: str) -> None:
+    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    stepped, idle = torch.optim.SGD(other.parameters(), 0.1), torch.optim.SGD(net.parameters(), 0.1)
+    said: list[str] = []
+    watch = mantissa.Watch(net, stepped if of == "optimizer" else idle, every=1, say=said.append)
+    loss = other(torch.ones(3, 2)).square().mean()
+    loss.backward()
+    stepped.step()
+    watch.step(loss)
+    watch.close()
+    words = {"optimizer": "2 of 2 tensors of the optimizer are not the model's parameters", "loop": "saw no step of"}
+    assert words[of] in said[-1]
+
+
+def test_a_loss_may_be_a_number() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    watch = mantissa.Watch(net, optimizer, every=1, say=lambda text: None)
+    loss = net(torch.ones(3, 2)).square().mean()
+    loss.backward()
+    optimizer.step()
+    watch.step(loss.item())
+    assert watch.history[0].loss == loss.item()
+
+
 def test_a_loss_needs_the_batches() -> None:
     training = Training(loss=lambda net, batch: net(*batch)[1])
     training.external = False

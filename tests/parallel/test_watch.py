@@ -52,7 +52,7 @@ def test_fsdp2_of_16_bit_weights_is_a_silent_difference(tmp_path: Path) -> None:
     assert "FSDP2 shards weights that are bfloat16 already" in text
     assert "call model.float() before fully_shard" in text
     assert "sums the ranks' gradients in bfloat16" in text
-    assert "MixedPrecisionPolicy(reduce_dtype=…)" in text
+    assert "MixedPrecisionPolicy(reduce_dtype=torch.float32)" in text
     assert "cannot be replayed: FSDP2 shards its weights; give Watch(build=…)" in guilty["error"]
 
 

@@ -560,6 +560,15 @@ def test_the_surrounding_modes_do_not_matter() -> None:
     assert "bfloat16" not in str(report)
 
 
+def test_the_cache_of_a_surrounding_autocast_keeps_no_weights() -> None:
+    model = Own()
+    model.inner.weight.data.mul_(1e7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = mantissa.examine(model, error, regression(), "fp16")
+    assert report.findings[0].kind == OVERFLOW, str(report)
+    assert report.findings[0].cure, str(report)
+
+
 def test_batches_of_any_nesting_and_no_optimizer() -> None:
     batches = [({"a": [batch["x"]]}, "a name", batch["y"]) for batch in regression()]
 
@@ -580,8 +589,18 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
         ({"batches": []}, "0 batches"),
         ({"optimizer": torch.optim.SGD(Own().parameters(), 0.1)}, "no parameter of this model"),
         ({"model": nn.ReLU()}, "no parameters"),
-        ({"loss": lambda model, batch: (model(batch["x"]) - batch["y"]) ** 2}, "must return a scalar tensor"),
-        ({"loss": lambda model, batch: error(model, batch).item()}, "must return a scalar tensor"),
+        ({"model": Own().requires_grad_(False)}, "leave requires_grad of some parameters on"),
+        ({"model": Own}, "model must be a module, and is of type type"),
+        ({"loss": lambda model, batch: (model(batch["x"]) - batch["y"]) ** 2}, r"returned a tensor of shape \[16\]"),
+        ({"loss": lambda model, batch: error(model, batch).item()}, "must return a scalar tensor.* returned a float"),
+        ({"loss": lambda model, batch: error(model, batch).detach()}, "gives no parameter a gradient"),
+        ({"loss": regression(), "batches": error}, "loss must be a function, .* and is of type list"),
+        ({"batches": error}, "batches must be an iterable of batches"),
+        ({"batches": regression()[0]}, r"such as a DataLoader or \[batch\], and is of type dict"),
+        ({"batches": regression()[0]["x"]}, r"such as a DataLoader or \[batch\], and is of type Tensor"),
+        ({"optimizer": error}, "optimizer must be an optimizer, and is of type function"),
+        ({"accumulate": 0}, "accumulate=0 must be 1 or more"),
+        ({"checks": ["pear"]}, r"checks=\['pear'\] are unknown; use some of formats"),
     ],
 )
 def test_arguments_that_cannot_work(change: dict[str, Any], words: str) -> None:
@@ -649,7 +668,7 @@ def test_islands_keep_other_modules_away_from_the_largest_number() -> None:
     assert sorted(islands.modules) == ["1", "3"], str(report)
 
 
-@pytest.mark.parametrize("given", ["math:pi", "os:getcwd", "no_such_module:f", "os:no_such_function"])
+@pytest.mark.parametrize("given", ["math:pi", "os:getcwd", "os:remove", "no_such_module:f", "os:no_such_function"])
 def test_the_command_says_what_a_function_must_return(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", given]) == 2
     assert capsys.readouterr().err.startswith(given)
