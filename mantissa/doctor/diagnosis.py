@@ -47,6 +47,7 @@ from mantissa.finding import (
 from mantissa.formats import FORMATS
 from mantissa.places import raised_here
 from mantissa.step import Batch, Passes, Step
+from mantissa.tensors import finite
 from mantissa.updates import Counts, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
@@ -447,7 +448,8 @@ def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: st
     finding = find(broken, format or step.format.name)
     if finding is not None:
         finding.detail += f"; in step {step.number + count}, after {count} finite ones"
-        if finding.kind == INPUT and not finding.tensor.startswith("batch"):  # an update made it so, and will again
+        before = (step.stored | step.buffers).get(finding.tensor)
+        if finding.kind == INPUT and before is not None and finite(before):  # a step made it so, and will again
             finding.direction, finding.line, finding.cure = UPDATE, "", []
     return finding
 

@@ -85,7 +85,8 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     if first is not None:
         away = (own - middle)[first].item()
         effect = f"differs from that of fp32 by {away:.3g}" if math.isfinite(away) else "is not finite"
-        detail = f"from step {step.number + first} on the loss {effect}; rounding explains at most {limit[first]:.3g}"
+        detail = f"from step {step.number + first} on the loss {effect}"
+        detail += f"; rounding explains at most {limit[first]:.3g}" if math.isfinite(limit[first]) else ""
     else:
         third = max(1, len(own) // 3)
         detail = (
