@@ -84,6 +84,8 @@ class ModuleTracer:
         if node is None or self._stack:
             return self.module(), FORWARD
         variable = getattr(node, "variable", None)
+        if variable is not None and places.of_stack() is not None:  # a hook of a weight
+            return "", BACKWARD
         if variable is not None:  # AccumulateGrad
             return self._parameters.get(id(variable), "").rpartition(".")[0], BACKWARD
         return self.owner_of(node), BACKWARD

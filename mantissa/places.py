@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 _TORCH, _HERE = (str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+_CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _ENGINE = f"{_TORCH}autograd/graph.py"
 """Which starts a backward pass: the frames outside of it belong to the loop, and not to the operator."""
 
@@ -36,6 +37,14 @@ def of_stack() -> Line | None:
             return Line(name, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def checkpointed() -> bool:
+    """Return whether activation checkpointing runs what runs now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def of_error(error: BaseException) -> Line | None:

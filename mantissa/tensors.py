@@ -35,13 +35,16 @@ def finite(tensor: Tensor) -> bool:
 def nudged(tensor: Tensor, unit: float, generator: torch.Generator, data: bool = False) -> Tensor:
     """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size.
 
-    Numbers of ``data`` that are all from 0 to 1 remain so: they may be probabilities.
+    Of ``data``, whole numbers stay, which may be indices, and so do numbers that are all from 0 to 1 in that range.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return tensor
     sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
     changed = tensor * (1 + unit * sign)
-    return changed.clamp(max=1.0) if data and bool(((tensor >= 0) & (tensor <= 1)).all()) else changed
+    if not data:
+        return changed
+    changed = torch.where(tensor == tensor.round(), tensor, changed)
+    return changed.clamp(max=1.0) if bool(((tensor >= 0) & (tensor <= 1)).all()) else changed
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

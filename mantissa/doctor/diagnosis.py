@@ -36,6 +36,7 @@ from mantissa.finding import (
     EXCEPTION,
     FORWARD,
     INPUT,
+    LOST,
     NOT_FINITE,
     OVERFLOW,
     RATE,
@@ -407,7 +408,8 @@ def _train_on(result: Diagnosis) -> None:
     """Train some steps in the run's format and in fp32, where nothing was found and there is time."""
     replay, budget = result.replay, result.budget
     step = replay.step
-    if result.findings or not result.finite:
+    lost = [each for each in result.findings if each.kind == LOST and each.direction == UPDATE]
+    if len(lost) < len(result.findings) or not result.finite:
         return
     # In fp32 there is one training to compare with, in fp64.
     others = (REPLAYS + 1) * budget.spent.get(FP32, replay.seconds) if step.format.half is not None else replay.seconds
@@ -425,6 +427,11 @@ def _train_on(result: Diagnosis) -> None:
     if found is None or not found.findings or found.findings[0].kind != DIVERGENCE:
         return
     finding = found.findings[0]
+    if lost and finding.cure:  # fp32 weights cure both, so that this is what comes of the other
+        result.findings.remove(finding)
+        return
+    for each in lost:
+        each.cure = []
     later = None
     if found.at and not math.isfinite(found.away[found.at]):
         later = budget.run("the step that breaks", lambda: _broken_later(step, batches, found.at))

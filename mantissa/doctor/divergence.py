@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mantissa.display import dtype_name
 from mantissa.doctor.explosion import explosion
 from mantissa.doctor.pairs import rounded_away
-from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Examined, Finding
+from mantissa.finding import DIVERGENCE, FORWARD, LOST, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
-from mantissa.step import Batch, Step, each
+from mantissa.step import Batch, Passes, Step, each
 from mantissa.tensors import nudged
 
 STEPS, MOST_STEPS = 20, 60
@@ -21,6 +22,10 @@ STEPS, MOST_STEPS = 20, 60
 REPLAYS = 3
 TIMES = 4.0
 _IN_A_ROW = 3
+_LEAST = 0.003
+"""Share of the loss up to which a difference is none: the margin with which ``compare`` calls losses equivalent."""
+_MOVED = 0.5
+"""Of its way in the reference: a weight that moves less, by updates below its spacing, has lost them."""
 _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
 
@@ -54,16 +59,17 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     """
     format, alone = step.format, step.format.number is FP32
     reference = torch.float64 if alone else torch.float32
-    exact = _fp64(step.reference(reference).train(batches))
+    wide, low = step.reference(reference), step.own()
+    exact = _fp64(wide.train(batches))
     if finding := explosion(step, batches, exact):
         return Divergence(away=[], limit=[], findings=[finding])
     if not exact.isfinite().all():
         return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
-    own = _fp64(step.own().train(batches))
+    own = _fp64(low.train(batches))
     middle, limit, first = exact, torch.full_like(exact, math.inf), None
     if not alone:  # in fp32 chaos soon leaves any spread
-        references = torch.stack([_fp64(_changed(step, batches, unit, seed)) for seed in range(REPLAYS)])
+        references = torch.stack([_fp64(_changed(step, batches, unit, seed, reference)) for seed in range(REPLAYS)])
         spread = (references.max(0).values - references.min(0).values).cummax(0).values
         middle, limit = references.mean(0), TIMES * spread.clamp(min=unit * unit)
         first = leaves(own, middle, limit)
@@ -72,7 +78,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     result = Divergence(away=(own - middle).abs().tolist(), limit=limit.tolist())
     loss = lost(own, exact)
     # What a change of the last bit does, too, is the chaos of the training.
-    chaos = abs(lost(_fp64(_changed(step, batches, FP32.unit_roundoff, 0)), exact)) if loss > _WORSE else 0.0
+    chaos = abs(lost(_fp64(_changed(step, batches, FP32.unit_roundoff, 0, reference)), exact)) if loss > _WORSE else 0.0
     worse = loss > max(_WORSE, TIMES * chaos)
     if first is None and not worse:
         return result
@@ -90,11 +96,15 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     else:
         third = max(1, len(own) // 3)
         detail = (
-            f"in {len(own)} steps the loss goes from {exact[0]:.4g} to {exact[-third:].mean():.4g} in fp32, "
-            f"and to {own[-third:].mean():.4g} here"
+            f"in {len(own)} steps the loss goes from {exact[0]:.4g} to {exact[-third:].mean():.4g} in "
+            f"{dtype_name(reference)}, and to {own[-third:].mean():.4g} here"
         )
-    detail += rounded_away(step)
     result.at = first or 0
+    if alone and (name := _stuck(low, wide, len(batches))):
+        detail += f"; {name} moves by less than half of what it moves there: its updates are too small for its size"
+        result.findings = [Finding(LOST, UPDATE, name.rpartition(".")[0], format.name, detail=detail, tensor=name)]
+        return result
+    detail += rounded_away(step)
     # The first loss is computed before any update.
     result.findings = [Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)]
     if format.only_half:
@@ -103,6 +113,18 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
             result.findings[0].cure = [step.words.format(other)]
             result.findings[0].detail += f"; {step.words.format(other)}: it stays near that of fp32"
     return result
+
+
+def _stuck(low: Passes, wide: Passes, steps: int) -> str:
+    """Return the weight that has moved the least of its way in the reference, as its updates are below its spacing."""
+    shares: dict[str, float] = {}
+    for (name, real), (_, exact) in zip(low.model.named_parameters(), wide.model.named_parameters(), strict=True):
+        start = wide.step.weights[name].to(exact)
+        way, spacing = (exact.detach() - start).abs().mean(), torch.finfo(real.dtype).eps * start.abs().mean()
+        if 0 < way < spacing * steps:
+            shares[name] = ((real.detach().to(exact) - start).abs().mean() / way).item()
+    least = min(shares, key=shares.__getitem__, default="")
+    return least if least and shares[least] < _MOVED else ""
 
 
 def leaves(losses: Tensor, middle: Tensor, limit: Tensor) -> int | None:
@@ -116,7 +138,7 @@ def leaves(losses: Tensor, middle: Tensor, limit: Tensor) -> int | None:
         limit: how far from it a loss may be.
     """
     away = (losses - middle).abs()
-    beyond = (~(away <= limit) & limit.isfinite()).tolist()
+    beyond = (~(away <= limit.clamp(min=_LEAST * middle.abs())) & limit.isfinite()).tolist()
     starts = range(len(beyond) - _IN_A_ROW + 1)
     return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
 
@@ -138,11 +160,11 @@ def _fp64(losses: Sequence[float]) -> Tensor:
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> list[float]:
-    """Return the losses in fp32 from weights and inputs that are changed by ±``unit``, relative to their size."""
+def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int, dtype: torch.dtype) -> list[float]:
+    """Return the losses in the reference from weights and inputs changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
-    passes = step.reference()
-    passes.weights = {name: nudged(each.float(), unit, generator) for name, each in passes.weights.items()}
+    passes = step.reference(dtype)
+    passes.weights = {name: nudged(each.to(dtype), unit, generator) for name, each in passes.weights.items()}
     inputs = (
         [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in step] for step in batches
     )

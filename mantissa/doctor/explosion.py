@@ -11,7 +11,8 @@ from mantissa.modules import Lines, ModuleTracer
 from mantissa.step import Batch, Passes, Step, each
 
 _GROWTH = 10.0
-"""Training explodes where the loss becomes so many times what it was, and does not fall below half of that again."""
+"""Training explodes where the loss becomes so many times that of weights that stand still, and does not fall below half
+of that again."""
 _LITTLE, _MUCH = 0.03, 0.15
 """Of its size: training learns nothing if the loss falls by less than the first, and what lets it fall by more than
 the second is the cause."""
@@ -30,10 +31,10 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         batches: the microbatches of each step.
         exact: the losses in the reference, fp64.
     """
-    explodes = _explodes(exact)
-    if not explodes and _learned(exact, exact[:3]) > _MUCH:
+    if not _explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _MUCH:
         return None
     still = torch.tensor(step.reference().train(batches, lr=0.0), dtype=torch.float64)
+    explodes = _explodes(exact, still)
     if not explodes and _learned(exact, still) > _LITTLE:
         return None
     least = 0.0 if explodes else _MUCH
@@ -45,7 +46,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         return torch.tensor(step.reference().train(steps, lr, fresh), dtype=torch.float64)
 
     def mends(losses: Tensor) -> bool:
-        return not _explodes(losses) and _learned(losses, still) > least
+        return not _explodes(losses, still) and _learned(losses, still) > least
 
     if step.moments and mends(losses := trained(fresh=True)):
         state, detail = _largest_state(step)
@@ -70,7 +71,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         rises |= explodes and _learned(losses, still) < 0
     if not rises:
         return None
-    detail = f"{went}, and it rises with much lower learning rates, too: the updates go up the gradient, not down"
+    detail = f"{went}, and it rises with much lower learning rates, too, as with a wrong sign, or weight decay"
     return Finding(RATE, UPDATE, "", "fp32", detail=detail)
 
 
@@ -111,7 +112,9 @@ def _learned(losses: Tensor, still: Tensor) -> float:
     return (other - last) / abs(other) if other else 0.0
 
 
-def _explodes(losses: Tensor) -> bool:
-    third, first = max(1, len(losses) // 3), losses[0].abs()
-    grows = bool(losses.max() - losses[0] > _GROWTH * first) and bool(losses[-third:].mean() > losses[0] - first / 2)
+def _explodes(losses: Tensor, still: Tensor) -> bool:
+    """Return whether losses grow far beyond those of weights that stand still, and stay there, or are not finite."""
+    third, size = max(1, len(losses) // 3), still.abs().mean()
+    away = losses - still
+    grows = bool(away.max() > _GROWTH * size) and bool(away[-third:].mean() > -size / 2)
     return grows or not bool(losses.isfinite().all())

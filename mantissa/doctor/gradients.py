@@ -18,7 +18,7 @@ from mantissa.doctor.tape import storage
 from mantissa.dtypes import CAST
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.modules import Lines, ModuleTracer
-from mantissa.places import Line, of_stack
+from mantissa.places import Line, checkpointed, of_stack
 from mantissa.step import Attempt, Passes, Step
 from mantissa.tensors import numbers_in, relative_error, tensors
 
@@ -60,7 +60,10 @@ def gradients(step: Step) -> Examined:
 
 
 class _Unrecorded:
-    """Notes the modules whose results do not depend on their trainable weights, as far as autograd knows."""
+    """Notes the modules whose results do not depend on their trainable weights, as far as autograd knows.
+
+    Where the code itself says ``torch.no_grad``, it is meant: a generator, while its critic is trained.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -80,7 +83,7 @@ class _Unrecorded:
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if any(tensor.requires_grad for tensor in numbers_in(output)):
             self._recorded.add(name)
-        else:
+        elif torch.is_grad_enabled() or checkpointed():
             self._lines.setdefault(name, of_stack())
 
     def findings(self, absent: list[str]) -> list[Finding]:
@@ -90,7 +93,7 @@ class _Unrecorded:
         if not found:
             return []
         detail = (
-            f"{listed(found, 'module')} ran without recording gradients (torch.no_grad, or a reentrant checkpoint of "
+            f"{listed(found, 'module')} ran without recording gradients (detached, or in a reentrant checkpoint of "
             "inputs that need none), and the optimizer has their weights"
         )
         return [Finding(BLOCKED, FORWARD, found[0], "fp32", detail=detail, line=str(self._lines[found[0]] or ""))]
@@ -149,7 +152,7 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and not func._schema.is_mutable and torch._C._current_autograd_node() is None:
             for each in tensors((args, kwargs or {})):
-                if storage(each) in self._names and not (each.requires_grad and torch.is_grad_enabled()):
+                if storage(each) in self._names and torch.is_grad_enabled() and not each.requires_grad:
                     self.lines.setdefault(self._names[storage(each)], self._modules.line())
         return func(*args, **(kwargs or {}))
 
@@ -166,8 +169,8 @@ def _read_apart(passes: Passes, absent: dict[str, Tensor]) -> list[Finding]:
         return []
     name, line = next((name, str(line or "")) for name, line in reads.lines.items())
     detail = (
-        f"{listed(list(reads.lines))}: the forward pass computes with it outside of autograd (.data, .detach() or "
-        "torch.no_grad), and the optimizer has it"
+        f"{listed(list(reads.lines))}: the forward pass computes with it outside of autograd (.data or .detach()), and "
+        "the optimizer has it"
     )
     return [
         Finding(BLOCKED, FORWARD, name.rpartition(".")[0], "fp32", detail=detail, tensor=name, line=str(line or ""))

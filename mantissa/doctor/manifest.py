@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -129,7 +130,7 @@ class _Casts(TorchDispatchMode):
         node, line = torch._C._current_autograd_node(), self._modules.line()
         half = str(func).startswith(CAST) and result.dtype in (torch.float16, torch.bfloat16)
         if half and self.found is None and (node is not None) == self._backward:
-            module = "" if hasattr(node, "variable") else self._modules.place()[0]  # a hook of a weight is nobody's
+            module = self._modules.place()[0]
             if not self._names or _within(module, self._names):
                 self.found = Cast(line, module, dtype_name(result.dtype))
         return result
@@ -144,7 +145,8 @@ def explicit_cast(passes: Passes, names: Sequence[str] = (), backward: bool = Fa
         backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
     modules = ModuleTracer(passes.model)
-    with modules, _Casts(modules, names, backward) as casts:
+    # What comes after a cast may need it: a layer whose weights are in 16 bits.
+    with suppress(RuntimeError), modules, _Casts(modules, names, backward) as casts:
         passes.attempt(passes.step.first_samples())
     return casts.found
 

@@ -119,6 +119,17 @@ def hooked_module() -> nn.Module:
     return model
 
 
+class Far(nn.Module):
+    """A weight at which numbers of fp32 are 1 apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor([2.0**23]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shift - 2.0**23 + 0 * x.sum(-1)
+
+
 class Signed(torch.optim.Optimizer):
     """Gradient descent, or ascent, with an attribute of its own."""
 
@@ -196,7 +207,7 @@ class Waves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.frequency = nn.Linear(1, 4, bias=False)
+        self.frequency = nn.Linear(1, 4, bias=False).requires_grad_(False)
         self.out = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 1))
         with torch.no_grad():
             self.frequency.weight.copy_(2 * torch.pi / torch.tensor([[24.0], [12.0], [168.0], [24.1]]))
@@ -368,6 +379,16 @@ CASES = {
     ),
     "gradients below eps": Case(UNDERFLOW, EVERYWHERE, "", "", "fp32", Own, loss=scaled(1e-20)),
     "a learning rate that explodes": Case(RATE, EVERYWHERE, "", "a learning rate of", "bf16", Own, optimizer=sgd(1e6)),
+    "updates below the spacing of fp32": Case(
+        LOST,
+        "shift",
+        "",
+        "",
+        "fp32",
+        Far,
+        loss=lambda model, batch: (model(batch["x"]) - 5).square().mean(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.03),
+    ),
     "an average in 16 bits": Case(LOST, "mean", "", "", "bf16", averaged),
     "weights in 16 bits": Case(
         LOST, "inner", "", "fp32 weights", "bf16_pure", lambda: large_bias(Own(), 1.0), optimizer=adamw(1e-4)
@@ -636,6 +657,25 @@ def test_a_loss_may_differentiate(precision: str) -> None:
     assert not any(batch["x"].requires_grad for batch in batches)
     assert [trial.status for trial in report.diagnosis.sweep][:2] == ["ok", "ok"]
     assert report.diagnosis.budget.left_out == []
+
+
+def test_what_runs_without_gradients_on_purpose_is_no_fault() -> None:
+    model = nn.ModuleDict({"generator": nn.Linear(8, 8), "critic": nn.Linear(8, 1)})
+
+    def critic(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            made = model["generator"](batch["x"])
+        return F.softplus(model["critic"](made)).mean() + F.softplus(-model["critic"](batch["x"])).mean()
+
+    report = mantissa.examine(model, critic, regression(), "bf16", torch.optim.Adam(model.parameters(), 1e-3))
+    assert report.verdict == HEALTHY, str(report)
+
+
+def test_a_first_batch_whose_loss_is_0_says_nothing_of_the_others() -> None:
+    model, batches = Own(), regression()
+    batches[0]["y"] = model(batches[0]["x"]).detach() + 1e-4
+    report = mantissa.examine(model, error, batches, "bf16", torch.optim.Adam(model.parameters(), 1e-3))
+    assert report.verdict == HEALTHY, str(report)
 
 
 def test_a_loss_that_falls_below_0_does_not_explode() -> None:
