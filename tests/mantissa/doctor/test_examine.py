@@ -120,14 +120,14 @@ def hooked_module() -> nn.Module:
 
 
 class Far(nn.Module):
-    """A weight at which numbers of fp32 are 1 apart."""
+    """A weight at which numbers of fp32 are 1/8 apart."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.tensor([2.0**23]))
+        self.shift = nn.Parameter(torch.tensor([2.0**20]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shift - 2.0**23 + 0 * x.sum(-1)
+        return self.shift - 2.0**20 + 0 * x.sum(-1)
 
 
 class Signed(torch.optim.Optimizer):
