@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mantissa.display import size
 from mantissa.doctor.exceptions import raised
 from mantissa.doctor.provenance import find
+from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, Finding
 from mantissa.formats import FP16
@@ -163,7 +164,8 @@ class _Nearest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         module, direction = self._modules.place()
-        for tensor in numbers_in(result) if direction == FORWARD and not self.module else ():
+        seen = direction == FORWARD and not self.module and func.__name__.partition(".")[0] not in UNWRITTEN
+        for tensor in numbers_in(result) if seen else ():
             if tensor.dtype == torch.float16 and tensor.numel():
                 size = tensor.detach().abs()
                 size = size[size < FP16.largest]  # a mask of the lowest number is meant
