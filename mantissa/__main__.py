@@ -20,9 +20,12 @@ def main(arguments: list[str]) -> int:
     """Run a command, and return its exit code: 2 for a mistake of the user, 130 when interrupted."""
     name, rest = (arguments or ["--help"])[0], arguments[1:]
     if name not in COMMANDS:
+        if name not in ("-h", "--help"):
+            print(f"{name} is no command; use one of {', '.join(COMMANDS)}", file=sys.stderr)
+            return 2
         print("python -m mantissa COMMAND …    (COMMAND --help says more)\n")
         print("\n".join(f"  {command:<9} {text}" for command, text in COMMANDS.items()))
-        return 0 if name in ("-h", "--help") else 2
+        return 0
     sys.path.insert(0, "")  # the user's modules, as `python script.py` finds them
     try:
         return int(import_module(f"mantissa.commands.{name}").main(rest))

@@ -173,8 +173,17 @@ def _update(first: FirstStep, format: Format | None, rows: dict[str, str]) -> It
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
     ]
     rows["optimizer state"] = f"{_counted(each[3] for each in state)} ({type(first.optimizer).__name__})"
+    for eps in {group.get("eps") for group in first.optimizer.param_groups if _adds_in_fp16(group)}:
+        cure = "keep fp32 weights, or set eps=1e-4"
+        yield f"The optimizer's eps={eps:g} is 0 in float16, so that updates may be infinite: {cure}."
     if low := [f"{name} ({key})" for name, key, dtype, held in state if held.itemsize < dtype.itemsize]:
         yield f"The optimizer's state of {listed(low)} has fewer bits than weights: make it after the model is cast."
+
+
+def _adds_in_fp16(group: dict[str, Any]) -> bool:
+    """Return whether a group's eps is lost in fp16; fused kernels add it in fp32."""
+    half = any(each.dtype == torch.float16 for each in group["params"])
+    return half and not group.get("fused") and 0 < (group.get("eps") or 0) < 2.0**-25
 
 
 def _autocast(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:

@@ -112,6 +112,7 @@ def examine(
             isinstance(batches, Iterable) and not isinstance(batches, Mapping | Tensor),
             "an iterable of batches, such as a DataLoader or [batch]",
         ),
+        "precision": (precision, isinstance(precision, str), f"one of {', '.join(PRECISIONS)}"),
         "optimizer": (optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer"),
     }
     for name, (value, fits, what) in given.items():
@@ -121,6 +122,8 @@ def examine(
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate} must be 1 or more")
+    if budget_s <= 0:
+        raise UsageError(f"the budget of {budget_s:g} s must be more than 0, such as 60")
     if unknown := [check for check in checks if check not in CHECKS]:
         raise UsageError(f"checks={unknown} are unknown; use some of {', '.join(CHECKS)}")
     if next(model.parameters(), None) is None:

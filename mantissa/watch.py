@@ -329,7 +329,10 @@ class Watch:
         skipped = torch.zeros((), device=self._device) if self._skipped is None else self._skipped.float()
         flags = torch.stack([self._sound.float(), sound.float(), skipped.reshape(())]).to("cpu", non_blocking=True)
         measured = self.number % self._every == 0
-        read = self.meters.end(self.number, losses, self.skipped) if measured and self._updated else None
+        # transformers' losses are divided by the targets of all passes.
+        parts = any("num_items_in_batch" in kept[1] for kept in self._batches if self._loss is None)
+        whole = [torch.stack(losses).sum()] if parts and losses else losses
+        read = self.meters.end(self.number, whole, self.skipped) if measured and self._updated else None
         if self.manifest is None and self._updated:
             self._state_manifest()
         if (self.number + 1) % self._every == 0:

@@ -15,6 +15,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
+from mantissa.commands import report_folder
 from mantissa.differences import Record, compare, counted, drop, unlike, values_in
 from mantissa.errors import UsageError
 from mantissa.killing import Attempt, Moment, planned, run
@@ -62,6 +63,7 @@ def main(arguments: list[str]) -> int:
         raise UsageError(f"--kills {options.kills} certifies nothing; give 1 or more")
     for name in ("metric", "data"):
         setattr(options, name, _pattern(name, getattr(options, name)))
+    report_folder(options.report)
     found = certify(options) | {"command": f"python -m mantissa certify {shlex.join(arguments)}"}
     text = "\n".join([found["verdict"], *(f"- {sentence}" for sentence in found["lost"]), *found["facts"]])
     print(text)

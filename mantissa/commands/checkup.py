@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mantissa.commands import report_folder
 from mantissa.display import about, columns, quantity
 from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
@@ -243,6 +244,7 @@ def main(arguments: list[str]) -> int:
     count = sum(parameter.numel() for parameter in model.parameters())
     size = " x ".join(map(str, next(iter(batches[0].values())).shape))
     print(f"{type(model).__name__}, {quantity(count)} parameters; {len(batches)} passes over {size}: {what}")
+    folder = report_folder(options.report) if options.report else None
     reports = {}
     for name in precisions:
         reports[name] = report = examine(
@@ -257,8 +259,8 @@ def main(arguments: list[str]) -> int:
         )
         print(file=sys.stderr)
         print(f"\n{name}: {report}")
-        if options.report:
-            page = report.write(Path(options.report) / name, f"python -m mantissa checkup {' '.join(arguments)}")
+        if folder is not None:
+            page = report.write(folder / name, f"python -m mantissa checkup {' '.join(arguments)}")
             print(f"report {page}")
     print(f"\n{table(reports, activations(model, batches))}")
     return max(report.diagnosis.exit_code for report in reports.values())

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mantissa.commands import report_folder
 from mantissa.comparison import Comparison, Run
 from mantissa.errors import UsageError
 from mantissa.quality import NULL
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     arms = _arms(options.commands) | ({} if options.no_null else {NULL: options.commands[0]})
     comparison = Comparison(arms, name_of(options.metric), options.margin, options.higher_is_better)
-    path = options.report / "kept.jsonl"
+    path = report_folder(options.report) / "kept.jsonl"
     kept = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
     def keep(kind: str, content: Any) -> None:
@@ -59,7 +60,6 @@ def main(arguments: list[str]) -> int:
         return ended
 
     plan = {key: getattr(options, key) for key in ("commands", "metric", "margin", "higher_is_better", "no_null")}
-    options.report.mkdir(parents=True, exist_ok=True)
     if not kept:
         keep("plan", plan)
     elif kept[0][1] != plan:

@@ -9,6 +9,7 @@ from importlib import import_module
 
 from torch import nn
 
+from mantissa.commands import report_folder
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, examine
 
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
             f"{options.function} must be a function that returns model, loss, batches and maybe an optimizer"
         )
     model, loss, batches, *rest = found
+    folder = report_folder(options.report)
     report = examine(
         model,
         loss,
@@ -51,6 +53,6 @@ def main(arguments: list[str]) -> int:
     )
     print(file=sys.stderr)
     print(report)
-    page = report.write(options.report, f"python -m mantissa doctor {' '.join(arguments)}")
+    page = report.write(folder, f"python -m mantissa doctor {' '.join(arguments)}")
     print(f"report {page}")
     return report.diagnosis.exit_code

@@ -316,6 +316,7 @@ def _sweep(result: Diagnosis) -> None:
             fp32 = result.trial(FP32)
             if trial.status == RAISES and fp32 is not None and trial.why in fp32.why:
                 result.findings[-1].format = FP32
+                result.notes.append("fp32 raises it, too, so precision is not the cause")
         elif trial is own and replay.failed and trial.scale != trial.scales[0]:
             result.findings += _too_large_a_scale(passes, trial)
         del passes

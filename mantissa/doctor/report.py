@@ -116,7 +116,7 @@ def files_of(diagnosis: Diagnosis, subject: str, record: dict[str, Any], plots: 
     if plots:
         sections.append(Section("Plots", plots=plots))
     if rows := checked.get("manifest"):
-        cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+        cells = [list(rows[0]), *([str(value) or "-" for value in row.values()] for row in rows)]
         sections.append(Section(f"What ran in which format ({len(rows):,} rows)", table=cells, folded=True))
     title = f"{diagnosis.verdict}: {subject} {replay.precision}, step {replay.step.number}"
     origin = measured_on(record["hardware"], record["versions"], record["git"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -82,6 +82,22 @@ def test_transformers_trainer_is_watched_and_trains_the_same(tmp_path: Path) -> 
     assert callback.watch.manifest.differences == []
     assert [each.step for each in callback.watch.history] == [3, 6]
     assert "transformer.h.1.mlp.act" in callback.watch.history[0].overflow
+
+
+def test_the_loss_of_several_passes_is_what_the_trainer_logs(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    from mantissa.callbacks.transformers import Precision
+
+    class Logs(TrainerCallback):  # type: ignore[misc]
+        losses: ClassVar[list[float]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            self.losses += [logs["loss"]] if "loss" in logs else []
+
+    callback = Precision(every=1, say=lambda text: None)
+    trained(gpt2(), tmp_path, [callback, Logs()], logging_steps=1)
+    assert [each.loss for each in callback.watch.history] == pytest.approx(Logs.losses, rel=1e-3)
 
 
 def test_weights_that_nobody_asked_to_be_bf16_are_named(tmp_path: Path) -> None:

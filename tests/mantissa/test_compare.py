@@ -200,6 +200,7 @@ def test_more_seeds_are_another_look_and_the_same_again_is_none(commands: Comman
         (["echo val loss 1"], "`echo val loss 1` has no {seed}; write {seed} where it takes the seed"),
         (["BASE"], "is given twice"),
         (["SAME", "--metric", "loss ("], "is no regular expression"),
+        (["SAME", "--report", "/proc/none"], "--report /proc/none cannot be made"),
         (["SAME", "--margin", "3"], "a margin of 3 must be above 0 and below 1"),
         (["SAME", "--seeds", "3"], "--seeds 3 leaves out seeds that were judged before"),
         (["SAME", "--margin", "0.01"], "holds another comparison; give this one another folder with --report"),

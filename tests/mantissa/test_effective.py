@@ -145,6 +145,11 @@ def low_state(net: Net) -> torch.optim.Optimizer:
         ("bf16_pure", {}, ("asks for bfloat16 weights", "model.to(bfloat16)")),
         (None, {"dtype": BF16, "passes": 4}, ("4 forward passes are summed in bfloat16", "sum them in fp32")),
         ("fp32", {"made": low_state}, ("inner.weight (momentum_buffer)", "has fewer bits than weights")),
+        (
+            "fp16_pure",
+            {"dtype": torch.float16, "made": lambda net: torch.optim.Adam(net.parameters())},
+            ("eps=1e-08 is 0 in float16", "set eps=1e-4"),
+        ),
         ("bf16", {}, ("ran without it", 'torch.autocast("cpu", dtype=torch.bfloat16)')),
         ("bf16", {"autocast": "fp16", "scaler": SCALER("cpu")}, ("in autocast to float16",)),
         ("fp32", {"autocast": "bf16"}, ("asks for no autocast", "in autocast to bfloat16")),

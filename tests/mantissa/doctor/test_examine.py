@@ -607,6 +607,8 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
     ("change", "words"),
     [
         ({"precision": "half"}, "precision='half' is unknown"),
+        ({"precision": torch.optim.SGD(Own().parameters())}, "precision must be one of fp32, .* is of type SGD"),
+        ({"budget_s": 0}, "the budget of 0 s must be more than 0"),
         ({"batches": []}, "0 batches"),
         ({"optimizer": torch.optim.SGD(Own().parameters(), 0.1)}, "no parameter of this model"),
         ({"model": nn.ReLU()}, "no parameters"),
@@ -706,6 +708,11 @@ def test_islands_keep_other_modules_away_from_the_largest_number() -> None:
     islands = report.diagnosis.islands
     assert islands is not None
     assert sorted(islands.modules) == ["1", "3"], str(report)
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examine"]) == 2
+    assert capsys.readouterr().err == "examine is no command; use one of certify, doctor, compare, checkup\n"
 
 
 @pytest.mark.parametrize("given", ["math:pi", "os:getcwd", "os:remove", "no_such_module:f", "os:no_such_function"])
