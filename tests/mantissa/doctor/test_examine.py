@@ -119,6 +119,28 @@ def hooked_module() -> nn.Module:
     return model
 
 
+class Items(nn.Module):
+    """Takes the number of an item from the first column of its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.item = nn.Embedding(1008, 8)
+        self.outer = nn.Linear(8 + 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.bfloat16()
+        y: Tensor = self.outer(torch.cat([self.item(x[:, 0].long()), x[:, 1:]], -1)).squeeze(-1)
+        return y.float()
+
+
+def items() -> list[Batch]:
+    torch.manual_seed(1)
+    taste = torch.randn(1000).sign()
+    numbers = [torch.randint(1000, (256,)) for _ in range(12)]
+    return [{"x": torch.cat([each[:, None], torch.randn(256, 3)], 1), "y": taste[each]} for each in numbers]
+
+
 class Far(nn.Module):
     """A weight at which numbers of fp32 are 1/8 apart."""
 
@@ -392,6 +414,9 @@ CASES = {
     "an average in 16 bits": Case(LOST, "mean", "", "", "bf16", averaged),
     "weights in 16 bits": Case(
         LOST, "inner", "", "fp32 weights", "bf16_pure", lambda: large_bias(Own(), 1.0), optimizer=adamw(1e-4)
+    ),
+    "numbers of items that are cast with the features": Case(
+        ERROR, EVERYWHERE, "bfloat16()", "", "bf16", Items, items, optimizer=adamw(2e-2)
     ),
     "an offset before a difference": Case(
         DIVERGENCE,
