@@ -55,7 +55,8 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         return Finding(MOMENT, UPDATE, module, "fp32", detail=detail, cure=[step.words.fresh_state], tensor=state)
     sample = far(batch for microbatches in batches for batch in microbatches) if explodes else None
     if sample is not None and mends(losses := trained([list(map(without, microbatches)) for microbatches in batches])):
-        detail = f"{went}, and to {losses[-1]:.4g} with usual samples in the place of such; {sample}"
+        at = step.number + sample.batch // len(batches[0])
+        detail = f"{went}, and to {losses[-1]:.4g} with usual samples in the place of such; in step {at}, {sample}"
         cure = [f"leave out {sample.place}, and others like it"]
         return Finding(INPUT, UPDATE, "", "fp32", detail=detail, cure=cure, tensor=sample.place)
     factor, line = _factor(step.reference())

@@ -172,9 +172,7 @@ def _read_apart(passes: Passes, absent: dict[str, Tensor]) -> list[Finding]:
         f"{listed(list(reads.lines))}: the forward pass computes with it outside of autograd (.data or .detach()), and "
         "the optimizer has it"
     )
-    return [
-        Finding(BLOCKED, FORWARD, name.rpartition(".")[0], "fp32", detail=detail, tensor=name, line=str(line or ""))
-    ]
+    return [Finding(BLOCKED, FORWARD, name.rpartition(".")[0], "fp32", detail=detail, tensor=name, line=line)]
 
 
 def _cast(step: Step, exact: Attempt) -> list[Finding]:

@@ -23,6 +23,8 @@ class Sample(NamedTuple):
     largest: float
     usual: float
     """The largest number of the median sample."""
+    batch: int
+    """The number of the batch, from 0."""
 
     def __str__(self) -> str:
         return f"{self.place} has numbers up to {self.largest:.3g}, half of the others none above {self.usual:.3g}"
@@ -31,10 +33,10 @@ class Sample(NamedTuple):
 def far(batches: Iterable[Batch]) -> Sample | None:
     """Return the sample that is farther from the others of its batch than all; None: there is none."""
     found = []
-    for name, tensor in (item for batch in batches for item in batch.items()):
+    for number, name, tensor in ((number, *item) for number, batch in enumerate(batches) for item in batch.items()):
         sizes, usual = _sizes(tensor)
         if bool((sizes > _FAR * usual).any()):
-            found.append(Sample(f"{named(name)}, sample {int(sizes.argmax())}", sizes.max().item(), usual))
+            found.append(Sample(f"{named(name)}, sample {int(sizes.argmax())}", sizes.max().item(), usual, number))
     return max(found, key=lambda sample: sample.largest / sample.usual, default=None)
 
 
