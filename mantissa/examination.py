@@ -21,7 +21,7 @@ from mantissa.errors import UsageError
 from mantissa.finding import Finding
 from mantissa.generators import random_state, set_random_state
 from mantissa.loop import LoopPasses, LoopStep, Loss
-from mantissa.tensors import finite
+from mantissa.tensors import finite, in_dtype
 from mantissa.updates import Counts, UpdateMeter
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
@@ -186,7 +186,7 @@ def take(step: LoopStep, failed: bool = False) -> Replay:
 
 def _size(gradients: Iterable[Tensor]) -> float:
     """Return the norm of all that are not sparse; 0: there are none."""
-    norms = [torch.linalg.vector_norm(each.float()) for each in gradients if not each.is_sparse]
+    norms = [torch.linalg.vector_norm(in_dtype(each, torch.float32)) for each in gradients if not each.is_sparse]
     return torch.stack(norms).norm().item() if norms else 0.0
 
 

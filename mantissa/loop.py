@@ -23,7 +23,7 @@ from mantissa.islands import cast, keep_fp32
 from mantissa.ledger import MemoryLedger
 from mantissa.operators import OperatorPolicy
 from mantissa.step import Batch, Passes, Step, each
-from mantissa.tensors import finite
+from mantissa.tensors import finite, in_dtype
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """From the model and a batch to the mean loss, a scalar."""
@@ -101,7 +101,7 @@ class LoopStep(Step):
                 f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
                 "give the model before it is wrapped or sharded"
             ) from error
-        weights = {name: each.detach().float().clone() for name, each in copied.named_parameters()}
+        weights = {name: in_dtype(each.detach(), torch.float32).clone() for name, each in copied.named_parameters()}
         if format.half_weights is not None:
             _cast(copied, own, format.half_weights)
         flat: list[Batch] = [LoopBatch(batch) for batch in batches]
@@ -299,7 +299,7 @@ class LoopPasses(Passes):
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         if sound or not self.format.needs_loss_scale:
-            with self.around():
+            with self.updates or self.around():
                 self.optimizer.step()
         return loss.item() if sound or not self.format.needs_loss_scale else math.nan  # it would be skipped for ever
 
@@ -358,7 +358,7 @@ def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn
 
 def _cast(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:
     """Cast weights, buffers and the optimizer's state, as ``model.to(dtype)`` before training does."""
-    model.to(dtype)
+    model._apply(lambda tensor: in_dtype(tensor, dtype))
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         for key, value in state.items():
             if (

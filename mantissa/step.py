@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mantissa.formats import FORMATS, Format
-from mantissa.tensors import finite
+from mantissa.tensors import finite, in_dtype
 
 Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
@@ -159,7 +159,9 @@ class Step(ABC):
             self,
             number=self.number + count,
             microbatches=self.following(count + 1)[-1],
-            weights={name: each.detach().to("cpu", torch.float32, copy=True) for name, each in kept.named_parameters()},
+            weights={
+                name: in_dtype(each.detach().cpu(), torch.float32).clone() for name, each in kept.named_parameters()
+            },
             stored=stored,
             buffers={name: each.detach().to("cpu", copy=True) for name, each in passes.model.named_buffers()},
             scale=passes.scale,
@@ -264,6 +266,8 @@ class Passes(ABC):
         """What the model starts from; may be replaced."""
         self.microbatches = step.microbatches
         """What ``attempt`` takes, and by whose targets a loss is divided; may be replaced."""
+        self.updates: AbstractContextManager[Any] | None = None
+        """In which the optimizer steps, where it is one of a loop of its own; None: in what the passes run in."""
         self._wide: torch.dtype | None = None
         self.start()
 
@@ -330,7 +334,7 @@ class Passes(ABC):
     def widen(self, dtype: torch.dtype) -> None:
         """Compute in a wider dtype from now on, in which explicit casts to narrower ones have no effect."""
         self._wide = dtype
-        self.model.to(dtype)
+        self.model._apply(lambda tensor: in_dtype(tensor, dtype))
 
     def attempt(self, microbatches: list[Batch] | None = None) -> Attempt:
         """Take the passes of the step, from its start.
@@ -386,10 +390,13 @@ class Widened(TorchDispatchMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self._narrower = {torch.float16, torch.bfloat16} | ({torch.float32} if dtype == torch.float64 else set())
+        narrower = [torch.float16, torch.bfloat16, *([torch.float32] if dtype == torch.float64 else [])]
+        self._wider = dict.fromkeys(narrower, dtype)
+        if dtype == torch.float64:
+            self._wider[torch.complex64] = torch.complex128
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*map(self._of, args), **{key: self._of(value) for key, value in (kwargs or {}).items()})
 
     def _of(self, value: Any) -> Any:
-        return self.dtype if isinstance(value, torch.dtype) and value in self._narrower else value
+        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value

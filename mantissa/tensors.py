@@ -22,9 +22,17 @@ def numbers_in(nested: Any) -> list[Tensor]:
     return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]
 
 
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return floating-point numbers in a dtype, complex ones with parts of it, but of no fewer bits than fp32."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex()) if dtype.itemsize >= 4 else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite."""
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
@@ -52,7 +60,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
     Infinite, if ``found`` is not finite there; NaN, if ``expected`` is 0.
     """
-    found, expected = (each.detach().double() for each in (found, expected))
+    found, expected = (in_dtype(each.detach(), torch.float64) for each in (found, expected))
     if expected.is_sparse:
         found, expected = found.to_dense(), expected.to_dense()
     known = expected.isfinite()

@@ -13,6 +13,7 @@ from mantissa.compile import compile_in_place
 from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
 from mantissa.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
 from mantissa.step import Passes, Step
+from mantissa.tensors import in_dtype
 
 ALLOWED = 8
 """A compiled model may differ from the eager one by so many times what the eager one differs from the reference."""
@@ -57,7 +58,7 @@ def _gradients(passes: Passes) -> list[Tensor]:
             module.p = 0.0
     found = passes.attempt()
     factor = found.correction / passes.scale
-    return [gradient.double() * factor for gradient in found.gradients.values()]
+    return [in_dtype(gradient, torch.float64) * factor for gradient in found.gradients.values()]
 
 
 def _difference(one: list[Tensor], other: list[Tensor]) -> float:

@@ -21,7 +21,7 @@ from mantissa.doctor.explosion import RATES
 from mantissa.doctor.fp16_range import Range, fp16_range, usual
 from mantissa.doctor.gradients import gradients
 from mantissa.doctor.islands import Islands, holds, price, search
-from mantissa.doctor.locate import SPELLED, line_of_error, locate
+from mantissa.doctor.locate import SPELLED, in_update, line_of_error, locate
 from mantissa.doctor.manifest import OperatorManifest, manifest
 from mantissa.doctor.pairs import Pairs, harm, local_errors, wrong_gradients
 from mantissa.doctor.provenance import absorbed, find
@@ -441,9 +441,12 @@ def _train_on(result: Diagnosis) -> None:
     elif later is not None:
         result.findings[-1] = later
     elif not finding.cure:
-        budget.run(
-            "place", lambda: locate(step, finding, lambda passes: found.mends(passes.train(batches)), budget.left)
-        )
+
+        def mends(passes: Passes) -> bool:
+            return found.mends(passes.train(batches))
+
+        if not budget.run("update", lambda: in_update(step, finding, mends)):
+            budget.run("place", lambda: locate(step, finding, mends, budget.left))
 
 
 def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: str = "") -> Finding | None:

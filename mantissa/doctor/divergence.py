@@ -15,7 +15,7 @@ from mantissa.doctor.pairs import rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, LOST, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Passes, Step, each
-from mantissa.tensors import nudged
+from mantissa.tensors import in_dtype, nudged
 
 STEPS, MOST_STEPS = 20, 60
 """How many steps are trained: more than the first number where there is time."""
@@ -164,7 +164,7 @@ def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int, dty
     """Return the losses in the reference from weights and inputs changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     passes = step.reference(dtype)
-    passes.weights = {name: nudged(each.to(dtype), unit, generator) for name, each in passes.weights.items()}
+    passes.weights = {name: nudged(in_dtype(each, dtype), unit, generator) for name, each in passes.weights.items()}
     inputs = (
         [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in step] for step in batches
     )

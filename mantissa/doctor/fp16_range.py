@@ -16,7 +16,7 @@ from mantissa.dtypes import DtypeRecorder
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.step import Batch, Passes, Step
-from mantissa.tensors import nudged, numbers_in, relative_error
+from mantissa.tensors import in_dtype, nudged, numbers_in, relative_error
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
@@ -228,7 +228,10 @@ def _in_fp16(low: Passes, few: list[Batch]) -> set[str]:
 def _noise(reference: Passes, few: list[Batch]) -> set[str]:
     """Return the weights whose gradients are noise: they change where weights change by one rounding of fp16."""
     weights, unit = reference.weights, FP16.unit_roundoff
-    changed = {name: nudged(each.float(), unit, torch.Generator().manual_seed(0)) for name, each in weights.items()}
+    changed = {
+        name: nudged(in_dtype(each, torch.float32), unit, torch.Generator().manual_seed(0))
+        for name, each in weights.items()
+    }
     gradients = []
     reference.microbatches = few
     for start in (weights, changed):

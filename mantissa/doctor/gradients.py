@@ -26,6 +26,8 @@ _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", 
 _SCALE = 2.0**12
 _PROPORTIONAL = 0.1
 """Relative error up to which gradients of a loss times ``_SCALE`` are ``_SCALE`` times those of the loss, in fp32."""
+_FOLLOWING = 3
+"""Steps after this one in which gradients may be 0, too."""
 _NOTHING = 1e-6
 """Share of an optimizer's eps below which gradients do not move a weight."""
 
@@ -50,6 +52,9 @@ def gradients(step: Step) -> Examined:
     if 0 < largest < _NOTHING * step.eps:
         detail = f"no gradient is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
         result.findings.append(Finding(UNDERFLOW, UPDATE, "", "fp32", detail=f"{detail}: multiply the loss"))
+    if once and len(zero) == len(once) and not result.findings and _stays(reference, step):
+        detail = f"every gradient ({listed(zero)}) is 0 in fp32, in this step and in those after it: nothing trains"
+        result.findings.append(Finding(BLOCKED, BACKWARD, zero[0].rpartition(".")[0], "fp32", detail=detail))
     for what, names in (("no gradient", absent), ("a gradient of 0", zero)):
         if names:
             result.notes.append(f"gradients: of {len(weights)}, {listed(names)} with {what} in this step")
@@ -57,6 +62,17 @@ def gradients(step: Step) -> Examined:
         result.findings += _changed_by_scale(reference, once, step)
     result.findings += _cast(step, exact)
     return result
+
+
+def _stays(reference: Passes, step: Step) -> bool:
+    """Return whether every gradient is 0 in the steps that follow, too, from the weights of this one."""
+    steps = step.following(1 + _FOLLOWING)[1:]
+    own = reference.microbatches
+    gradients = []
+    for reference.microbatches in steps:
+        gradients += [each for each in reference.attempt().gradients.values() if each.any()]
+    reference.microbatches = own
+    return not gradients
 
 
 class _Unrecorded:

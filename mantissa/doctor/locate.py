@@ -15,9 +15,9 @@ from mantissa.doctor.islands import holds
 from mantissa.doctor.manifest import explicit_cast
 from mantissa.dtypes import DtypeRecorder
 from mantissa.errors import FormatError
-from mantissa.finding import Finding
+from mantissa.finding import UPDATE, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.places import Line
+from mantissa.places import Line, of_stack
 from mantissa.step import Passes, Step, Widened, each
 from mantissa.tensors import numbers_in, relative_error
 
@@ -92,6 +92,28 @@ def locate(
         finding.cure += search.cure(step.words.operators([name]), search.with_operators, [name])
     cast = explicit_cast(step.passes("fp32"), [""])
     finding.line = str((cast.line if cast else line_of_error(step, "")) or "")
+
+
+def in_update(step: Step, finding: Finding, mends: Callable[[Passes], bool]) -> bool:
+    """Name the line of the optimizer's step that casts to 16 bits, if the fault is gone without; return whether so."""
+    passes = step.own()
+    passes.updates = casts = _Noted(torch.float32)
+    if not mends(passes) or casts.line is None:
+        return False
+    finding.direction, finding.tensor, finding.line = UPDATE, "the optimizer's step", str(casts.line)
+    finding.cure = ["no cast to 16 bits in this line"]
+    return True
+
+
+class _Noted(Widened):
+    """Keeps the first line whose cast it has widened."""
+
+    line: Line | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.line is None and (kwargs or {}).get("dtype") in (torch.float16, torch.bfloat16):
+            self.line = of_stack()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _fewest(model: nn.Module, mended: Callable[[list[str]], bool]) -> list[str]:

@@ -24,7 +24,7 @@ from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Batch, Passes, Step, each, named
-from mantissa.tensors import nudged, relative_error, tensors
+from mantissa.tensors import in_dtype, nudged, relative_error, tensors
 
 FACTOR = 8
 SUM = 0.6
@@ -55,6 +55,8 @@ def reference_dtype(format: Format) -> torch.dtype:
 
 def rounded(tensor: Tensor, number: Number) -> Tensor:
     """Return a floating-point tensor rounded to a format, in its own dtype; what is finite stays finite."""
+    if tensor.is_complex():
+        return tensor
     if number is TF32:
         bits = tensor.float().view(torch.int32)
         bits = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF
@@ -190,7 +192,7 @@ def wrong_gradients(step: Step) -> WrongGradients:
             for name, error in _far(_gradients(shaken(reference, number.unit_roundoff, seed)), exact).items():
                 least[name] = max(least[name], error)
         own = _far(_gradients(step.own()), exact)
-    total = math.sqrt(sum(float(each.square().sum()) for name, each in exact.items() if name))
+    total = math.hypot(*(each.norm().item() for name, each in exact.items() if name))
     limits = {name: max(_WRONG_LOSS if not name else _WRONG, FACTOR * least[name]) for name in own}
     wrong = {
         name: error
@@ -243,7 +245,7 @@ def shaken(passes: Passes, unit: float, seed: int) -> Passes:
     """Return passes whose weights and inputs are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     weights, batches = passes.step.weights, passes.step.microbatches
-    passes.weights = {name: nudged(each.float(), unit, generator) for name, each in weights.items()}
+    passes.weights = {name: nudged(in_dtype(each, torch.float32), unit, generator) for name, each in weights.items()}
     passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in batches]
     return passes
 
@@ -253,7 +255,9 @@ def _gradients(passes: Passes) -> dict[str, Tensor]:
     attempt = passes.attempt()
     factor = attempt.correction / passes.scale
     gradients = {name: each.to_dense() if each.is_sparse else each for name, each in attempt.gradients.items()}
-    return {name: each.double() * factor for name, each in gradients.items()} | {"": attempt.loss.double()}
+    return {name: in_dtype(each, torch.float64) * factor for name, each in gradients.items()} | {
+        "": attempt.loss.double()
+    }
 
 
 def _far(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
@@ -327,7 +331,7 @@ class _Comparison:
             found = evaluate(self._recording.low, self._call, sources, cotangents)
         # Divided in the reference's dtype, in which a small scale loses nothing.
         dtype = next(self._recording.reference.model.parameters()).dtype
-        return found._replace(gradients={name: g.to(dtype) / scale for name, g in found.gradients.items()})
+        return found._replace(gradients={name: in_dtype(g, dtype) / scale for name, g in found.gradients.items()})
 
     def _rounded(self) -> Evaluated:
         """Round what the low precision rounds: its 16-bit tensors, and where there are matmuls all others, too."""
@@ -385,7 +389,7 @@ class _Comparison:
             largest = max((value.tensor.numel() for value in self._sources), default=0)
             sizes = [parameter.numel() for parameter in self._module.parameters(recurse=False)]
             d = max(d, largest // max(1, min([exact.numel(), *sizes])))
-        norm = torch.linalg.vector_norm(exact.double()).item() * scale
+        norm = torch.linalg.vector_norm(in_dtype(exact, torch.float64)).item() * scale
         # In fp16 a number that is too small for the full precision has this error, which a loss scale can avoid.
         absolute = number.smallest / 2 * math.sqrt(exact.numel()) / norm if norm and number is FP16 else 0.0
         bound = max(FACTOR * max(cond, number.unit_roundoff * math.sqrt(d), absolute), least)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from mantissa.display import dtype_name
-from mantissa.doctor.samples import worth_a_word
+from mantissa.doctor.samples import far, without, worth_a_word
 from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import MASKED, UNWRITTEN, Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
@@ -75,10 +75,26 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     if masks:
         detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
     if kind == OVERFLOW and operator.direction == FORWARD:
+        sample = far(passes.microbatches)
+        if format == FP32 and sample is not None and _finite_without(passes):
+            result = finding(INPUT, operator, f"{detail}; {sample}")
+            result.module, result.tensor = "", sample.place
+            result.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
+            return result
         detail += worth_a_word(passes.microbatches)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding(kind, operator, detail)
+
+
+def _finite_without(passes: Passes) -> bool:
+    """Return whether the step is finite with usual samples in the place of those that are far larger."""
+    own = passes.microbatches
+    passes.microbatches = list(map(without, own))
+    try:
+        return not passes.attempt().harmed
+    finally:
+        passes.microbatches = own
 
 
 def _of_input(passes: Passes, cause: Node, finding: Finding) -> Finding:

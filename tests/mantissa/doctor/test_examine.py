@@ -166,6 +166,20 @@ class Signed(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=self.sign * group["lr"])
 
 
+class Compressed(torch.optim.Adam):
+    """Casts gradients to 16 bits, as if they were sent."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, 1e-2, eps=1e-20)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.copy_(parameter.grad.half())
+        super().step()
+
+
 def with_gain(operation: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
     model = Own(operation)
     model.gain = nn.Parameter(torch.ones(32))
@@ -366,6 +380,28 @@ CASES = {
         hooked_module,
         loss=scaled(1e-9),
         optimizer=lambda parameters: torch.optim.Adam(parameters, eps=1e-20),
+    ),
+    "an optimizer that casts gradients": Case(
+        DIVERGENCE,
+        "the optimizer's step",
+        "parameter.grad.half()",
+        "no cast",
+        "fp32",
+        Own,
+        loss=scaled(1e-8),
+        optimizer=Compressed,
+    ),
+    "gradients that are 0 for ever": Case(
+        BLOCKED, "inner", "", "", "bf16", Own, loss=lambda model, batch: F.relu(error(model, batch) - 1e4)
+    ),
+    "a fill value": Case(
+        INPUT,
+        "batch['x'], sample 5",
+        "",
+        "leave out batch['x'], sample 5",
+        "bf16",
+        Own,
+        lambda: with_value(regression(), 0, 9.97e36),
     ),
     "an optimizer that goes up the gradient": Case(
         RATE, EVERYWHERE, "", "", "fp32", Own, optimizer=lambda parameters: Signed(parameters, -1.0)
@@ -602,7 +638,7 @@ def test_a_loss_that_cannot_be_replayed_is_said_to_be_so(
 def test_the_surrounding_modes_do_not_matter() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         report = mantissa.examine(Own(), error, with_value(regression(), 0, 1e30), "fp32")
-    assert report.findings[0].kind == OVERFLOW, str(report)
+    assert report.findings[0].kind == INPUT, str(report)
     assert "bfloat16" not in str(report)
 
 
@@ -684,6 +720,17 @@ def test_a_loss_may_differentiate(precision: str) -> None:
     assert not any(batch["x"].requires_grad for batch in batches)
     assert [trial.status for trial in report.diagnosis.sweep][:2] == ["ok", "ok"]
     assert report.diagnosis.budget.left_out == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_complex_weights_have_their_own_reference(precision: str) -> None:
+    def filtered(own: nn.Module, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x.float()) * own.get_parameter("gain"), n=32)
+
+    model = Own(filtered)
+    model.gain = nn.Parameter(torch.ones(17) + 0.5j)
+    report = mantissa.examine(model, error, regression(), precision, torch.optim.Adam(model.parameters(), 1e-3))
+    assert (report.verdict, report.diagnosis.budget.left_out) == (HEALTHY, []), str(report)
 
 
 def test_what_runs_without_gradients_on_purpose_is_no_fault() -> None:
