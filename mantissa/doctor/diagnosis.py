@@ -412,8 +412,9 @@ def _train_on(result: Diagnosis) -> None:
     lost = [each for each in result.findings if each.kind == LOST and each.direction == UPDATE]
     if len(lost) < len(result.findings) or not result.finite:
         return
-    # In fp32 there is one training to compare with, in fp64.
-    others = (REPLAYS + 1) * budget.spent.get(FP32, replay.seconds) if step.format.half is not None else replay.seconds
+    # Those in fp32, the exact one, and one of weights that stand still. In fp32 the exact one, in fp64, counts twice.
+    of_fp32 = budget.spent.get(FP32, replay.seconds) if step.format.half is not None else replay.seconds
+    others = of_fp32 * (REPLAYS + 2 if step.format.half is not None else 3)
     seconds = replay.seconds + others
     least, most = min(STEPS, step.different or STEPS), min(MOST_STEPS, step.different or MOST_STEPS)
     if least * seconds > budget.left():
