@@ -139,6 +139,8 @@ class Watch:
         """Of every metered step."""
         self._in_a_row = 0
         self._returns_loss = False
+        self._parts = False
+        """Whether the losses of passes are parts of the step's, divided by the targets of all, as transformers'."""
         self._waiting: deque[_Step] = deque()
         self._said: set[str] = set()
         self._clear()
@@ -197,6 +199,7 @@ class Watch:
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             self._begin()
+            self._parts = "num_items_in_batch" in kwargs
             if torch.is_autocast_enabled(self._device.type) and self.number == 0:
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
             if self._loss is None:
@@ -329,9 +332,7 @@ class Watch:
         skipped = torch.zeros((), device=self._device) if self._skipped is None else self._skipped.float()
         flags = torch.stack([self._sound.float(), sound.float(), skipped.reshape(())]).to("cpu", non_blocking=True)
         measured = self.number % self._every == 0
-        # transformers' losses are divided by the targets of all passes.
-        parts = any("num_items_in_batch" in kept[1] for kept in self._batches if self._loss is None)
-        whole = [torch.stack(losses).sum()] if parts and losses else losses
+        whole = [torch.stack(losses).sum()] if self._parts and losses else losses
         read = self.meters.end(self.number, whole, self.skipped) if measured and self._updated else None
         if self.manifest is None and self._updated:
             self._state_manifest()
