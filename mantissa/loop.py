@@ -215,7 +215,7 @@ class LoopPasses(Passes):
     def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
         total: Tensor | None = None
         for batch in microbatches:
-            loss = self.loss(batch) / len(self.microbatches)
+            loss = self.loss(batch) * self.loss_factor / len(self.microbatches)
             if loss.requires_grad:
                 self._backward(loss * self.scale)
             total = loss.detach() if total is None else total + loss.detach()

@@ -266,6 +266,8 @@ class Passes(ABC):
         """What the model starts from; may be replaced."""
         self.microbatches = step.microbatches
         """What ``attempt`` takes, and by whose targets a loss is divided; may be replaced."""
+        self.loss_factor = 1.0
+        """What the loss of a loop is multiplied by."""
         self.updates: AbstractContextManager[Any] | None = None
         """In which the optimizer steps, where it is one of a loop of its own; None: in what the passes run in."""
         self._wide: torch.dtype | None = None

@@ -280,7 +280,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether there is a gradient of real numbers, each of which has its place."""
+    """Return whether there is a dense gradient of real numbers."""
     return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided
 
 

@@ -39,7 +39,7 @@ class Overrides(Words):
 
     deterministic = "deterministic=true"
     eager = "compile=off"
-    fresh_state = "a run of its own from these weights, whose optimizer begins anew"
+    fresh_state = "a new run with init_from= this one, whose optimizer begins anew"
 
     def modules(self, names: Sequence[str]) -> str:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number

@@ -61,7 +61,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     reference = torch.float64 if alone else torch.float32
     wide, low = step.reference(reference), step.own()
     exact = _fp64(wide.train(batches))
-    if finding := explosion(step, batches, exact):
+    if finding := explosion(step, batches, exact, reference):
         return Divergence(away=[], limit=[], findings=[finding])
     if not exact.isfinite().all():
         return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mantissa.display import dtype_name
 from mantissa.doctor.samples import far, without
 from mantissa.finding import INPUT, MOMENT, RATE, SCALE, UPDATE, Finding
 from mantissa.modules import Lines, ModuleTracer
@@ -21,7 +22,7 @@ _FACTOR = 16.0
 RATES = tuple(10.0**-power for power in range(1, 9))
 
 
-def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
+def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torch.dtype) -> Finding | None:
     """Return why training explodes or learns nothing in the reference; None: it does neither, or nothing cures it.
 
     What is named was changed, and the same steps were trained again.
@@ -30,6 +31,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         step: the first step.
         batches: the microbatches of each step.
         exact: the losses in the reference, fp64.
+        dtype: of the reference.
     """
     if not _explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _MUCH:
         return None
@@ -40,10 +42,10 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
     least = 0.0 if explodes else _MUCH
     broken = (~exact.isfinite()).nonzero()
     last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
-    went = f"in fp32 the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
+    went = f"in {dtype_name(dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
     def trained(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> Tensor:
-        return torch.tensor(step.reference().train(steps, lr, fresh), dtype=torch.float64)
+        return torch.tensor(step.reference(dtype).train(steps, lr, fresh), dtype=torch.float64)
 
     def mends(losses: Tensor) -> bool:
         return not _explodes(losses, still) and _learned(losses, still) > least
@@ -60,8 +62,10 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
         cure = [f"leave out {sample.place}, and others like it"]
         return Finding(INPUT, UPDATE, "", "fp32", detail=detail, cure=cure, tensor=sample.place)
     factor, line = _factor(step.reference())
-    if explodes and factor >= _FACTOR and mends(losses := trained(lr=1 / factor)):
-        detail = f"{went}, and to {losses[-1]:.4g} with 1/{factor:g} of the learning rate; the loss is times {factor:g}"
+    passes = step.reference(dtype)
+    passes.loss_factor = 1 / factor
+    if explodes and factor >= _FACTOR and mends(losses := factor * torch.tensor(passes.train(batches)).double()):
+        detail = f"{went}, and to {losses[-1]:.4g} if the gradients are not multiplied by {factor:g}, as the loss is"
         return Finding(SCALE, UPDATE, "", "fp32", detail=detail, cure=["no factor in this line"], line=line)
     rises = False
     for rate in RATES if explodes else RATES[:2]:

@@ -32,8 +32,8 @@ JUDGED = 0.1
 most, at their first step with a scale of 65536."""
 
 _OF_EPS, _OF_LARGEST = 1e-2, 1e-9
-"""Shares of the optimizer's eps, or where it has none of the step's largest weight gradient, below which the gradients
-of a layer's weights move nothing: neither does their loss."""
+"""Shares of the optimizer's eps, or where it has none, of the step's largest weight gradient: a layer whose weight
+gradients are all smaller does not move, so it loses nothing with them."""
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import listed
+from mantissa.doctor.islands import holds
 from mantissa.doctor.manifest import explicit_cast
 from mantissa.doctor.tape import storage
 from mantissa.dtypes import CAST
@@ -52,7 +53,7 @@ def gradients(step: Step) -> Examined:
     if 0 < largest < _NOTHING * step.eps:
         detail = f"no gradient is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
         result.findings.append(Finding(UNDERFLOW, UPDATE, "", "fp32", detail=f"{detail}: multiply the loss"))
-    if once and len(zero) == len(once) and not result.findings and _stays(reference, step):
+    if once and len(zero) == len(once) and not result.findings and _zero_later(reference, step):
         detail = f"every gradient ({listed(zero)}) is 0 in fp32, in this step and in those after it: nothing trains"
         result.findings.append(Finding(BLOCKED, BACKWARD, zero[0].rpartition(".")[0], "fp32", detail=detail))
     for what, names in (("no gradient", absent), ("a gradient of 0", zero)):
@@ -64,15 +65,10 @@ def gradients(step: Step) -> Examined:
     return result
 
 
-def _stays(reference: Passes, step: Step) -> bool:
+def _zero_later(reference: Passes, step: Step) -> bool:
     """Return whether every gradient is 0 in the steps that follow, too, from the weights of this one."""
-    steps = step.following(1 + _FOLLOWING)[1:]
-    own = reference.microbatches
-    gradients = []
-    for reference.microbatches in steps:
-        gradients += [each for each in reference.attempt().gradients.values() if each.any()]
-    reference.microbatches = own
-    return not gradients
+    following = step.following(1 + _FOLLOWING)[1:]
+    return not any(each.any() for batches in following for each in reference.attempt(batches).gradients.values())
 
 
 class _Unrecorded:
@@ -209,7 +205,7 @@ def _cast(step: Step, exact: Attempt) -> list[Finding]:
     zero = sum(int(((found[name] == 0) & (known[name] != 0)).sum()) for name in wrong)
     share = zero / sum(each.numel() for each in known.values())
     detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
-    cure = ["no cast to 16 bits in this line"]
+    cure = ["no cast to 16 bits in this line"] if holds(step, step.reference) else []
     kind = UNDERFLOW if share else ERROR
     return [Finding(kind, BACKWARD, cast.module, "fp32", CAST, detail=detail, cure=cure, line=str(cast.line or ""))]
 
@@ -229,7 +225,8 @@ def _changed_by_scale(reference: Passes, once: dict[str, Tensor], step: Step) ->
     if not wrong:
         return
     weights = dict(reference.model.named_parameters())
-    dicts = [each for name in wrong for each in _hooks(weights[name])]
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    dicts = [each for name in wrong for kind in kinds if (each := getattr(weights[name], kind))]
     hooks = [hook for each in dicts for hook in each.values()]
     line = ""
     if hooks and inspect.isfunction(hooks[0]):
@@ -244,10 +241,6 @@ def _changed_by_scale(reference: Passes, once: dict[str, Tensor], step: Step) ->
     hooked = _disproportionate(reference, wrong)  # now without hooks
     cure = [] if hooked else ["clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"]
     yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=cure, line=line)
-
-
-def _hooks(weight: Tensor) -> list[dict[int, Any]]:
-    return [each for each in (weight._backward_hooks, weight._post_accumulate_grad_hooks) if each]
 
 
 def lost_state(moments: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

@@ -154,7 +154,7 @@ def _next_fault(
 
 
 class _Nearest(TorchDispatchMode):
-    """Notes the first module of which a forward result in fp16 is too near to the largest number."""
+    """Notes the first module with a forward result in fp16 that is too near to the largest number."""
 
     def __init__(self, modules: ModuleTracer) -> None:
         super().__init__()

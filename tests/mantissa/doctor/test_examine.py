@@ -511,6 +511,12 @@ def test_lost_second_moments_are_named() -> None:
     assert (finding.kind, finding.place) == (MOMENT, "exp_avg_sq of inner.weight")
 
 
+def test_a_factor_that_an_optimizer_divides_by_is_not_at_fault() -> None:
+    model = Own()
+    report = mantissa.examine(model, scaled(1024.0), regression(), "fp32", torch.optim.Adam(model.parameters(), 100.0))
+    assert report.findings[0].kind == RATE, str(report)
+
+
 @pytest.mark.parametrize(("key", "factor"), [("momentum_buffer", 65536.0), ("exp_avg_sq", 1e12)])
 def test_a_state_that_spoils_the_steps_is_named(key: str, factor: float) -> None:
     model = Own()
