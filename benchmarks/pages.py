@@ -97,7 +97,6 @@ def contents() -> blocks.Blocks:
             "comparisons": comparisons([name for name in names() if name != FRONT]),
             "costs": bench("ema", "diagnostics", "optimizers", "loader"),
         },
-        docs / "reliability.md": {"certificates": certificates(), "resumes": resumes()},
         docs / "scaling.md": {"devices": devices()},
         docs / "speed.md": {
             "bf16": bf16_over_fp32(),

@@ -13,7 +13,7 @@ from evidence.runs import merged
 from mantissa.quality import NULL_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.recorded import options_of
-from trainer.config.registration import by_key, choices
+from trainer.config.registration import choices
 from trainer.config.source import outline
 from trainer.config.text import fraction, listed, unquoted
 from trainer.errors import UserError, nearest
@@ -46,20 +46,6 @@ class AdviseOptions(Overriding):
                 "an option has several values, but advise.py chooses what it tries; set one value, or leave it out"
             )
         return found
-
-
-@dataclass
-class CertifyOptions(Overriding):
-    """Of scripts/certify.py."""
-
-    kills: int = 20
-    seed: int = 0
-    max_ulp: float = 4
-    output_dir: Path = Path("outputs")
-
-    def commands(self, overrides: list[str]) -> list[list[str]]:
-        common, defaults = (outline("evidence.certificate.certify", name) for name in ("COMMON", "DEFAULTS"))
-        return [merged(common, defaults.get(by_key(overrides).get("recipe", "gpt2"), []), overrides)]
 
 
 @dataclass

@@ -8,7 +8,6 @@ from importlib import import_module
 from mantissa.errors import FormatError, UsageError
 
 COMMANDS = {
-    "certify": "what a training command loses when it is killed and started again",
     "doctor": "what precision does to a training step of your model",
     "compare": "whether two commands train equally well: precisions, commits, versions of torch",
     "checkup": "which precisions a model of transformers can be trained in, and what cures the others",

@@ -31,14 +31,13 @@ from typing import Any
 
 import psutil
 
-from evidence.certificate.certify import COMMON, DEFAULTS, SKIPPING
-from evidence.certificate.child import metrics
-from mantissa.differences import ulps
 from tests import forks, shortcuts
+from tests.helpers import same_bits
 from tests.killed import KINDS
 from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
+from trainer.files import read_json_lines
 from trainer.run.provenance import git_facts
 from trainer.seals import final_status
 from trainer.tracking.mlflow.record import is_delivered, read_record
@@ -46,11 +45,12 @@ from trainer.tracking.mlflow.store import valid_key
 
 PROJECT = Path(__file__).resolve().parents[1]
 OPTIONS = [
-    *(option for option in COMMON if option != "tracking=local"),
+    *("batch_size=8", "micro_batch_size=2", "eval_every=5", "eval_samples=6", "log_every=4", "checkpoint.every=3"),
+    *("deterministic=true", "profiler=none", "clip=norm"),
     *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.patience_s=3"),
     *("resume=auto", "run_name=run"),
 ]
-CLOCKS = ("step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")
+CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")
 PLAN = ("start", "training", "saving", "closing", "delivery", "sync", *KINDS, "file")
 LONGEST_S = 600
 SERVER = """
@@ -76,7 +76,7 @@ class Job:
 
 
 GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=8", "recipe.dropout=0.1"]
-BIGNET = ["recipe=bignet", *DEFAULTS["bignet"], "steps=24"]
+BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "steps=24"]
 JOBS = {
     "bignet": Job([*BIGNET, "checkpoint.keep=2", "tracking.checkpoints=all"], own=("set-up",)),
     "gpt2: Muon, EMA, epochs, bf16, text": Job(
@@ -89,7 +89,8 @@ JOBS = {
     "resnet: SGD, fp16 with a scaler": Job(
         [
             *("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "data=digits", "steps=24"),
-            *("optimizer=sgd", "optimizer.lr=0.01", "precision=fp16", *SKIPPING, "batch_size=4", "micro_batch_size=2"),
+            *("optimizer=sgd", "optimizer.lr=0.01", "precision=fp16", "batch_size=4"),
+            *("scaler.init=67108864", "scaler.interval=3"),  # too large, and growing again soon: steps are skipped
         ],
     ),
     "gpt2: EMA, two ranks": Job(
@@ -308,7 +309,7 @@ def compared(whole: Path, killed: Path) -> dict[str, list[str]]:
     one, other = (load(run / "checkpoints", last) for run in (whole, killed))
     tensors, others = one.tensors(), other.tensors()
     bits = [f"tensor {name}" for name in tensors.keys() ^ others.keys()]
-    bits += [f"tensor {name}" for name in tensors.keys() & others.keys() if ulps(tensors[name], others[name])]
+    bits += [f"tensor {name}" for name in tensors.keys() & others.keys() if not same_bits(tensors[name], others[name])]
     if one.progress != other.progress:
         bits.append("the checkpoint's progress")
     lines = ["metrics.jsonl"] * (metrics(whole) != metrics(killed))
@@ -319,6 +320,14 @@ def compared(whole: Path, killed: Path) -> dict[str, list[str]]:
     sent = [path.parent for path in killed.parent.glob("*/metrics.jsonl") if read_record(path.parent)]
     found += [difference for run in sent for difference in undelivered(run)]
     return {"bits": bits, "lines": lines, "points": found, "left over": left_over(whole, killed)}
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Return a run's metric log without times and memory, which differ between equal runs."""
+    return [
+        {key: value for key, value in line.items() if not (key.startswith(CLOCKS) or key.endswith("_per_s"))}
+        for line in read_json_lines(run / "metrics.jsonl")
+    ]
 
 
 def undelivered(run: Path) -> list[str]:

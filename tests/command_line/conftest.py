@@ -6,7 +6,6 @@ import contextlib
 import gc
 import io
 import os
-import shlex
 import shutil
 import struct
 import subprocess
@@ -15,12 +14,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from mantissa.killing import Attempt
 from tests import forks
 from tests.helpers import PROJECT
 from trainer.config import options
@@ -126,19 +123,10 @@ def succeed(train: Train) -> Train:
     return command
 
 
-def forked_run(command: str, log: Path, *plan: Any) -> Attempt:
-    """``mantissa.killing.run`` of a command that kills itself."""
-    done = forks.run(shlex.split(command.removeprefix("exec ")), stdout=forks.PIPE, stderr=forks.STDOUT, text=True)
-    with log.open("a") as file:
-        file.write(done.stdout)
-    return Attempt([(0.0, line) for line in done.stdout.splitlines()], 0.0, done.returncode)
-
-
 @pytest.fixture
 def script(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """``script(main, "seeds=2", …)``: another script in this process; what it trains are forks, see ``tests.forks``."""
     monkeypatch.setattr("evidence.runs.subprocess", forks)
-    monkeypatch.setattr("mantissa.commands.certify.run", forked_run)
 
     def command(main: Callable[[list[str]], int], *arguments: str) -> Result:
         capsys.readouterr()

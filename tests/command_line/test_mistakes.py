@@ -158,8 +158,6 @@ IN_OTHERS = {
     "advise recipe=gpt2 goal=fast": "goal=fast is not one of speed, memory",
     "advise recipe=gpt2 budget_minutes=inf": "must be a time above 0",
     "advise recipe=gpt2 precision=fp32,bf16": "an option has several values",
-    "certify recipe=gpt2 kill=3": "did you mean 'kills'?",
-    "certify precision=bf61": "precision=bf61 is not a choice; did you mean 'bf16'?",
     "compare recipe=gpt2 arms=fp32,bf61": "arms: bf61 is not a precision",
     "compare recipe=gpt2 arms=fp32,bf16 arm.x=steps=many": "steps=many must be a whole number",
     "compare recipe=gpt2 arms=fp32 arm.x=seed=3": "seed=3 has no effect: set for every run; use seeds=5",

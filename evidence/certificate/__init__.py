@@ -1,1 +1,0 @@
-"""A run that is killed repeatedly, compared with an uninterrupted one."""
