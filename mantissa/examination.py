@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.diagnosis import CHECKS, Diagnosis, Replay, diagnose
+from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
 from mantissa.doctor.divergence import MOST_STEPS
 from mantissa.doctor.report import files_of, lines, opening
 from mantissa.errors import UsageError
 from mantissa.finding import Finding
 from mantissa.generators import random_state, set_random_state
-from mantissa.loop import LoopPasses, LoopStep, Loss
+from mantissa.loop import LoopReplay, LoopStep, Loss
 from mantissa.tensors import finite, in_dtype
 from mantissa.updates import Counts, UpdateMeter
 
@@ -146,12 +146,12 @@ def examine(
         set_random_state(before, step.device)
 
 
-def take(step: LoopStep, failed: bool = False) -> Replay:
+def take(step: LoopStep, failed: bool = False) -> TakenStep:
     """Take a step as its loop does, eagerly, and say how it ended."""
-    passes = step.passes(step.format.name, own=True)
-    replay = Replay(step, math.nan, math.nan, False, 0.0, 0, "its beginning", failed=failed)
+    passes = step.replay(step.format.name, as_run=True)
+    replay = TakenStep(step, math.nan, math.nan, False, 0.0, 0, "its beginning", failed=failed)
     try:
-        found = passes.until_finite()
+        found = passes.run_with_backoff()
     except UsageError:
         raise
     except Exception:  # the format sweep says what it is
@@ -162,9 +162,9 @@ def take(step: LoopStep, failed: bool = False) -> Replay:
             "the loss gives no parameter a gradient: let it use the model that it is called with, detach nothing, and "
             "leave requires_grad of some parameters on"
         )
-    loss, first = found.loss.item(), [] if found.harmed else [each.clone() for each in found.gradients.values()]
+    loss, first = found.loss.item(), [] if found.nonfinite else [each.clone() for each in found.gradients.values()]
     began = time.monotonic()  # what is done for the first time takes longer
-    found = passes.attempt()
+    found = passes.run()
     replay.seconds = step.seconds = time.monotonic() - began
     weights = found.gradients.values()
     if _size([one - other for one, other in zip(first, weights, strict=False)]) > _REPEATED * _size(first):
@@ -190,7 +190,7 @@ def _size(gradients: Iterable[Tensor]) -> float:
     return torch.stack(norms).norm().item() if norms else 0.0
 
 
-def _updates(passes: LoopPasses) -> tuple[dict[str, Counts], str]:
+def _updates(passes: LoopReplay) -> tuple[dict[str, Counts], str]:
     """Return what rounding does to the update for which the passes stand ready, and why it is not known."""
     assert passes.optimizer is not None
     torch._foreach_mul_([each.grad for each in passes.model.parameters() if each.grad is not None], 1 / passes.scale)

@@ -22,7 +22,7 @@ from mantissa.generators import random_state, set_random_state
 from mantissa.islands import cast, keep_fp32
 from mantissa.ledger import MemoryLedger
 from mantissa.operators import OperatorPolicy
-from mantissa.step import Batch, Passes, Step, each
+from mantissa.step import Batch, Replay, Step, map_tensors
 from mantissa.tensors import finite, in_dtype
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -135,16 +135,16 @@ class LoopStep(Step):
             originals=frozenset(map(id, original.parameters())),
         )
 
-    def passes(
+    def replay(
         self,
         format: str,
         *,
-        own: bool = False,
+        as_run: bool = False,
         fp32_modules: list[str] | None = None,
         fp32_ops: list[str] | None = None,
         recompute: bool = True,
-    ) -> LoopPasses:
-        return LoopPasses(self, format, own, fp32_modules or [], fp32_ops or [])
+    ) -> LoopReplay:
+        return LoopReplay(self, format, as_run, fp32_modules or [], fp32_ops or [])
 
     def restore_generators(self) -> None:
         set_random_state(self.generators, self.device)
@@ -160,7 +160,7 @@ class LoopStep(Step):
         first = self.microbatches[0]
         if self.seconds <= _QUICK or len({tensor.shape[:1] for tensor in first.values()}) != 1:
             return [first]  # tensors whose rows are not the samples cannot be cut
-        return [each(first, lambda tensor: tensor[:2])]
+        return [map_tensors(first, lambda tensor: tensor[:2])]
 
     def available(self, format: str) -> bool:
         number = FORMATS[format].number
@@ -178,16 +178,16 @@ class LoopStep(Step):
         return self.format.number.name
 
 
-class LoopPasses(Passes):
+class LoopReplay(Replay):
     """The passes of a copy of the model."""
 
     step: LoopStep
     changed = False
     """Whether the loss has changed a batch that it was given."""
 
-    def __init__(self, step: LoopStep, format: str, own: bool, fp32_modules: list[str], fp32_ops: list[str]) -> None:
+    def __init__(self, step: LoopStep, format: str, as_run: bool, fp32_modules: list[str], fp32_ops: list[str]) -> None:
         model, self.optimizer = _copy(step.model, step.optimizer)
-        if not own or format != step.format.name:
+        if not as_run or format != step.format.name:
             _cast(model, self.optimizer, FORMATS[format].weights)
         self._fp32_ops = fp32_ops
         for name in fp32_modules:
@@ -200,9 +200,9 @@ class LoopPasses(Passes):
             model.register_forward_pre_hook(
                 lambda _, args, kwargs: (cast(args, half), cast(kwargs, half)), with_kwargs=True
             )
-        self.scale = step.scale if own else 1.0
+        self.scale = step.scale if as_run else 1.0
         self._state = _states(model)
-        super().__init__(step, format, model, None, fp32_modules, own)
+        super().__init__(step, format, model, None, fp32_modules, as_run)
 
     def start(self) -> None:
         super().start()
@@ -241,7 +241,7 @@ class LoopPasses(Passes):
                 other.grad = gradient
 
     def loss(self, batch: Batch) -> Tensor:
-        given = each(batch, torch.clone) if self.step.changes_batches else batch
+        given = map_tensors(batch, torch.clone) if self.step.changes_batches else batch
         assert isinstance(given, LoopBatch)
         with self.autocast():
             loss = self.step.loss(self.model, given.whole())
@@ -288,7 +288,7 @@ class LoopPasses(Passes):
         while True:
             self.optimizer.zero_grad()
             with self.around():
-                loss, _ = self.gradients([each(batch, self.widened) for batch in microbatches])
+                loss, _ = self.gradients([map_tensors(batch, self.widened) for batch in microbatches])
             gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
             sound = all(map(finite, gradients))
             if sound or not self.format.needs_loss_scale or self.scale <= LEAST_SCALE or not self.step.least_scale:
@@ -306,7 +306,7 @@ class LoopPasses(Passes):
     def peak_bytes(self) -> int:
         optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0)
         with MemoryLedger(self.model, optimizer) as recording:
-            self.attempt()
+            self.run()
         return recording.report().peak_bytes
 
 

@@ -21,19 +21,19 @@ Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
 
 
-def named(tensor: str) -> str:
+def batch_key(tensor: str) -> str:
     """Return how code names a tensor of a batch: ``batch['x']``."""
     return f"batch{tensor}" if tensor.startswith("[") else f"batch['{tensor}']"
 
 
-def each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Return a batch of the same kind with changed tensors."""
     result = copy.copy(batch)
     result.update({name: change(tensor) for name, tensor in batch.items()})
     return result
 
 
-class Words:
+class Remedies:
     """What to set, said as a loop of one's own is written; see the subclass in the words of another program."""
 
     deterministic = "torch.use_deterministic_algorithms(True)"
@@ -82,7 +82,7 @@ class Step(ABC):
     The tensors are copies on the host, so that the step can be taken any number of times.
     """
 
-    words: ClassVar[Words] = Words()
+    remedies: ClassVar[Remedies] = Remedies()
     sums_loss: ClassVar[bool] = True
     """Whether the loss is a sum, which has to be in fp32."""
     number: int
@@ -120,20 +120,20 @@ class Step(ABC):
     """Processes that the run's gradients were summed over; the microbatches are those of all."""
 
     @abstractmethod
-    def passes(
+    def replay(
         self,
         format: str,
         *,
-        own: bool = False,
+        as_run: bool = False,
         fp32_modules: list[str] | None = None,
         fp32_ops: list[str] | None = None,
         recompute: bool = True,
-    ) -> Passes:
+    ) -> Replay:
         """Return the eager passes of this step in a format, in one process.
 
         Args:
             format: its name. fp32 modules and operators are the run's, where the format has 16 bits.
-            own: start from the run's stored weights and its loss scale, rather than from what the optimizer changes and
+            as_run: start from the stored weights and the loss scale, rather than from what the optimizer changes and
                 a scale of 1. The scale stays as it is.
             fp32_modules: in the place of the run's.
             fp32_ops: likewise.
@@ -151,7 +151,7 @@ class Step(ABC):
     def following(self, count: int) -> list[list[Batch]]:
         """Return the microbatches of this step and of those after it, ``count`` steps in all."""
 
-    def after(self, passes: Passes, count: int) -> Step:
+    def after(self, passes: Replay, count: int) -> Step:
         """Return the step that follows ``count`` steps, which these passes have trained, from their weights."""
         kept = passes.masters or passes.model
         stored = {name: tensor.detach().to("cpu", copy=True) for name, tensor in passes.model.named_parameters()}
@@ -192,26 +192,26 @@ class Step(ABC):
     def with_fp32_weights(self) -> str:
         """The name of a format with the run's numbers in which updates of fp32 weights are kept."""
 
-    def own(
+    def as_run(
         self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None, recompute: bool = True
-    ) -> Passes:
-        """Return the passes as the run takes them, eager; the arguments are those of ``passes``."""
+    ) -> Replay:
+        """Return the passes as the run takes them, eager; the arguments are those of ``replay``."""
         lists = {"fp32_modules": fp32_modules, "fp32_ops": fp32_ops}
-        return self.passes(self.format.name, own=True, recompute=recompute, **lists)
+        return self.replay(self.format.name, as_run=True, recompute=recompute, **lists)
 
-    def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Passes:
+    def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Replay:
         """Return the passes in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
-        passes = self.passes("fp32", recompute=recompute)
+        passes = self.replay("fp32", recompute=recompute)
         passes.widen(dtype)
         return passes
 
     def first_samples(self) -> list[Batch]:
         """Return two samples of the first microbatch: rounding is alike in all, and batch norm cannot take one."""
-        return [each(self.microbatches[0], lambda tensor: tensor[:2])]
+        return [map_tensors(self.microbatches[0], lambda tensor: tensor[:2])]
 
 
 @dataclass
-class Attempt:
+class ReplayResult:
     """What the passes of a step leave. The buffers are the model's own, and change with the next attempt."""
 
     loss: Tensor
@@ -225,12 +225,12 @@ class Attempt:
     """The buffers that the step started from."""
 
     @property
-    def sinks(self) -> dict[str, Tensor]:
+    def outputs(self) -> dict[str, Tensor]:
         """What a step must not harm: the loss, the gradients and the buffers, by name."""
         return {"loss": self.loss} | self.gradients | self.buffers
 
     @cached_property
-    def harmed(self) -> list[str]:
+    def nonfinite(self) -> list[str]:
         """The names of the sinks that are not finite, and were before the step.
 
         Kept once read: read it before the next attempt, which changes the buffers. It is not computed with the attempt,
@@ -238,12 +238,12 @@ class Attempt:
         """
         return [
             name
-            for name, tensor in self.sinks.items()
+            for name, tensor in self.outputs.items()
             if not finite(tensor) and (name not in self.before or finite(self.before[name]))
         ]
 
 
-class Passes(ABC):
+class Replay(ABC):
     """The forward and backward passes of a step in one format: taken any number of times, from the same start.
 
     Args:
@@ -251,21 +251,21 @@ class Passes(ABC):
         model: in the format, in training.
         masters: of the model's weights; None: the optimizer changes the model's own.
         fp32_modules: names of the submodules that compute in fp32.
-        own: whether the model starts from the run's stored weights.
+        as_run: whether the model starts from the run's stored weights.
     """
 
     def __init__(
-        self, step: Step, format: str, model: nn.Module, masters: Masters | None, fp32_modules: list[str], own: bool
+        self, step: Step, format: str, model: nn.Module, masters: Masters | None, fp32_modules: list[str], as_run: bool
     ) -> None:
         self.step = step
         self.format = FORMATS[format]
         self.model = model
         self.masters = masters
         self.fp32_modules = fp32_modules
-        self.weights = step.stored if own else step.weights
+        self.weights = step.stored if as_run else step.weights
         """What the model starts from; may be replaced."""
         self.microbatches = step.microbatches
-        """What ``attempt`` takes, and by whose targets a loss is divided; may be replaced."""
+        """What ``run`` takes, and by whose targets a loss is divided; may be replaced."""
         self.loss_factor = 1.0
         """What the loss of a loop is multiplied by."""
         self.updates: AbstractContextManager[Any] | None = None
@@ -338,7 +338,7 @@ class Passes(ABC):
         self._wide = dtype
         self.model._apply(lambda tensor: in_dtype(tensor, dtype))
 
-    def attempt(self, microbatches: list[Batch] | None = None) -> Attempt:
+    def run(self, microbatches: list[Batch] | None = None) -> ReplayResult:
         """Take the passes of the step, from its start.
 
         Args:
@@ -347,12 +347,12 @@ class Passes(ABC):
         self.start()
         part = self.microbatches if microbatches is None else microbatches
         with self.around():
-            loss, correction = self.gradients([each(batch, self.widened) for batch in part])
+            loss, correction = self.gradients([map_tensors(batch, self.widened) for batch in part])
         if self.masters is not None:
             self.masters.take_gradients()
         changed = (self.masters or self.model).named_parameters()
         gradients = {name: parameter.grad for name, parameter in changed if parameter.grad is not None}
-        return Attempt(loss, correction, gradients, dict(self.model.named_buffers()), self.step.buffers)
+        return ReplayResult(loss, correction, gradients, dict(self.model.named_buffers()), self.step.buffers)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -372,7 +372,7 @@ class Passes(ABC):
         """Return a tensor of a batch as these passes take it."""
         return tensor.to(self._wide) if self._wide and tensor.is_floating_point() else tensor
 
-    def until_finite(self, scales: Sequence[float] = ()) -> Attempt:
+    def run_with_backoff(self, scales: Sequence[float] = ()) -> ReplayResult:
         """Take the passes with one loss scale after another until all is finite; return the last, whose scale stays.
 
         Args:
@@ -380,8 +380,8 @@ class Passes(ABC):
         """
         for scale in scales or self.step.scales:
             self.scale = scale
-            found = self.attempt()
-            if not found.harmed or "loss" in found.harmed:  # no scale mends a forward pass
+            found = self.run()
+            if not found.nonfinite or "loss" in found.nonfinite:  # no scale mends a forward pass
                 break
         return found
 

@@ -40,7 +40,7 @@ def finite(tensor: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def nudged(tensor: Tensor, unit: float, generator: torch.Generator, data: bool = False) -> Tensor:
+def perturbed(tensor: Tensor, unit: float, generator: torch.Generator, data: bool = False) -> Tensor:
     """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size.
 
     Of ``data``, whole numbers stay, which may be indices, and so do numbers that are all from 0 to 1 in that range.

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from evidence.doctor.step import TrainerStep, steps_of
-from mantissa.doctor.diagnosis import Replay
+from mantissa.doctor.diagnosis import TakenStep
 from mantissa.updates import is_elementwise
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
@@ -34,7 +34,7 @@ _MAY_CHANGE = ("device", "loader", "loader.workers")
 """Overrides that a run may be examined with."""
 
 
-def of_overrides(overrides: Sequence[str], step: int) -> Replay:
+def of_overrides(overrides: Sequence[str], step: int) -> TakenStep:
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
     config = replace(compose(overrides), parallel=Parallel())
     trainer = Trainer.from_config(config)
@@ -46,7 +46,7 @@ def of_overrides(overrides: Sequence[str], step: int) -> Replay:
     return _replay(config, trainer, wanted, None)
 
 
-def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
+def of_run(resume: str, overrides: Sequence[str], step: int) -> TakenStep:
     """Replay a step of a run: ``step``, or 0 for the one that failed, or one more where the run is complete.
 
     Raises:
@@ -81,7 +81,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> Replay:
     return replay
 
 
-def _replay(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> Replay:
+def _replay(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> TakenStep:
     """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet.
 
     Args:
@@ -147,7 +147,7 @@ def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
     return path.name
 
 
-def take(trainer: Trainer, began: str = "the beginning") -> Replay:
+def take(trainer: Trainer, began: str = "the beginning") -> TakenStep:
     """Take the next step of a trainer, and keep what it starts from; ``began`` is where the trainer did."""
     config, device = trainer.config, trainer.device
     start = TrainerStep.of(trainer)
@@ -160,7 +160,7 @@ def take(trainer: Trainer, began: str = "the beginning") -> Replay:
     trainer.update.meter = None
     loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     seconds = time.monotonic() - clock
-    return Replay(
+    return TakenStep(
         step=start,
         loss=loss,
         grad_norm=norm,

@@ -16,7 +16,7 @@ from mantissa.formats import FORMATS
 from mantissa.generators import random_state, set_random_state
 from mantissa.ledger import MemoryLedger
 from mantissa.loop import LEAST_SCALE
-from mantissa.step import Batch, Passes, Step, Words, each
+from mantissa.step import Batch, Remedies, Replay, Step, map_tensors
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
@@ -34,7 +34,7 @@ from trainer.precision.scaler import StaticScaler
 from trainer.trainer import Trainer
 
 
-class Overrides(Words):
+class Overrides(Remedies):
     """What to set on the command line."""
 
     deterministic = "deterministic=true"
@@ -62,7 +62,7 @@ class Overrides(Words):
 class TrainerStep(Step):
     """The next step of a trainer."""
 
-    words = Overrides()
+    remedies = Overrides()
     config: Config
     """Of the run, resolved."""
     plan: Plan
@@ -109,15 +109,15 @@ class TrainerStep(Step):
             },
         )
 
-    def passes(
+    def replay(
         self,
         format: str,
         *,
-        own: bool = False,
+        as_run: bool = False,
         fp32_modules: list[str] | None = None,
         fp32_ops: list[str] | None = None,
         recompute: bool = True,
-    ) -> TrainerPasses:
+    ) -> TrainerReplay:
         precision = self.config.precision
         if FORMATS[format].half is None:
             precision = Precision(mode=format)
@@ -130,13 +130,13 @@ class TrainerStep(Step):
         config = replace(
             self.config,
             precision=precision,
-            scaler=StaticScaler(force=True, scale=self.scale if own else 1.0),
+            scaler=StaticScaler(force=True, scale=self.scale if as_run else 1.0),
             compile=Compile(),
             parallel=Parallel(),
             activation_checkpointing=self.config.activation_checkpointing if recompute else ActivationCheckpointing(),
         )
         try:
-            return TrainerPasses(self, config, own)
+            return TrainerReplay(self, config, as_run)
         except UserError as error:
             raise FormatError(str(error)) from error
 
@@ -162,15 +162,15 @@ class TrainerStep(Step):
         return f"{self.format.number.name}_master"
 
 
-class TrainerPasses(Passes):
+class TrainerReplay(Replay):
     """The passes of a trainer of its own, which stands before the step."""
 
     step: TrainerStep
 
-    def __init__(self, step: TrainerStep, config: Config, own: bool) -> None:
+    def __init__(self, step: TrainerStep, config: Config, as_run: bool) -> None:
         self.trainer = _Eager(step, config)
         mode, kept = config.precision.mode, self.trainer.fp32_modules
-        super().__init__(step, mode, self.trainer.model, self.trainer.masters, kept, own)
+        super().__init__(step, mode, self.trainer.model, self.trainer.masters, kept, as_run)
 
     @property
     def scale(self) -> float:
@@ -221,7 +221,7 @@ class TrainerPasses(Passes):
             group[LR_FACTOR] *= lr
         losses = []
         for microbatches in steps:
-            microbatches = [each(batch, self.widened) for batch in microbatches]
+            microbatches = [map_tensors(batch, self.widened) for batch in microbatches]
             self.trainer.counted = microbatches
             generators = random_state(self.trainer.device)
             record = self.trainer.train_step(microbatches)
@@ -235,7 +235,7 @@ class TrainerPasses(Passes):
 
     def peak_bytes(self) -> int:
         with MemoryLedger(self.model, self.trainer.optimizer) as recording:
-            self.attempt()
+            self.run()
         return recording.report().peak_bytes
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from mantissa.compile import compile_in_place
 from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
 from mantissa.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
-from mantissa.step import Passes, Step
+from mantissa.step import Replay, Step
 from mantissa.tensors import in_dtype
 
 ALLOWED = 8
@@ -28,7 +28,7 @@ def compiled_trials(step: Step, time_left: Callable[[], float]) -> tuple[list[Fo
     rounds to 16 bits between two operators; then inductor with those roundings.
     """
     half = step.format.half
-    eager = _gradients(step.own())
+    eager = _gradients(step.as_run())
     wide = torch.float64 if half is None else torch.float32
     noise = max(_difference(eager, _gradients(step.reference(wide))), torch.finfo(half or torch.float32).eps / 2)
     trials: list[FormatTrial] = []
@@ -47,16 +47,16 @@ def compiled_trials(step: Step, time_left: Callable[[], float]) -> tuple[list[Fo
         return trials, []
     module = _first_block(step, broken.name, eager, ALLOWED * noise, time_left)
     kind = DIFFERENCE if broken.status == DIFFERS else OVERFLOW
-    cure = [step.words.eager]
+    cure = [step.remedies.eager]
     return trials, [Finding(kind, FORWARD, module, broken.name, detail=broken.why, cure=cure)]
 
 
-def _gradients(passes: Passes) -> list[Tensor]:
+def _gradients(passes: Replay) -> list[Tensor]:
     """Return the true gradients of the step without dropout, in fp64."""
     for module in passes.model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-    found = passes.attempt()
+    found = passes.run()
     factor = found.correction / passes.scale
     return [in_dtype(gradient, torch.float64) * factor for gradient in found.gradients.values()]
 
@@ -73,7 +73,7 @@ def _compiled(step: Step, backend: str, block: int | None = None) -> list[Tensor
 
     The switches are the run's; inductor draws eager's random numbers and, where asked, rounds as eager does.
     """
-    passes = step.own()
+    passes = step.as_run()
     modules: list[nn.Module] = passes.compiled() if block is None else [passes.blocks()[block]]
     emulated = step.round_as_eager or backend == _EMULATED
     options: dict[str, Any] = {"mixed": bool(passes.fp32_modules or step.fp32_ops), "round_as_eager": emulated}
@@ -87,7 +87,7 @@ def _compiled(step: Step, backend: str, block: int | None = None) -> list[Tensor
 
 def _first_block(step: Step, backend: str, eager: list[Tensor], allowed: float, time_left: Callable[[], float]) -> str:
     """Return the name of the first block that differs when it is compiled alone; an empty string: none was found."""
-    passes = step.own()
+    passes = step.as_run()
     names = {id(module): name for name, module in passes.model.named_modules()}
     for number, block in enumerate(passes.blocks()):
         if time_left() > 0 and not _difference(_compiled(step, backend, number), eager) <= allowed:

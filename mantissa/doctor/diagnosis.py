@@ -47,7 +47,7 @@ from mantissa.finding import (
 )
 from mantissa.formats import FORMATS
 from mantissa.places import raised_here
-from mantissa.step import Batch, Passes, Step
+from mantissa.step import Batch, Replay, Step
 from mantissa.tensors import finite
 from mantissa.updates import Counts, judge
 
@@ -63,7 +63,7 @@ CHECKS = (SWEEP, "manifest", "gradients", "range", "pairs", "updates", "state", 
 
 
 @dataclass
-class Replay:
+class TakenStep:
     """A step that was taken as the run takes it, and what it started from."""
 
     step: Step
@@ -149,7 +149,7 @@ class Budget:
 class Diagnosis:
     """What was found in one step."""
 
-    replay: Replay
+    replay: TakenStep
     budget: Budget
     verdict: str = HEALTHY
     sweep: list[FormatTrial] = field(default_factory=list)
@@ -186,7 +186,7 @@ class Diagnosis:
 
 
 def diagnose(
-    replay: Replay,
+    replay: TakenStep,
     checks: tuple[str, ...] = CHECKS,
     budget_s: float = 60,
     reference: torch.dtype | None = None,
@@ -250,7 +250,7 @@ def diagnose(
     elif replay.failed and replay.finite:
         result.verdict = NOT_REPRODUCED
         result.notes.append(
-            f"the run failed at this step, but its replay is finite; train with {step.words.deterministic}"
+            f"the run failed at this step, but its replay is finite; train with {step.remedies.deterministic}"
         )
     elif not replay.finite and result.own is not None and result.own.scale == result.own.scales[0]:
         result.verdict = NOT_REPRODUCED
@@ -259,13 +259,13 @@ def diagnose(
 
 
 def _manifest(step: Step) -> OperatorManifest:
-    passes = step.own()
+    passes = step.as_run()
     passes.microbatches = step.first_samples()
     return manifest(passes)
 
 
-def _at_scale(step: Step, scales: Range) -> Passes:
-    passes = step.own()
+def _at_scale(step: Step, scales: Range) -> Replay:
+    passes = step.as_run()
     assert scales.highest is not None
     passes.scale = 2.0 ** usual(scales.highest, scales.lowest or 0)
     return passes
@@ -274,7 +274,7 @@ def _at_scale(step: Step, scales: Range) -> Passes:
 def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
     found = local_errors(step, reference)
     if found.findings:
-        found.findings = absorbed(step.own(), found.findings)
+        found.findings = absorbed(step.as_run(), found.findings)
         harmful = harm(step, found)
         harmless = [f"{each.kind} in {each.place} ({each.detail})" for each in found.findings if each not in harmful]
         found.notes += [f"{each}: the gradients of the step are right in spite of it" for each in harmless]
@@ -328,7 +328,7 @@ def _sweep(result: Diagnosis) -> None:
             result.notes.append(f"{broken.name} breaks ({where}), but this run in {step.format.name} is finite")
             broken = None
     if broken is None and 1 < step.ranks <= len(step.microbatches):
-        result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
+        result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.as_run(), step.ranks)) or []
     if broken is None and step.compiles:
         trials, findings = budget.run("compiled formats", lambda: compiled_trials(step, budget.left)) or ([], [])
         result.sweep += trials
@@ -358,11 +358,11 @@ def _lower_rate(result: Diagnosis) -> None:
                 f"{replay.before[-1]:.4g}, not finite; with {factor:g} times the learning rate {losses[0]:.4g} … "
                 f"{losses[-1]:.4g}; what breaks is {result.findings[0].kind} in {result.findings[0].place}"
             )
-            result.findings = [Finding(RATE, UPDATE, "", FP32, detail=detail, cure=[replay.step.words.rate(factor)])]
+            result.findings = [Finding(RATE, UPDATE, "", FP32, detail=detail, cure=[replay.step.remedies.rate(factor)])]
             return
 
 
-def _tried(result: Diagnosis, trial: FormatTrial) -> Passes | None:
+def _tried(result: Diagnosis, trial: FormatTrial) -> Replay | None:
     """Take the step in a format, and return the passes that did; None: it is left out, and the trial says why."""
     memory_bytes = result.replay.memory_bytes * (1 + (trial.name == FP64))
     needed = trial.name == FP32 or trial is result.own
@@ -374,7 +374,7 @@ def _tried(result: Diagnosis, trial: FormatTrial) -> Passes | None:
 
 def _unlocated(trial: FormatTrial) -> Finding:
     """Return the finding of a step that no operator makes infinite."""
-    harmed = trial.harmed
+    harmed = trial.nonfinite
     gradient = next((name for name in harmed if name != "loss"), "")
     direction, module = (FORWARD, "") if "loss" in harmed else (BACKWARD, gradient.rpartition(".")[0])
     if trial.status == RAISES:
@@ -383,13 +383,13 @@ def _unlocated(trial: FormatTrial) -> Finding:
     return Finding(NOT_FINITE, direction, module, trial.name, detail=f"{shown}: no torch operator made it so")
 
 
-def _too_large_a_scale(passes: Passes, trial: FormatTrial) -> list[Finding]:
+def _too_large_a_scale(passes: Replay, trial: FormatTrial) -> list[Finding]:
     """Return what overflows at the loss scale at which a run ended, and the scale at which nothing does."""
     passes.scale = trial.scales[0]
     finding = find(passes, trial.name)
     if finding is None:
         return []
-    finding.cure = [f"{passes.step.words.scale(trial.scale)}, at which this step is finite"]
+    finding.cure = [f"{passes.step.remedies.scale(trial.scale)}, at which this step is finite"]
     return [finding]
 
 
@@ -399,9 +399,9 @@ def _updates(result: Diagnosis) -> None:
     found = judge(result.replay.updates, step.format)
     if found.findings:
         other = step.with_fp32_weights
-        if result.budget.run("fp32 weights", lambda: holds(step, lambda: step.passes(other, own=True))):
+        if result.budget.run("fp32 weights", lambda: holds(step, lambda: step.replay(other, as_run=True))):
             for finding in found.findings:
-                finding.cure = [step.words.format(other)]
+                finding.cure = [step.remedies.format(other)]
     result.add(found)
 
 
@@ -443,7 +443,7 @@ def _train_on(result: Diagnosis) -> None:
         result.findings[-1] = later
     elif not finding.cure:
 
-        def mends(passes: Passes) -> bool:
+        def mends(passes: Replay) -> bool:
             return found.mends(passes.train(batches))
 
         if not budget.run("update", lambda: in_update(step, finding, mends)):
@@ -452,11 +452,11 @@ def _train_on(result: Diagnosis) -> None:
 
 def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: str = "") -> Finding | None:
     """Return the fault of a step that is not finite after ``count`` steps, in the run's own format or another."""
-    passes = step.passes(format) if format else step.own()
+    passes = step.replay(format) if format else step.as_run()
     passes.train(batches[:count])
     later = step.after(passes, count)
-    broken = later.passes(format) if format else later.own()
-    broken.until_finite()
+    broken = later.replay(format) if format else later.as_run()
+    broken.run_with_backoff()
     finding = find(broken, format or step.format.name)
     if finding is not None:
         finding.detail += f"; in step {step.number + count}, after {count} finite ones"
@@ -476,10 +476,10 @@ def _cure(result: Diagnosis) -> None:
     finding = found[0]
     if finding.cure:  # where it was located it was cured
         return
-    tries: dict[str, Callable[[], Passes]] = {}
+    tries: dict[str, Callable[[], Replay]] = {}
     scales = result.range
     if finding.direction == BACKWARD and finding.kind == OVERFLOW and scales is not None and scales.highest is not None:
-        scale = step.words.scale(2.0 ** usual(scales.highest, scales.lowest or 0))
+        scale = step.remedies.scale(2.0 ** usual(scales.highest, scales.lowest or 0))
         tries[scale] = functools.partial(_at_scale, step, scales)
 
     def healthy(fp32_modules: list[str]) -> bool:
@@ -493,14 +493,14 @@ def _cure(result: Diagnosis) -> None:
         result.islands = islands
         if finding.kind != EXCEPTION:  # without them there is no step to compare with
             budget.run("cost of the islands", lambda: price(step, islands))
-        finding.cure.append(islands.text(step.words))
+        finding.cure.append(islands.text(step.remedies))
     name = SPELLED.get(finding.op.removeprefix("aten."), finding.op.removeprefix("aten."))
     if name and finding.kind != UNDERFLOW and not name.endswith(("_", "to_copy")):
-        tries[step.words.operators([name])] = lambda: step.own(fp32_ops=[*step.fp32_ops, name])
+        tries[step.remedies.operators([name])] = lambda: step.as_run(fp32_ops=[*step.fp32_ops, name])
     bf16 = result.trial("bf16")
     fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale
     if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"] and not fewer_bits:
-        tries[step.words.format("bf16")] = lambda: step.passes("bf16", own=True)
+        tries[step.remedies.format("bf16")] = lambda: step.replay("bf16", as_run=True)
     for cure, build in tries.items():
         if budget.run("cures", functools.partial(holds, step, build)):
             finding.cure.append(cure)

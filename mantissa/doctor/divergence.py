@@ -14,8 +14,8 @@ from mantissa.doctor.explosion import explosion
 from mantissa.doctor.pairs import rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, LOST, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
-from mantissa.step import Batch, Passes, Step, each
-from mantissa.tensors import in_dtype, nudged
+from mantissa.step import Batch, Replay, Step, map_tensors
+from mantissa.tensors import in_dtype, perturbed
 
 STEPS, MOST_STEPS = 20, 60
 """How many steps are trained: more than the first number where there is time."""
@@ -59,7 +59,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     """
     format, alone = step.format, step.format.number is FP32
     reference = torch.float64 if alone else torch.float32
-    wide, low = step.reference(reference), step.own()
+    wide, low = step.reference(reference), step.as_run()
     exact = _fp64(wide.train(batches))
     if finding := explosion(step, batches, exact, reference):
         return Divergence(away=[], limit=[], findings=[finding])
@@ -109,13 +109,13 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     result.findings = [Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)]
     if format.only_half:
         other = step.with_fp32_weights
-        if mends(step.passes(other, own=True).train(batches)):
-            result.findings[0].cure = [step.words.format(other)]
-            result.findings[0].detail += f"; {step.words.format(other)}: it stays near that of fp32"
+        if mends(step.replay(other, as_run=True).train(batches)):
+            result.findings[0].cure = [step.remedies.format(other)]
+            result.findings[0].detail += f"; {step.remedies.format(other)}: it stays near that of fp32"
     return result
 
 
-def _stuck(low: Passes, wide: Passes, steps: int) -> str:
+def _stuck(low: Replay, wide: Replay, steps: int) -> str:
     """Return the weight that has moved the least of its way in the reference, as its updates are below its spacing."""
     shares: dict[str, float] = {}
     for (name, real), (_, exact) in zip(low.model.named_parameters(), wide.model.named_parameters(), strict=True):
@@ -164,8 +164,9 @@ def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int, dty
     """Return the losses in the reference from weights and inputs changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     passes = step.reference(dtype)
-    passes.weights = {name: nudged(in_dtype(each, dtype), unit, generator) for name, each in passes.weights.items()}
+    passes.weights = {name: perturbed(in_dtype(each, dtype), unit, generator) for name, each in passes.weights.items()}
     inputs = (
-        [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in step] for step in batches
+        [map_tensors(batch, lambda tensor: perturbed(tensor, unit, generator, data=True)) for batch in step]
+        for step in batches
     )
     return passes.train(inputs)

@@ -11,7 +11,7 @@ from mantissa import places
 from mantissa.display import dtype_name
 from mantissa.finding import EXCEPTION, FORWARD, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes
+from mantissa.step import Replay
 from mantissa.tensors import numbers_in
 
 
@@ -30,12 +30,12 @@ class _Last(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def raised(passes: Passes, format: str) -> Finding | None:
+def raised(passes: Replay, format: str) -> Finding | None:
     """Take the passes of a step, and return what they raise; None: nothing."""
     modules = ModuleTracer(passes.model)
     try:
         with modules, _Last(modules) as last:
-            passes.attempt()
+            passes.run()
     except Exception as error:  # whatever a model and a format can raise
         line = places.of_error(error)
         module, direction = last.place

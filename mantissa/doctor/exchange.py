@@ -6,11 +6,11 @@ import torch
 
 from mantissa.display import dtype_name
 from mantissa.finding import EXCHANGE, OVERFLOW, Finding
-from mantissa.step import Passes
+from mantissa.step import Replay
 from mantissa.tensors import finite
 
 
-def overflow_of_sum(passes: Passes, ranks: int) -> list[Finding]:
+def overflow_of_sum(passes: Replay, ranks: int) -> list[Finding]:
     """Return the parameters whose 16-bit gradients are finite on every rank, and whose sum over the ranks is not.
 
     The microbatches, as many as ranks or more, go to the ranks in rotation, as in training.
@@ -18,7 +18,7 @@ def overflow_of_sum(passes: Passes, ranks: int) -> list[Finding]:
     weights = dict(passes.model.named_parameters())
     by_rank = []
     for rank in range(ranks):
-        found = passes.attempt(passes.microbatches[rank::ranks])
+        found = passes.run(passes.microbatches[rank::ranks])
         # Masters' sums are rounded to the weights' dtype before they are exchanged.
         by_rank.append({name: each.to(weights[name].dtype, copy=True) for name, each in found.gradients.items()})
     findings = []

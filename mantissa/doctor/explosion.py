@@ -9,7 +9,7 @@ from mantissa.display import dtype_name
 from mantissa.doctor.samples import far, without
 from mantissa.finding import INPUT, MOMENT, RATE, SCALE, UPDATE, Finding
 from mantissa.modules import Lines, ModuleTracer
-from mantissa.step import Batch, Passes, Step, each
+from mantissa.step import Batch, Replay, Step, map_tensors
 
 _GROWTH = 10.0
 """Training explodes where the loss becomes so many times that of weights that stand still, and does not fall below half
@@ -54,7 +54,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
         state, detail = _largest_state(step)
         detail = f"{went}, and to {losses[-1]:.4g} with a fresh state of the optimizer; {detail}"
         module = state.rpartition(" of ")[2].rpartition(".")[0]
-        return Finding(MOMENT, UPDATE, module, "fp32", detail=detail, cure=[step.words.fresh_state], tensor=state)
+        return Finding(MOMENT, UPDATE, module, "fp32", detail=detail, cure=[step.remedies.fresh_state], tensor=state)
     sample = far(batch for microbatches in batches for batch in microbatches) if explodes else None
     if sample is not None and mends(losses := trained([list(map(without, microbatches)) for microbatches in batches])):
         at = step.number + sample.batch // len(batches[0])
@@ -72,7 +72,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
         losses = trained(lr=rate)
         if mends(losses):
             detail = f"{went}, and to {losses[-1]:.4g} with {rate:g} times the learning rate"
-            return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.words.rate(rate)])
+            return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.remedies.rate(rate)])
         rises |= explodes and _learned(losses, still) < 0
     if not rises:
         return None
@@ -82,7 +82,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
 
 def _largest_state(step: Step) -> tuple[str, str]:
     """Return which of the optimizer's tensors is the farthest from the gradient of this step, and how far it is."""
-    gradients, found = step.reference().attempt().gradients, []
+    gradients, found = step.reference().run().gradients, []
     for name, state in step.moments.items():
         if name not in gradients or gradients[name].is_sparse:
             continue
@@ -96,12 +96,12 @@ def _largest_state(step: Step) -> tuple[str, str]:
     return place, f"the largest, {place}, is {times:.3g} times the gradient of this step"
 
 
-def _factor(passes: Passes) -> tuple[float, str]:
+def _factor(passes: Replay) -> tuple[float, str]:
     """Return the constant that the code multiplies the mean loss by at last, and the line."""
     modules = ModuleTracer(passes.model)
     passes.start()
     with modules, Lines(modules), passes.around(), torch.enable_grad():
-        node = passes.loss(each(passes.microbatches[0], passes.widened)).grad_fn
+        node = passes.loss(map_tensors(passes.microbatches[0], passes.widened)).grad_fn
     constants = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
     numbers = [abs(each.item()) for each in constants if each is not None and each.numel() == 1]
     if passes.step.sums_loss or node is None or len(numbers) != 1 or not numbers[0]:

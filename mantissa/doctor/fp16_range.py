@@ -15,8 +15,8 @@ from mantissa.doctor.pairs import NOISE
 from mantissa.dtypes import DtypeRecorder
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
-from mantissa.step import Batch, Passes, Step
-from mantissa.tensors import in_dtype, nudged, numbers_in, relative_error
+from mantissa.step import Batch, Replay, Step
+from mantissa.tensors import in_dtype, numbers_in, perturbed, relative_error
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
@@ -125,7 +125,7 @@ def fp16_range(step: Step) -> Range:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, few), notes=[note])
     layers = _exponents(reference, step.microbatches)
-    half = _in_fp16(step.own(), few)
+    half = _in_fp16(step.as_run(), few)
     for layer in layers:
         layer.half = layer.name in half
     result = Range(layers)
@@ -162,7 +162,7 @@ def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, s
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
         return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
-    cure = [step.words.scale(2.0 ** usual(highest, needed))]
+    cure = [step.remedies.scale(2.0 ** usual(highest, needed))]
     return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail, cure=cure)
 
 
@@ -180,7 +180,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
+def _exponents(reference: Replay, microbatches: list[Batch]) -> list[Exponents]:
     """Take the step, or a part of it, in the reference, and count its gradients as the run divides the loss."""
     found: dict[tuple[str, str], Exponents] = {}
     reference.microbatches = microbatches
@@ -205,7 +205,7 @@ def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
             for part, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_hook(partial(count, name, part)).remove)
-        gradients = reference.attempt().gradients
+        gradients = reference.run().gradients
     for name, gradient in gradients.items() if len(microbatches) > 1 else ():
         owner, _, part = name.rpartition(".")
         if layer := found.get((owner, part)):  # the sum over microbatches may be larger than each
@@ -213,7 +213,7 @@ def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
     return list(found.values())
 
 
-def _in_fp16(low: Passes, few: list[Batch]) -> set[str]:
+def _in_fp16(low: Replay, few: list[Batch]) -> set[str]:
     """Return the names of the gradients that the run has in fp16, from a forward pass of a few samples."""
     weights = dict(low.model.named_parameters(remove_duplicate=False))
     low.start()
@@ -225,18 +225,18 @@ def _in_fp16(low: Passes, few: list[Batch]) -> set[str]:
     return half | {Exponents(module, "output").name for module in outputs}
 
 
-def _noise(reference: Passes, few: list[Batch]) -> set[str]:
+def _noise(reference: Replay, few: list[Batch]) -> set[str]:
     """Return the weights whose gradients are noise: they change where weights change by one rounding of fp16."""
     weights, unit = reference.weights, FP16.unit_roundoff
     changed = {
-        name: nudged(in_dtype(each, torch.float32), unit, torch.Generator().manual_seed(0))
+        name: perturbed(in_dtype(each, torch.float32), unit, torch.Generator().manual_seed(0))
         for name, each in weights.items()
     }
     gradients = []
     reference.microbatches = few
     for start in (weights, changed):
         reference.weights = start
-        gradients.append(reference.attempt().gradients)
+        gradients.append(reference.run().gradients)
     reference.weights = weights
     exact, other = gradients
     return {name for name, gradient in exact.items() if not relative_error(other[name], gradient) < NOISE}

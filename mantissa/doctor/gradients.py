@@ -20,7 +20,7 @@ from mantissa.dtypes import CAST
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.modules import Lines, ModuleTracer
 from mantissa.places import Line, checkpointed, of_stack
-from mantissa.step import Attempt, Passes, Step
+from mantissa.step import Replay, ReplayResult, Step
 from mantissa.tensors import numbers_in, relative_error, tensors
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
@@ -37,7 +37,7 @@ def gradients(step: Step) -> Examined:
     """Return what is wrong with the gradients of a step in fp32 on their way to the optimizer."""
     reference = step.reference()
     with _Unrecorded(reference.model) as unrecorded:
-        exact = reference.attempt()
+        exact = reference.run()
     once = exact.gradients = {name: each.clone() for name, each in exact.gradients.items()}
     weights = {name: each for name, each in reference.model.named_parameters() if each.requires_grad}
     zero = [name for name, each in once.items() if not each.is_sparse and not each.any()]
@@ -65,10 +65,10 @@ def gradients(step: Step) -> Examined:
     return result
 
 
-def _zero_later(reference: Passes, step: Step) -> bool:
+def _zero_later(reference: Replay, step: Step) -> bool:
     """Return whether every gradient is 0 in the steps that follow, too, from the weights of this one."""
     following = step.following(1 + _FOLLOWING)[1:]
-    return not any(each.any() for batches in following for each in reference.attempt(batches).gradients.values())
+    return not any(each.any() for batches in following for each in reference.run(batches).gradients.values())
 
 
 class _Unrecorded:
@@ -111,7 +111,7 @@ class _Unrecorded:
         return [Finding(BLOCKED, FORWARD, found[0], "fp32", detail=detail, line=str(self._lines[found[0]] or ""))]
 
 
-def _blocked(passes: Passes, zero: dict[str, Tensor]) -> Examined:
+def _blocked(passes: Replay, zero: dict[str, Tensor]) -> Examined:
     """Return the operations without a derivative through which the loss depends on weights whose gradient is 0."""
     if not zero:
         return Examined()
@@ -169,7 +169,7 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _read_apart(passes: Passes, absent: dict[str, Tensor]) -> list[Finding]:
+def _read_apart(passes: Replay, absent: dict[str, Tensor]) -> list[Finding]:
     """Return a finding for weights that the loss depends on, though autograd does not know: by ``.data``, detached."""
     if not absent:
         return []
@@ -187,12 +187,12 @@ def _read_apart(passes: Passes, absent: dict[str, Tensor]) -> list[Finding]:
     return [Finding(BLOCKED, FORWARD, name.rpartition(".")[0], "fp32", detail=detail, tensor=name, line=line)]
 
 
-def _cast(step: Step, exact: Attempt) -> list[Finding]:
+def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     """Return a finding where the backward pass casts to 16 bits in fp32 too, and the gradients are wrong by it."""
-    passes = step.passes("fp32")
+    passes = step.replay("fp32")
     passes.scale = step.scale
     try:
-        attempt = passes.attempt()
+        attempt = passes.run()
     except RuntimeError:  # a model with hard-coded dtypes
         return []
     found = {name: each / step.scale for name, each in attempt.gradients.items()}
@@ -210,16 +210,16 @@ def _cast(step: Step, exact: Attempt) -> list[Finding]:
     return [Finding(kind, BACKWARD, cast.module, "fp32", CAST, detail=detail, cure=cure, line=str(cast.line or ""))]
 
 
-def _disproportionate(passes: Passes, names: list[str]) -> list[str]:
+def _disproportionate(passes: Replay, names: list[str]) -> list[str]:
     """Return the parameters whose gradients are not multiplied by what the loss is multiplied by."""
-    once = {name: each.clone() for name, each in passes.attempt().gradients.items()}
+    once = {name: each.clone() for name, each in passes.run().gradients.items()}
     passes.scale = _SCALE
-    scaled = passes.attempt().gradients
+    scaled = passes.run().gradients
     passes.scale = 1.0
     return [name for name in names if relative_error(scaled[name] / _SCALE, once[name]) > _PROPORTIONAL]
 
 
-def _changed_by_scale(reference: Passes, once: dict[str, Tensor], step: Step) -> Iterable[Finding]:
+def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) -> Iterable[Finding]:
     """Yield a finding where something changes gradients that still have the loss scale."""
     wrong = _disproportionate(reference, [name for name, each in once.items() if not each.is_sparse and each.any()])
     if not wrong:

@@ -20,7 +20,7 @@ from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, Finding
 from mantissa.formats import FP16
 from mantissa.modules import ModuleTracer
-from mantissa.step import Batch, Passes, Step, Words
+from mantissa.step import Batch, Remedies, Replay, Step
 from mantissa.tensors import numbers_in
 
 CALLS = 40
@@ -71,9 +71,9 @@ class Islands:
             price.append(f"{'-' if self.memory_bytes < 0 else '+'}{size(abs(self.memory_bytes))}")
         return ", ".join(price + ([] if self.minimal else ["not minimal: out of time"]))
 
-    def text(self, words: Words) -> str:
+    def text(self, remedies: Remedies) -> str:
         """Return what to set, and what it costs."""
-        return words.modules(self.fp32_modules) + (f"  ({self.cost})" if self.cost else "")
+        return remedies.modules(self.fp32_modules) + (f"  ({self.cost})" if self.cost else "")
 
 
 def search(
@@ -108,7 +108,7 @@ def search(
         # In an island already: the module that contains the island.
         inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
-    if module is not None or not holds(step, lambda: step.own(result.fp32_modules)):
+    if module is not None or not holds(step, lambda: step.as_run(result.fp32_modules)):
         return result
     result.cured = result.minimal = True
     for name in list(result.modules):
@@ -133,7 +133,7 @@ def _next_fault(
     """
     fp32_modules = [*step.fp32_modules, *modules]
     try:
-        passes = step.own(fp32_modules)
+        passes = step.as_run(fp32_modules)
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
         return modules[-1]
     for microbatches in tried_on:
@@ -141,7 +141,7 @@ def _next_fault(
         modules_near = ModuleTracer(passes.model)
         try:
             with modules_near, _Nearest(modules_near) as nearest:
-                harmed = passes.until_finite().harmed
+                harmed = passes.run_with_backoff().nonfinite
         except RuntimeError:
             harmed, found = ["raises"], raised(passes, "")
         else:
@@ -174,11 +174,11 @@ class _Nearest(TorchDispatchMode):
         return result
 
 
-def holds(step: Step, build: Callable[[], Passes]) -> bool:
+def holds(step: Step, build: Callable[[], Replay]) -> bool:
     """Return whether a step is finite in other passes, and trains on: what follows is finite, too."""
     try:
         passes = build()
-        if passes.until_finite([passes.scale, *step.scales[1:]]).harmed:
+        if passes.run_with_backoff([passes.scale, *step.scales[1:]]).nonfinite:
             return False
         scale = passes.scale
         passes = build()
@@ -190,7 +190,7 @@ def holds(step: Step, build: Callable[[], Passes]) -> bool:
 
 def price(step: Step, result: Islands) -> None:
     """Measure what the islands cost: steps with and without them in turns, and the peak of a step's memory."""
-    sides = [step.own(), step.own(result.fp32_modules)]
+    sides = [step.as_run(), step.as_run(result.fp32_modules)]
     without, with_them = [side.peak_bytes() for side in sides]
     result.memory_bytes = with_them - without
     ratios = []

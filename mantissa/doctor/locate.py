@@ -18,7 +18,7 @@ from mantissa.errors import FormatError
 from mantissa.finding import UPDATE, Finding
 from mantissa.modules import ModuleTracer
 from mantissa.places import Line, of_stack
-from mantissa.step import Passes, Step, Widened, each
+from mantissa.step import Replay, Step, Widened, map_tensors
 from mantissa.tensors import numbers_in, relative_error
 
 _TRIALS = 40
@@ -27,18 +27,18 @@ _TRIALS = 40
 class _Search:
     """Tries fp32 modules and operators, as long as there is time."""
 
-    def __init__(self, step: Step, mends: Callable[[Passes], bool], time_left: Callable[[], float]) -> None:
+    def __init__(self, step: Step, mends: Callable[[Replay], bool], time_left: Callable[[], float]) -> None:
         self.step, self._mends, self._time_left = step, mends, time_left
         self._trials = 0
 
-    def with_modules(self, names: list[str], casts: bool = True) -> Passes:
+    def with_modules(self, names: list[str], casts: bool = True) -> Replay:
         """Return passes with these modules in fp32; without ``casts``, their explicit ones have no effect."""
-        return _without_casts(self.step.own([*self.step.fp32_modules, *names]), names, casts)
+        return _without_casts(self.step.as_run([*self.step.fp32_modules, *names]), names, casts)
 
-    def with_operators(self, names: list[str]) -> Passes:
-        return self.step.own(fp32_ops=[*self.step.fp32_ops, *names])
+    def with_operators(self, names: list[str]) -> Replay:
+        return self.step.as_run(fp32_ops=[*self.step.fp32_ops, *names])
 
-    def mended(self, build: Callable[..., Passes], *arguments: Any) -> bool:
+    def mended(self, build: Callable[..., Replay], *arguments: Any) -> bool:
         """Return whether such passes mend it."""
         self._trials += 1
         if self._trials > _TRIALS or self._time_left() <= 0:
@@ -48,7 +48,7 @@ class _Search:
         except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
             return False
 
-    def cure(self, text: str, build: Callable[..., Passes], *arguments: Any) -> list[str]:
+    def cure(self, text: str, build: Callable[..., Replay], *arguments: Any) -> list[str]:
         """Return what mends the step as a cure, if the steps that follow can be trained so, too."""
         return [text] if holds(self.step, functools.partial(build, *arguments)) else []
 
@@ -56,7 +56,7 @@ class _Search:
 def locate(
     step: Step,
     finding: Finding,
-    mends: Callable[[Passes], bool],
+    mends: Callable[[Replay], bool],
     time_left: Callable[[], float],
 ) -> None:
     """Name the place in a finding, and what mends it.
@@ -68,13 +68,13 @@ def locate(
         time_left: seconds.
     """
     search = _Search(step, mends, time_left)
-    model = step.own().model
+    model = step.as_run().model
     outside = _in_half(step, outside=True)
     by_operators = functools.partial(search.mended, search.with_operators)
     if outside and by_operators(outside):
         names = next(([name] for name in outside if len(outside) > 1 and by_operators([name])), outside)
         finding.line = str(_line_of(step, names[0]) or "")
-        finding.cure += search.cure(step.words.operators(names), search.with_operators, names)
+        finding.cure += search.cure(step.remedies.operators(names), search.with_operators, names)
         return
     for casts in (True, False):
         build = functools.partial(search.with_modules, casts=casts)
@@ -82,21 +82,21 @@ def locate(
         if found:
             finding.module = ", ".join(found)
             finding.line = str(line_of_error(step, found[-1]) or "")
-            cure = step.words.modules(found)
-            if not casts and (cast := explicit_cast(step.passes("fp32"), found)):
+            cure = step.remedies.modules(found)
+            if not casts and (cast := explicit_cast(step.replay("fp32"), found)):
                 finding.line, cure = str(cast.line), "no cast to 16 bits in this line"
             finding.cure += search.cure(cure, build, found)
             return
     name = next((name for name in _in_half(step) if by_operators([name])), "")
     if name:
-        finding.cure += search.cure(step.words.operators([name]), search.with_operators, [name])
-    cast = explicit_cast(step.passes("fp32"), [""])
+        finding.cure += search.cure(step.remedies.operators([name]), search.with_operators, [name])
+    cast = explicit_cast(step.replay("fp32"), [""])
     finding.line = str((cast.line if cast else line_of_error(step, "")) or "")
 
 
-def in_update(step: Step, finding: Finding, mends: Callable[[Passes], bool]) -> bool:
+def in_update(step: Step, finding: Finding, mends: Callable[[Replay], bool]) -> bool:
     """Name the line of the optimizer's step that casts to 16 bits, if the fault is gone without; return whether so."""
-    passes = step.own()
+    passes = step.as_run()
     passes.updates = casts = _Noted(torch.float32)
     if not mends(passes) or casts.line is None:
         return False
@@ -138,7 +138,7 @@ def _fewest(model: nn.Module, mended: Callable[[list[str]], bool]) -> list[str]:
         found = inner
 
 
-def _without_casts(passes: Passes, names: Iterable[str], casts: bool) -> Passes:
+def _without_casts(passes: Replay, names: Iterable[str], casts: bool) -> Replay:
     for module in () if casts else map(passes.model.get_submodule, names):
         module.forward = functools.partial(_widened, module.forward)
     return passes
@@ -151,7 +151,7 @@ def _widened(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _in_half(step: Step, outside: bool = False) -> list[str]:
     """Return the names of the operators that compute in 16 bits in the forward pass; ``outside``: in no submodule."""
-    passes = step.own()
+    passes = step.as_run()
     with DtypeRecorder(passes.model) as recorder:
         passes.loss(step.first_samples()[0])
     rows = [(SPELLED.get(row.name, row.name).strip("_"), row.module) for row in recorder.rows() if row.in_half]
@@ -165,7 +165,7 @@ _MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "tra
 
 def _line_of(step: Step, operator: str) -> Line | None:
     """Return the first line outside of all submodules that calls an operator."""
-    found = _results(step.own(), "", outside=True)
+    found = _results(step.as_run(), "", outside=True)
     return next((line for name, line, _ in found if SPELLED.get(name, name).strip("_") == operator), None)
 
 
@@ -191,11 +191,11 @@ class _Results(TorchDispatchMode):
         return result
 
 
-def _results(passes: Passes, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
+def _results(passes: Replay, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
     modules = ModuleTracer(passes.model)
     passes.start()
     with modules, passes.around(), _Results(modules, module, outside) as results:
-        passes.loss(each(passes.step.first_samples()[0], passes.widened))
+        passes.loss(map_tensors(passes.step.first_samples()[0], passes.widened))
     return results.found
 
 
@@ -208,7 +208,7 @@ def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None
         outside: whether its submodules are left out.
     """
     exact = step.reference(torch.float32 if step.format.half is not None else torch.float64)
-    sides = [_results(passes, module, outside) for passes in (step.own(), exact)]
+    sides = [_results(passes, module, outside) for passes in (step.as_run(), exact)]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:

@@ -15,7 +15,7 @@ from mantissa.dtypes import CAST, DtypeRecorder, Row
 from mantissa.finding import DTYPE, FORWARD, Examined, Finding
 from mantissa.modules import ModuleTracer
 from mantissa.places import Line
-from mantissa.step import Passes
+from mantissa.step import Replay
 
 
 @dataclass
@@ -25,14 +25,14 @@ class OperatorManifest(Examined):
     rows: list[Row]
 
 
-def manifest(passes: Passes) -> OperatorManifest:
+def manifest(passes: Replay) -> OperatorManifest:
     """Take the step once and return the formats of its operators, with the faults among them.
 
     A fault is a module or an operator that was to be fp32 and ran in 16 bits, weights stored in fewer bits than
     requested, and a sum of the loss that is not fp32.
     """
     with DtypeRecorder(passes.model, _weights_in_fp32(passes)) as recorder:
-        passes.attempt()
+        passes.run()
     rows = sorted(recorder.rows())
     findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
     findings += [*_weights(passes), *_loss(passes), *_casts_in_fp32(passes)]
@@ -43,11 +43,11 @@ def _within(module: str, names: Iterable[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in names)
 
 
-def _finding(passes: Passes, module: str, op: str, dtype: str, detail: str, *cure: str) -> Finding:
+def _finding(passes: Replay, module: str, op: str, dtype: str, detail: str, *cure: str) -> Finding:
     return Finding(DTYPE, FORWARD, module, passes.format.name, op, dtype, detail=detail, cure=list(cure))
 
 
-def _weights_in_fp32(passes: Passes) -> dict[int, str]:
+def _weights_in_fp32(passes: Replay) -> dict[int, str]:
     """Return the weights of fp32 modules that no other module shares, by address."""
     inside, outside = {}, set()
     for name, parameter in passes.model.named_parameters(remove_duplicate=False):
@@ -58,7 +58,7 @@ def _weights_in_fp32(passes: Passes) -> dict[int, str]:
     return {address: name for address, name in inside.items() if address not in outside}
 
 
-def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> Iterator[Finding]:
+def _bypassed(passes: Replay, casts: dict[tuple[str, str], str]) -> Iterator[Finding]:
     """Yield the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
     users = {(weight.rpartition(".")[0], user): dtype for (weight, user), dtype in casts.items()}
     for (owner, user), dtype in users.items():
@@ -68,7 +68,7 @@ def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> Iterator[Fin
             yield _finding(passes, owner, CAST, dtype, detail, cure)
 
 
-def _modules_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+def _modules_in_half(passes: Replay, rows: list[Row]) -> Iterator[Finding]:
     """Yield the fp32 modules whose own operators ran in 16 bits in the forward pass.
 
     With 16-bit weights the result of such a module is cast back, so there casts are not counted.
@@ -85,7 +85,7 @@ def _modules_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
         yield _finding(passes, module, own[-1].op, own[-1].output, detail, cure)
 
 
-def _operators_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+def _operators_in_half(passes: Replay, rows: list[Row]) -> Iterator[Finding]:
     """Yield the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass, each at its first row."""
     first = {row.name: row for row in reversed(rows) if row.in_half}
     for name in passes.step.fp32_ops:
@@ -94,7 +94,7 @@ def _operators_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
             yield _finding(passes, row.module, row.op, row.output, detail)
 
 
-def _weights(passes: Passes) -> Iterator[Finding]:
+def _weights(passes: Replay) -> Iterator[Finding]:
     """Yield the modules with parameters that are stored in fewer bits than the format asks for."""
     low: dict[tuple[str, str], list[str]] = {}
     asked = passes.format.weights
@@ -136,7 +136,7 @@ class _Casts(TorchDispatchMode):
         return result
 
 
-def explicit_cast(passes: Passes, names: Sequence[str] = (), backward: bool = False) -> Cast | None:
+def explicit_cast(passes: Replay, names: Sequence[str] = (), backward: bool = False) -> Cast | None:
     """Return the first cast to 16 bits that the code makes in some modules.
 
     Args:
@@ -147,11 +147,11 @@ def explicit_cast(passes: Passes, names: Sequence[str] = (), backward: bool = Fa
     modules = ModuleTracer(passes.model)
     # What comes after a cast may need it: a layer whose weights are in 16 bits.
     with suppress(RuntimeError), modules, _Casts(modules, names, backward) as casts:
-        passes.attempt(passes.step.first_samples())
+        passes.run(passes.step.first_samples())
     return casts.found
 
 
-def _casts_in_fp32(passes: Passes) -> list[Finding]:
+def _casts_in_fp32(passes: Replay) -> list[Finding]:
     """Return a finding where the code casts to 16 bits though the format has none."""
     if passes.format.half is not None:
         return []
@@ -162,7 +162,7 @@ def _casts_in_fp32(passes: Passes) -> list[Finding]:
     return [replace(_finding(passes, cast.module, CAST, cast.dtype, detail), line=str(cast.line or ""))]
 
 
-def _loss(passes: Passes) -> list[Finding]:
+def _loss(passes: Replay) -> list[Finding]:
     """Return a finding where the summed loss is in 16 bits."""
     passes.start()
     dtype = passes.loss(passes.microbatches[0]).dtype

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mantissa import islands
-from mantissa.step import Passes, Step
+from mantissa.step import Replay, Step
 from mantissa.tensors import numbers_in, relative_error
 
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, Enum)
@@ -146,14 +146,14 @@ class Evaluated(NamedTuple):
 class Recording(NamedTuple):
     """The calls of one step, each after its children, and the passes that took it."""
 
-    low: Passes
-    reference: Passes
+    low: Replay
+    reference: Replay
     calls: list[Call]
 
 
 def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None) -> Recording:
     """Take a step in the run's format and in the reference's ``dtype``, without dropout, with a few samples."""
-    low = step.own(fp32_modules, recompute=False)
+    low = step.as_run(fp32_modules, recompute=False)
     reference = step.reference(dtype, recompute=False)
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
@@ -161,13 +161,13 @@ def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None
         if getattr(getattr(module, "config", None), "use_cache", False):  # of transformers: no call could be repeated
             module.config.use_cache = False  # type: ignore[union-attr]
     low.microbatches = reference.microbatches = step.first_samples()
-    calls = _calls(reference, reference.attempt)
+    calls = _calls(reference, reference.run)
     low.start()
     _compare(calls, _calls(low, lambda: low.loss(low.microbatches[0])))
     return Recording(low, reference, calls)
 
 
-def _calls(passes: Passes, take: Callable[[], object]) -> list[Call]:
+def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
     """Return the calls that passes make without dropout, each after its children."""
     calls: list[Call] = []
     stack: list[Call] = []
@@ -225,7 +225,7 @@ def _compare(calls: list[Call], low: list[Call]) -> None:
             call.accumulated = max(errors, default=0.0)
 
 
-def evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
+def evaluate(passes: Replay, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
     """Run the own operators of a call, in the format of the passes and with the autocast of the call there.
 
     Args:
@@ -268,7 +268,7 @@ def evaluate(passes: Passes, call: Call, given: list[Tensor], cotangents: list[T
 
 
 @contextmanager
-def _as_called(passes: Passes, call: Call) -> Iterator[None]:
+def _as_called(passes: Replay, call: Call) -> Iterator[None]:
     """Return what the call ran in: the format's autocast or the call's own, and inside of fp32 modules or not."""
     dtype = call.autocast if passes.format.half is not None else None
     autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

@@ -23,8 +23,8 @@ from mantissa.dtypes import CAST
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
-from mantissa.step import Batch, Passes, Step, each, named
-from mantissa.tensors import in_dtype, nudged, relative_error, tensors
+from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
+from mantissa.tensors import in_dtype, perturbed, relative_error, tensors
 
 FACTOR = 8
 SUM = 0.6
@@ -150,7 +150,7 @@ def harm(step: Step, pairs: Pairs) -> list[Finding]:
     large = {(row.module, row.direction) for row in pairs.rows if row.ratio > 1 and row.e > _LARGE}
     with NoDropout():
         exact = _gradients(step.reference())
-        own = _far(_gradients(step.own()), exact)
+        own = _far(_gradients(step.as_run()), exact)
         found = []
         for error in pairs.findings:
             if (error.module, error.direction) in large:
@@ -159,7 +159,7 @@ def harm(step: Step, pairs: Pairs) -> list[Finding]:
             mended: dict[str, float] = {}
             if error.module and step.format.half is not None:
                 with suppress(FormatError, RuntimeError):  # a module that cannot be in fp32 alone
-                    mended = _far(_gradients(step.own([*step.fp32_modules, error.module])), exact)
+                    mended = _far(_gradients(step.as_run([*step.fp32_modules, error.module])), exact)
             if any(e > _limit(exact[name]) and mended.get(name, 0.0) < e / 2 for name, e in own.items()):
                 found.append(error)
     return found
@@ -174,7 +174,7 @@ class WrongGradients:
     """Relative errors by parameter; an empty name: the loss."""
     finding: Finding | None = None
 
-    def mended(self, passes: Passes) -> bool:
+    def mended(self, passes: Replay) -> bool:
         """Return whether other passes have them right, or half as wrong."""
         with NoDropout():
             other = _far(_gradients(passes), self.exact)
@@ -191,7 +191,7 @@ def wrong_gradients(step: Step) -> WrongGradients:
         for seed in range(_NUDGES):
             for name, error in _far(_gradients(shaken(reference, number.unit_roundoff, seed)), exact).items():
                 least[name] = max(least[name], error)
-        own = _far(_gradients(step.own()), exact)
+        own = _far(_gradients(step.as_run()), exact)
     total = math.hypot(*(each.norm().item() for name, each in exact.items() if name))
     limits = {name: max(_WRONG_LOSS if not name else _WRONG, FACTOR * least[name]) for name in own}
     wrong = {
@@ -211,7 +211,7 @@ def wrong_gradients(step: Step) -> WrongGradients:
 
 def rounded_away(step: Step) -> str:
     """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
-    passes = step.own()
+    passes = step.as_run()
     batch = passes.microbatches[0]
     with _Rounded(batch) as cast:
         passes.loss(batch)
@@ -222,7 +222,7 @@ def rounded_away(step: Step) -> str:
             error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
             if varies and error > _SIGNAL * varies:
                 lost = f"loses {error / varies:.0%} of what varies in it"
-                return f"; rounding {named(name)} to {step.format.number.name} {lost}"
+                return f"; rounding {batch_key(name)} to {step.format.number.name} {lost}"
     return ""
 
 
@@ -241,18 +241,20 @@ class _Rounded(TorchDispatchMode):
         return result
 
 
-def shaken(passes: Passes, unit: float, seed: int) -> Passes:
+def shaken(passes: Replay, unit: float, seed: int) -> Replay:
     """Return passes whose weights and inputs are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     weights, batches = passes.step.weights, passes.step.microbatches
-    passes.weights = {name: nudged(in_dtype(each, torch.float32), unit, generator) for name, each in weights.items()}
-    passes.microbatches = [each(batch, lambda tensor: nudged(tensor, unit, generator, data=True)) for batch in batches]
+    passes.weights = {name: perturbed(in_dtype(each, torch.float32), unit, generator) for name, each in weights.items()}
+    passes.microbatches = [
+        map_tensors(batch, lambda tensor: perturbed(tensor, unit, generator, data=True)) for batch in batches
+    ]
     return passes
 
 
-def _gradients(passes: Passes) -> dict[str, Tensor]:
+def _gradients(passes: Replay) -> dict[str, Tensor]:
     """Return the true gradients of a step and its loss."""
-    attempt = passes.attempt()
+    attempt = passes.run()
     factor = attempt.correction / passes.scale
     gradients = {name: each.to_dense() if each.is_sparse else each for name, each in attempt.gradients.items()}
     return {name: in_dtype(each, torch.float64) * factor for name, each in gradients.items()} | {

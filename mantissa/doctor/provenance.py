@@ -21,7 +21,7 @@ from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import MASKED, UNWRITTEN, Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, each, named
+from mantissa.step import Replay, batch_key, map_tensors
 from mantissa.tensors import numbers_in, tensors
 
 _CANDIDATES = 12
@@ -30,7 +30,7 @@ _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
 
 
-def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
+def find(passes: Replay, format: str, opened: bool = False) -> Finding | None:
     """Return the fault that makes this step not finite; None: the step is finite, or not by an operator.
 
     The tape is sliced from the harmed sinks. Where the slice has several first operators, each is repaired alone (its
@@ -43,16 +43,16 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
         opened: whether the MATH kernel is in use.
     """
     modules = ModuleTracer(passes.model)
-    data = [(named(name), tensor) for batch in passes.microbatches for name, tensor in batch.items()]
+    data = [(batch_key(name), tensor) for batch in passes.microbatches for name, tensor in batch.items()]
     known = [*passes.model.named_parameters(), *passes.model.named_buffers(), *data]
     with modules, Tape(modules, known) as tape:
-        found = passes.attempt()
-    slice_ = behind([node for name in found.harmed for node in tape.writers(found.sinks[name])])
+        found = passes.run()
+    slice_ = behind([node for name in found.nonfinite for node in tape.writers(found.outputs[name])])
     if not slice_:
         return None
     starts = [node for node in slice_ if node.computes] or slice_[:1]
     cause, alone = _cause(passes, starts)
-    path = _path(cause, slice_, found.harmed)
+    path = _path(cause, slice_, found.nonfinite)
 
     def finding(kind: str, at: Operator, detail: str) -> Finding:
         line = str(at.line or "")
@@ -87,17 +87,17 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     return finding(kind, operator, detail)
 
 
-def _finite_without(passes: Passes) -> bool:
+def _finite_without(passes: Replay) -> bool:
     """Return whether the step is finite with usual samples in the place of those that are far larger."""
     own = passes.microbatches
     passes.microbatches = list(map(without, own))
     try:
-        return not passes.attempt().harmed
+        return not passes.run().nonfinite
     finally:
         passes.microbatches = own
 
 
-def _of_input(passes: Passes, cause: Node, finding: Finding) -> Finding:
+def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
     """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
     outside = min(cause.roots(), key=lambda each: not each.name.startswith("batch"))
     name, rows = outside.name, outside.rows
@@ -112,16 +112,17 @@ def _of_input(passes: Passes, cause: Node, finding: Finding) -> Finding:
         finding.tensor += f", {samples}"
         left = [row for row in range(size) if row not in rows]
         passes.microbatches = [
-            each(batch, lambda tensor: tensor[left] if tensor.shape[:1] == (size,) else tensor) for batch in batches
+            map_tensors(batch, lambda tensor: tensor[left] if tensor.shape[:1] == (size,) else tensor)
+            for batch in batches
         ]
         cure = f"leave out {samples} of {name}: without, the step is finite"
     else:
         cure = f"finite values in {name}: with zeros in their place, the step is finite"
-        passes.microbatches = [each(batch, _without_infinities) for batch in batches]
+        passes.microbatches = [map_tensors(batch, _without_infinities) for batch in batches]
         passes.weights = {key: _without_infinities(tensor) for key, tensor in own.items()}
         passes.step.buffers.update({key: _without_infinities(tensor) for key, tensor in passes.step.buffers.items()})
     with suppress(RuntimeError):  # a batch of another size
-        finding.cure = [] if passes.attempt().harmed else [cure]
+        finding.cure = [] if passes.run().nonfinite else [cure]
     passes.microbatches, passes.weights = batches, own
     passes.step.buffers.update(buffers)
     return finding
@@ -131,7 +132,7 @@ def _without_infinities(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
 
 
-def absorbed(passes: Passes, errors: list[Finding]) -> list[Finding]:
+def absorbed(passes: Replay, errors: list[Finding]) -> list[Finding]:
     """Return errors of modules, those that are overflows named so: their infinities harm nothing, 1/inf is 0.
 
     Args:
@@ -140,7 +141,7 @@ def absorbed(passes: Passes, errors: list[Finding]) -> list[Finding]:
     """
     modules = ModuleTracer(passes.model)
     with modules, Tape(modules) as tape:
-        passes.attempt()
+        passes.run()
     result = []
     for error in errors:
         place = error.module, error.direction
@@ -154,29 +155,29 @@ def absorbed(passes: Passes, errors: list[Finding]) -> list[Finding]:
     return result
 
 
-def _cause(passes: Passes, starts: list[Node]) -> tuple[Node, bool]:
+def _cause(passes: Replay, starts: list[Node]) -> tuple[Node, bool]:
     """Return the operator whose repair alone makes the sinks finite; else the first, and False."""
     distinct = list({node.number: node for node in starts}.values())
     if len(distinct) == 1:
         return distinct[0], True
     for node in distinct[:_CANDIDATES]:
         with _At(node.number, _repair):
-            found = passes.attempt()
-        if not found.harmed:
+            found = passes.run()
+        if not found.nonfinite:
             return node, True
     return distinct[0], False
 
 
-def _path(cause: Node, slice_: list[Node], harmed: list[str]) -> list[str]:
+def _path(cause: Node, slice_: list[Node], nonfinite: list[str]) -> list[str]:
     """Return what the fault passes through: the modules, or operators outside of them, and at last a sink."""
-    if cause.operator.direction == FORWARD and "loss" in harmed:
+    if cause.operator.direction == FORWARD and "loss" in nonfinite:
         slice_ = [node for node in slice_ if node.operator.direction == FORWARD]
     operators = [node.operator for node in chain(cause, slice_)[1:]]
     names = [name for name, _ in groupby(each.module or each.op.removeprefix("aten.") for each in operators)]
     if len(names) > 4:
         names = [*names[:2], "…", names[-1]]
-    gradients = [name for name in harmed if name != "loss"]
-    sink = "loss" if "loss" in harmed else f"gradient of {gradients[0]}" if gradients else harmed[0]
+    gradients = [name for name in nonfinite if name != "loss"]
+    sink = "loss" if "loss" in nonfinite else f"gradient of {gradients[0]}" if gradients else nonfinite[0]
     return [*names, sink]
 
 
@@ -215,7 +216,7 @@ def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return []
 
 
-def _kind(passes: Passes, modules: ModuleTracer, number: int) -> tuple[str, str]:
+def _kind(passes: Replay, modules: ModuleTracer, number: int) -> tuple[str, str]:
     """Return the kind of fault of an operator, computed again in fp64, and the numbers that say so."""
     pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -226,7 +227,7 @@ def _kind(passes: Passes, modules: ModuleTracer, number: int) -> tuple[str, str]
         return output
 
     with modules, _At(number, compare):
-        passes.attempt()
+        passes.run()
     for low, wide in pairs:
         bad = ~torch.isfinite(low)
         if low.shape != wide.shape or not bool(bad.any()):
@@ -277,10 +278,10 @@ class _Flushes(TorchDispatchMode):
         return output
 
 
-def _flushed(passes: Passes, modules: ModuleTracer, number: int) -> tuple[Operator, str] | None:
+def _flushed(passes: Replay, modules: ModuleTracer, number: int) -> tuple[Operator, str] | None:
     """Return the last operator before this one, and behind it, in whose result something became 0, and what."""
     with modules, _Flushes(modules, number) as flushes:
-        passes.attempt()
+        passes.run()
     *before, (_, needed, _, _) = flushes.operators
     for operator, read, written, lost in reversed(before):
         if written in needed:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, Replay
+from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, TakenStep
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
 from mantissa.page import Plot, Section, measured_on, page
@@ -18,7 +18,7 @@ from mantissa.page import Plot, Section, measured_on, page
 PAGE, VERDICT = "report.html", "verdict.json"
 
 
-def opening(replay: Replay) -> str:
+def opening(replay: TakenStep) -> str:
     """Return what was replayed, and how it ended."""
     number = replay.step.number
     how = f"loss {replay.loss:.6g}, gradient norm {replay.grad_norm:.4g}" + (", skipped" if replay.skipped else "")
@@ -64,15 +64,15 @@ def facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "skipped": replay.skipped,
         "loss_scale": replay.step.scale,
         "formats": [
-            {name: getattr(trial, name) for name in ("name", "status", "scale", "harmed", "why")}
-            | {"loss": _number(trial.loss)}
+            {name: getattr(trial, name) for name in ("name", "status", "scale", "why")}
+            | {"loss": _number(trial.loss), "harmed": trial.nonfinite}
             for trial in diagnosis.sweep
         ],
         "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
         "findings": [finding.to_dict() for finding in diagnosis.findings],
         "islands": None
         if islands is None
-        else asdict(islands) | {"override": replay.step.words.modules(islands.fp32_modules)},
+        else asdict(islands) | {"override": replay.step.remedies.modules(islands.fp32_modules)},
         "notes": diagnosis.notes,
         "left_out": budget.left_out,
         "budget_s": budget.seconds,

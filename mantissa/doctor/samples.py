@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mantissa.step import Batch, each, named
+from mantissa.step import Batch, batch_key, map_tensors
 
 _FAR, _FARTHER = 30.0, 1000.0
 """A sample is tried as a cause if its largest number is so many times that of the median sample; from the second one on
@@ -36,7 +36,7 @@ def far(batches: Iterable[Batch]) -> Sample | None:
     for number, name, tensor in ((number, *item) for number, batch in enumerate(batches) for item in batch.items()):
         sizes, usual = _sizes(tensor)
         if bool((sizes > _FAR * usual).any()):
-            found.append(Sample(f"{named(name)}, sample {int(sizes.argmax())}", sizes.max().item(), usual, number))
+            found.append(Sample(f"{batch_key(name)}, sample {int(sizes.argmax())}", sizes.max().item(), usual, number))
     return max(found, key=lambda sample: sample.largest / sample.usual, default=None)
 
 
@@ -57,7 +57,7 @@ def without(batch: Batch) -> Batch:
     if not rows:
         return batch
     taken = [rows.get(row, row) for row in range(count)]
-    return each(batch, lambda tensor: tensor[taken] if tensor.shape[:1] == (count,) else tensor)
+    return map_tensors(batch, lambda tensor: tensor[taken] if tensor.shape[:1] == (count,) else tensor)
 
 
 def _sizes(tensor: Tensor) -> tuple[Tensor, float]:

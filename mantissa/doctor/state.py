@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mantissa.display import dtype_name
 from mantissa.finding import FORWARD, LOST, Examined, Finding
-from mantissa.step import Passes, Step
+from mantissa.step import Replay, Step
 from mantissa.tensors import relative_error
 
 _STEPS = 8
@@ -18,16 +18,16 @@ _LOST = 0.5
 
 def state_updates(step: Step) -> Examined:
     """Return the 16-bit buffers and frozen weights whose updates in the forward pass are lost by rounding."""
-    own = step.own()
+    own = step.as_run()
     if not any(tensor.dtype.itemsize == 2 for tensor in _state(own).values()):
         return Examined()
     own.train(step.following(_STEPS))
     later = step.after(own, _STEPS)
-    low, reference = later.own(), later.reference()
+    low, reference = later.as_run(), later.reference()
     before = {name: tensor.clone() for name, tensor in _state(low).items()}
     changes = []
     for passes in (low, reference):
-        passes.attempt()
+        passes.run()
         changes.append({name: tensor.double() - before[name].double() for name, tensor in _state(passes).items()})
     findings: dict[str, Finding] = {}
     for name, start in before.items():
@@ -44,7 +44,7 @@ def state_updates(step: Step) -> Examined:
     return Examined(findings=list(findings.values()))
 
 
-def _state(passes: Passes) -> dict[str, Tensor]:
+def _state(passes: Replay) -> dict[str, Tensor]:
     """Return the buffers and the weights that no optimizer changes, by name."""
     frozen = {name: each.detach() for name, each in passes.model.named_parameters() if not each.requires_grad}
     found = frozen | dict(passes.model.named_buffers())

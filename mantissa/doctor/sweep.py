@@ -11,7 +11,7 @@ import torch
 
 from mantissa.errors import FormatError, is_out_of_memory
 from mantissa.formats import BF16, FP8
-from mantissa.step import Passes, Step
+from mantissa.step import Replay, Step
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
 
@@ -24,33 +24,33 @@ class FormatTrial:
     """One format of the sweep, and whether the step is finite in it."""
 
     name: str
-    build: Callable[[], Passes] | None = None
+    build: Callable[[], Replay] | None = None
     """None: it is another trial's passes, compiled."""
     scales: list[float] = field(default_factory=lambda: [1.0])
     """Loss scales to try in this order, until one is finite."""
     status: str = ""
-    harmed: list[str] = field(default_factory=list)
+    nonfinite: list[str] = field(default_factory=list)
     scale: float = 1.0
     """The last one tried."""
     why: str = ""
     """Why it was left out, or what it raised."""
     loss: float = math.nan
 
-    def take(self) -> Passes | None:
+    def take(self) -> Replay | None:
         """Take the step, and return the passes that did; None: they cannot be built. Sets ``status``."""
         assert self.build is not None
         passes = None
         try:
             passes = self.build()
-            found = passes.until_finite(self.scales)
+            found = passes.run_with_backoff(self.scales)
         except Exception as error:  # of many kinds: the model and the format decide
             if is_out_of_memory(error):
                 raise
             self.why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
             self.status = LEFT_OUT if isinstance(error, FormatError) else RAISES
             return passes
-        self.harmed, self.scale, self.loss = found.harmed, passes.scale, found.loss.item()
-        self.status = BREAKS if self.harmed else OK
+        self.nonfinite, self.scale, self.loss = found.nonfinite, passes.scale, found.loss.item()
+        self.status = BREAKS if self.nonfinite else OK
         return passes
 
     def text(self) -> str:
@@ -69,17 +69,17 @@ def format_sweep(step: Step) -> list[FormatTrial]:
     weights, its fp32 modules and operators.
     """
     number, own = step.format.number, step.format.name
-    trials = [FormatTrial(FP64, partial(step.reference, torch.float64)), FormatTrial(FP32, partial(step.passes, FP32))]
+    trials = [FormatTrial(FP64, partial(step.reference, torch.float64)), FormatTrial(FP32, partial(step.replay, FP32))]
     if step.available(TF32) and own != FP32:
-        trials.append(FormatTrial(TF32, partial(step.passes, TF32)))
+        trials.append(FormatTrial(TF32, partial(step.replay, TF32)))
     if step.format.half is None:
         return trials
     if number is not BF16 and step.available(BF16.name):
-        trials.append(FormatTrial(BF16.name, partial(step.passes, BF16.name)))
+        trials.append(FormatTrial(BF16.name, partial(step.replay, BF16.name)))
     basic = (BF16 if number is FP8 else number).name
-    trials.append(FormatTrial(basic, partial(step.passes, basic)))
+    trials.append(FormatTrial(basic, partial(step.replay, basic)))
     if step.scales != [1.0]:
-        trials.append(FormatTrial(basic + SCALER, partial(step.passes, basic), step.scales))
+        trials.append(FormatTrial(basic + SCALER, partial(step.replay, basic), step.scales))
     if own != basic:
-        trials.append(FormatTrial(own, step.own, step.scales))
+        trials.append(FormatTrial(own, step.as_run, step.scales))
     return trials

@@ -75,7 +75,7 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
     islands = Islands(["1.wo", "0.10"], cured=True, minimal=True, own=["*.ln"], time_ratio=1.03, time_range=(1.01, 1.1))
-    found.findings = [replace(found.findings[0], cure=[islands.text(found.replay.step.words)])]
+    found.findings = [replace(found.findings[0], cure=[islands.text(found.replay.step.remedies)])]
     found.findings += [Finding("underflow", "backward", name, "fp16", path=[name], cure=[name])]
     found.notes, found.budget.left_out = [name], [name]
     text, plots = page_of(found)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evidence.doctor.replay import take
 from evidence.doctor.step import TrainerStep
-from mantissa.doctor.diagnosis import CHECKS, Diagnosis, Replay, diagnose
+from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
 from tests.helpers import Arrays, NoData, trainer_of
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
@@ -102,7 +102,7 @@ class Fault:
         )
         return Trainer.from_config(config)
 
-    def replay(self, seed: int = 0) -> Replay:
+    def replay(self, seed: int = 0) -> TakenStep:
         """Take the first step."""
         replay = take(self.trainer(seed))
         replay.step.ranks, replay.step.compiles = self.ranks, self.compiles

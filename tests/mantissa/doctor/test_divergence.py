@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.replay import of_overrides
-from evidence.doctor.step import TrainerPasses
+from evidence.doctor.step import TrainerReplay
 from mantissa.doctor.divergence import STEPS, divergence, leaves
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
 from mantissa.step import Step
@@ -94,8 +94,8 @@ def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:
     """Otherwise dropout, not rounding, makes the loss another one than in fp32, where nothing is skipped."""
     case = case_of(lambda: around(nn.Dropout(0.5)), "fp16")
     case.scale = 2.0**30
-    first = case.own()
-    assert isinstance(first, TrainerPasses)
+    first = case.as_run()
+    assert isinstance(first, TrainerReplay)
     assert first.trainer.train_step(case.microbatches).skipped
     assert found_in(case) == []
 

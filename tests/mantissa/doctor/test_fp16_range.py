@@ -53,8 +53,8 @@ def test_the_highest_scale_holds_the_largest_gradient_of_any_microbatch() -> Non
     step.microbatches[0]["x"] *= 64
     highest = fp16_range(step).highest
     assert highest is not None
-    passes = step.own()
+    passes = step.as_run()
     passes.scale = 2.0**highest
-    assert not passes.attempt().harmed
+    assert not passes.run().nonfinite
     passes.scale = 2.0 ** (highest + 2)
-    assert passes.attempt().harmed
+    assert passes.run().nonfinite

@@ -15,7 +15,7 @@ from evidence.runs import merged
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
 from mantissa.doctor.provenance import find
 from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
-from mantissa.step import Passes
+from mantissa.step import Replay
 from mantissa.tensors import finite, tensors
 from tests.helpers import trainer_of
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of
@@ -92,13 +92,13 @@ class NotFinite(TorchDispatchMode):
         return output
 
 
-def started(trainer: Trainer, mode: str) -> Passes:
-    return TrainerStep.of(trainer).passes(mode)
+def started(trainer: Trainer, mode: str) -> Replay:
+    return TrainerStep.of(trainer).replay(mode)
 
 
-def not_finite(trainer: Passes) -> list[str]:
+def not_finite(trainer: Replay) -> list[str]:
     with NotFinite() as seen:
-        trainer.attempt()
+        trainer.run()
     return seen.operators
 
 
@@ -146,7 +146,7 @@ class Masked(nn.Module):
 
 
 def test_a_buffer_that_is_infinite_from_the_beginning_is_harmless() -> None:
-    assert step_of(lambda: around(Masked())).own().attempt().harmed == []
+    assert step_of(lambda: around(Masked())).as_run().run().nonfinite == []
 
 
 class Uninitialised(nn.Module):
@@ -157,7 +157,7 @@ class Uninitialised(nn.Module):
 
 
 def test_new_memory_that_holds_nan_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = step_of(lambda: around(Uninitialised())).passes("bf16")
+    trainer = step_of(lambda: around(Uninitialised())).replay("bf16")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
     torch.use_deterministic_algorithms(True)
     try:

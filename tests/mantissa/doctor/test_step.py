@@ -11,13 +11,13 @@ import pytest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evidence.doctor.step import TrainerPasses, TrainerStep
+from evidence.doctor.step import TrainerReplay, TrainerStep
 from mantissa.doctor.islands import CALLS, price, search
 from mantissa.doctor.provenance import find
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.generators import random_state
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes
+from mantissa.step import Replay
 from tests.helpers import copied, fit, same_bits, trainer_of
 from tests.mantissa.doctor.faults import Computes, large_ffn
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run
@@ -33,7 +33,7 @@ def after_two_steps(*overrides: str) -> tuple[Trainer, list[Any]]:
     return trainer, next(trainer.batches())
 
 
-def everything(passes: Passes) -> dict[str, Any]:
+def everything(passes: Replay) -> dict[str, Any]:
     masters = dict(passes.masters.held()) if passes.masters is not None else {}
     random = random_state(passes.step.device)
     return copied({"model": passes.model.state_dict(), "masters": masters, "random": random})
@@ -58,11 +58,11 @@ def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) 
     if trainer.masters is not None:
         trainer.masters.take_gradients()
     wanted = {name: p.grad for name, p in (trainer.masters or trainer.model).named_parameters() if p.grad is not None}
-    other = step.own()
+    other = step.as_run()
     start = everything(other)
     assert same_bits(start["random"], before)
     for _ in range(2):
-        found = other.attempt()
+        found = other.run()
         assert same_bits(found.loss, expected.loss)
         assert same_bits(found.gradients, wanted)
         assert same_bits(found.buffers, dict(trainer.model.named_buffers()))
@@ -72,8 +72,8 @@ def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) 
 
 def test_training_continues_from_a_case_as_the_run_does() -> None:
     trainer, microbatches = after_two_steps(*GPT2, "precision=bf16_master")
-    other = TrainerStep.of(trainer).own()
-    assert isinstance(other, TrainerPasses)
+    other = TrainerStep.of(trainer).as_run()
+    assert isinstance(other, TrainerReplay)
     record = trainer.train_step(microbatches)
     assert other.train([microbatches]) == [record.loss.item()]
     assert other.trainer.step == record.step
@@ -103,9 +103,9 @@ class Traced(TorchDispatchMode):
 def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: str) -> None:
     overrides = {"gpt2": GPT2, "resnet": RESNET}.get(recipe, TINY[recipe])
     step = step_of_run(*overrides, "precision=fp32", f"activation_checkpointing={recomputed}")
-    other = step.passes("fp32")
+    other = step.replay("fp32")
     with ModuleTracer(other.model) as modules, Traced(modules) as traced:
-        other.attempt()
+        other.run()
     forward = {module for module, direction in traced.places if direction == FORWARD}
     backward = {module for module, direction in traced.places if direction == BACKWARD}
     with_weights = {name.rpartition(".")[0] for name, p in other.model.named_parameters() if p.grad is not None}
@@ -133,18 +133,18 @@ def test_islands_are_1_minimal_and_have_a_price(
     model: Callable[[], nn.Module], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = step_of(model, "fp16")
-    broken = case.own()
-    broken.until_finite()
+    broken = case.as_run()
+    broken.run_with_backoff()
     finding = find(broken, "fp16")
     assert finding is not None
     innocent = replace(finding, module="0")  # in fp32 it is no cure, and is left out at last
     islands = search(case, innocent, lambda modules: True, lambda: 1.0)
     assert (islands.modules, islands.cured, islands.minimal) == (expected, True, True)
     assert islands.calls <= CALLS
-    assert not case.own(expected).until_finite().harmed
+    assert not case.as_run(expected).run_with_backoff().nonfinite
     for name in expected:
         left = [other for other in expected if other != name]
-        assert case.own(left).until_finite().harmed
+        assert case.as_run(left).run_with_backoff().nonfinite
     assert islands.cost == ""
     monkeypatch.setattr("mantissa.doctor.islands._LEAST_SECONDS", 0.0)
     price(case, islands)
@@ -153,9 +153,9 @@ def test_islands_are_1_minimal_and_have_a_price(
     assert low <= islands.time_ratio <= high
     assert islands.time_ratio > 0
     assert islands.memory_bytes is not None
-    assert islands.text(case.words).startswith(f"{case.words.modules(islands.fp32_modules)}  (")
+    assert islands.text(case.remedies).startswith(f"{case.remedies.modules(islands.fp32_modules)}  (")
     price_text = r"  \([+-]\d+% time \[[+-]\d+%, [+-]\d+%\], [+-][\d.]+ (B|KiB|MiB)\)$"
-    assert re.search(price_text, islands.text(case.words))
+    assert re.search(price_text, islands.text(case.remedies))
 
 
 def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
@@ -167,7 +167,7 @@ def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
         "fp16",
     )
     case.microbatches[0]["x"][:, 0] = 0
-    finding = find(case.own(), "fp16")
+    finding = find(case.as_run(), "fp16")
     assert finding is not None
     assert finding.module == "one.wo"
     assert search(case, finding, lambda modules: True, lambda: 1.0).modules == ["one.wo", "two.wo"]
@@ -175,7 +175,7 @@ def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
 
 def test_a_search_without_time_says_so() -> None:
     case = step_of(ONCE, "fp16")
-    finding = find(case.passes("fp16"), "fp16")
+    finding = find(case.replay("fp16"), "fp16")
     assert finding is not None
     islands = search(case, finding, lambda modules: True, lambda: 0.0)
     assert (islands.modules, islands.cured, islands.calls) == ([], False, 0)
