@@ -50,8 +50,6 @@ OF_A_RUN = (
     "status",
     "units_per_s",
     "units",
-    "energy_j",
-    "energy_units",
     "peak_memory_bytes",
     "skipped_steps",
     "fp32_arithmetic",
@@ -127,7 +125,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def devices() -> str:
     """Return the table of ``trainer/devices.py``."""
     heading = ["", "`device=`", "several processes", "pinned memory", "peak memory is of", "widest dtype", "formats"]
-    heading += ["fused kernels in 16 bits", "energy", "here"]
+    heading += ["fused kernels in 16 bits", "here"]
     rows = [
         [
             kind.name,
@@ -138,7 +136,6 @@ def devices() -> str:
             str(kind.wide).removeprefix("torch."),
             "fp32, bf16, fp16" + ", TF32, fp8" * kind.nvidia,
             "used" if kind.fused_amp else "tried first",
-            "NVML" if kind.nvidia else "no",
             kind.ran,
         ]
         for kind in DEVICE_KINDS

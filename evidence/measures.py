@@ -27,12 +27,6 @@ def memory(outcome: Outcome) -> float | None:
     return float(outcome.ledger["peak_bytes"]) if outcome.ledger else None
 
 
-def energy(outcome: Outcome) -> float | None:
-    """Return joules per unit after the first window, evaluation included."""
-    joules, units = outcome.summary["energy_j"], outcome.summary["energy_units"]
-    return joules / units if joules and units else None
-
-
 def final_loss(outcome: Outcome) -> float | None:
     """Return the validation loss after the last step, infinite where it is not finite."""
     loss: float | None = outcome.summary["final"].get(LOSS, math.nan)
@@ -61,14 +55,13 @@ def skipped(outcome: Outcome) -> float | None:
 MEASURES: dict[str, tuple[Callable[[Outcome], float | None], str]] = {
     "speed": (speed, "throughput"),
     "memory": (memory, "peak memory of a step"),
-    "energy": (energy, "energy per unit of work"),
     "loss": (final_loss, "final validation loss"),
     "best_loss": (best_loss, "best validation loss"),
     "minutes": (minutes, "minutes from start to end"),
     "skipped": (skipped, "skipped steps"),
 }
 """For each measure of a training run: the function that reads it, and its name in a sentence."""
-TIMED = ("speed", "energy", "minutes", "tflops")
+TIMED = ("speed", "minutes", "tflops")
 """Measures that say nothing about a format where a run computed it in fp32 arithmetic."""
 PROBE_MEASURES = {
     "gemm": ("tflops", "error"),

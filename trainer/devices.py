@@ -33,7 +33,7 @@ class DeviceKind:
     profiled: bool = True
     """Whether torch.profiler times its kernels."""
     nvidia: bool = False
-    """Whether formats depend on CUDA's compute capability (TF32 and fp8 exist), and NVML counts the energy."""
+    """Whether formats depend on CUDA's compute capability (TF32 and fp8 exist)."""
     ran: str = "not run"
     """What of this project has run on it."""
 

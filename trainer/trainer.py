@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from mantissa.generators import random_state, set_random_state
 from trainer.config.step import Config, Plan
@@ -106,11 +105,9 @@ class Trainer(Generic[Config]):
         """Names of the parameters that are not trained."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
-        self.operator_calls = self._count_operators()
-        """How often a forward pass calls ``precision.fp32_ops`` and ``low_ops``, by option and name."""
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
-        mixed = bool(self.fp32_modules or self.operator_calls)
+        mixed = bool(self.fp32_modules or config.precision.listed)
         compiled = config.parallel.compiled(self.model, blocks)
         config.compile.apply(compiled, self.device, mixed, config.precision.rounds_as_eager)
         rounded = None if config.precision.listed else config.precision.format.autocast
@@ -184,13 +181,6 @@ class Trainer(Generic[Config]):
             return output
         finally:
             set_random_state(generators, self.device)
-
-    def _count_operators(self) -> dict[str, dict[str, int]]:
-        """Count them before the model is wrapped: compiled or sharded, it cannot be called just once."""
-        listed = self.config.precision.listed
-        if not listed or detect_fake_mode() is not None:
-            return {}
-        return calls.count(listed, self.model, self._inspecting_forward)
 
     def observe(self, *recorders: AbstractContextManager[Any]) -> None:
         """Take an eager forward pass over the first samples under the recorders, and change nothing."""

@@ -1,4 +1,4 @@
-"""Judges the runs of a comparison: speed, memory, energy and quality of each arm against the baseline."""
+"""Judges the runs of a comparison: speed, memory and quality of each arm against the baseline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.measures import LOSS, energy, in_use, memory, speed
+from evidence.measures import LOSS, in_use, memory, speed
 from evidence.runs import DIVERGED, Arm, Outcome, recorded
 from mantissa import quality
 from mantissa.quality import Quality
@@ -44,8 +44,6 @@ class ArmResult:
     """Units per second."""
     memory: Ratio
     """Peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
-    energy: Ratio
-    """Joules per unit, evaluation included."""
     quality: Quality
     ledger: dict[str, int] | None = None
     """Bytes at the peak by category, of the first run that recorded them."""
@@ -85,7 +83,6 @@ def judge(
             failures={seed: o.reason for seed, o in runs.items() if not o.finished},
             speed=_ratio(speed, done, None if not_timed else against),
             memory=_ratio(memory, done, against),
-            energy=_ratio(energy, done, None if not_timed else against),
             quality=qualities[arm.label],
             ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
@@ -93,9 +90,9 @@ def judge(
             not_timed=not_timed,
         )
         if against is not None and not result.is_null:
-            for ratio in (result.speed, result.energy):
-                against_it = (quality.few(len(ratio.ratios), len(runs)), in_use([*done.values(), *against.values()]))
-                ratio.why = not_timed or "; ".join(filter(None, against_it))
+            speeds = result.speed
+            against_it = (quality.few(len(speeds.ratios), len(runs)), in_use([*done.values(), *against.values()]))
+            speeds.why = not_timed or "; ".join(filter(None, against_it))
         results.append(result)
     _withhold(results)
     return results
@@ -109,11 +106,10 @@ def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, floa
 def _withhold(arms: list[ArmResult]) -> None:
     """Take back speeds that cannot be judged, since the null arm's differs from the baseline's."""
     for null in (arm for arm in arms if arm.is_null):
-        for name in ("speed", "energy"):
-            if (ratio := getattr(null, name).ratio) and ratio.excludes(1):
-                for arm in arms:
-                    if arm.quality.verdict and not arm.is_null:
-                        getattr(arm, name).why = getattr(arm, name).why or quality.noise_unknown(len(null.seeds))
+        if (ratio := null.speed.ratio) and ratio.excludes(1):
+            for arm in arms:
+                if arm.quality.verdict and not arm.is_null:
+                    arm.speed.why = arm.speed.why or quality.noise_unknown(len(null.seeds))
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:

@@ -83,7 +83,7 @@ def _parent(
 def _numbers(arm: Any) -> dict[str, float]:
     found = {
         f"{name}_ratio": ratio.ratio.mean
-        for name, ratio in (("speed", arm.speed), ("memory", arm.memory), ("energy", arm.energy))
+        for name, ratio in (("speed", arm.speed), ("memory", arm.memory))
         if ratio.ratio and not ratio.why
     } | {
         "loss_difference": arm.quality.test and arm.quality.test.difference.mean,

@@ -17,9 +17,8 @@ from mantissa.statistics import Interval, mean_interval
 from trainer.devices import kind_of
 from trainer.files import write_text
 
-ENERGY = "energy"
 QUALITY = ("quality", "difference", "valid. loss")
-COST = ("speedup", "memory ratio", ENERGY, "throughput", "peak memory")
+COST = ("speedup", "memory ratio", "throughput", "peak memory")
 HEAD = ("arm", *QUALITY, *COST)
 """The verdicts first: they are in sight wherever a table ends."""
 
@@ -37,7 +36,7 @@ def write_report(result: Result, command: list[str]) -> list[Path]:
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
-    """Return the table: its head, and a row for each arm. Without energy, where that was not measured at all."""
+    """Return the table: its head, and a row for each arm."""
     unit = result.facts["unit"]
     lines = [
         (
@@ -47,31 +46,21 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             _mean(None, arm.quality.values, loss),
             _ratio(result, arm, arm.speed),
             _ratio(result, arm, arm.memory),
-            _ratio(result, arm, arm.energy),
             _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s")
             + (" in fp32 arithmetic" if arm.arithmetic else ""),
             _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
         )
         for arm in result.arms
     ]
-    shown = [column for column, name in enumerate(HEAD) if name != ENERGY or _has_energy(result)]
-    return [tuple(line[column] for column in shown) for line in (HEAD, *lines)]
+    return [HEAD, *lines]
 
 
 def table(result: Result) -> str:
     """Return two tables for a terminal of 80 columns or little more: the cost of each arm, and its quality."""
     lines = rows(result)
     first = 1 + len(QUALITY)
-    blocks = [columns([(line[0], *line[first:]) for line in lines]), columns([line[:first] for line in lines])]
-    return "\n\n".join([*blocks, *_unmeasured(result)])
-
-
-def _has_energy(result: Result) -> bool:
-    return any(arm.energy.values for arm in result.arms)
-
-
-def _unmeasured(result: Result) -> list[str]:
-    return [] if _has_energy(result) else ["Energy: not measured (it needs an NVIDIA GPU)."]
+    costs, qualities = [(line[0], *line[first:]) for line in lines], [line[:first] for line in lines]
+    return f"{columns(costs)}\n\n{columns(qualities)}"
 
 
 def lead(result: Result) -> list[str]:
@@ -82,7 +71,7 @@ def lead(result: Result) -> list[str]:
 def _told(result: Result, arm: ArmResult) -> str:
     costs: list[str] = []
     not_judged: dict[str, list[str]] = {}  # quantities by the reason
-    for name, quantity in (("speed", arm.speed), ("memory", arm.memory), ("energy", arm.energy)):
+    for name, quantity in (("speed", arm.speed), ("memory", arm.memory)):
         if quantity.why and quantity.values:
             not_judged.setdefault(quantity.why, []).append(name)
         elif quantity.ratio:
@@ -142,7 +131,7 @@ def sentences(result: Result) -> list[str]:
 
 def _sentence(result: Result, arm: ArmResult) -> str:
     quality = arm.quality
-    named = (("speed", arm.speed), ("memory", arm.memory), ("energy for the same work", arm.energy))
+    named = (("speed", arm.speed), ("memory", arm.memory))
     clauses = [_change(name, quantity) for name, quantity in named if quantity.ratio]
     if arm.skipped_steps:
         clauses.append(
@@ -178,8 +167,7 @@ def method(result: Result) -> list[str]:
         f"{facts['steps']} optimizer steps, seeds {seeds}. With one seed, all arms have the same "
         "initial weights and data order. They run one after another, each in a fresh process, and their order "
         "alternates from seed to seed.",
-        f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
-        f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation after the {warmup}.",
+        f"Throughput leaves out the {warmup}, evaluation and checkpoints. Memory is {memory}.",
         "Ratios are geometric means over the pairs, with Student's 95 % interval of the logarithms in brackets.",
         METHOD,
         f"NOT JUDGED: fewer than {PAIRS} pairs, or the null arm's 95 % interval excludes equality. Speed is not judged "
@@ -194,7 +182,7 @@ def markdown(result: Result, command: list[str], images: str) -> str:
     head, *below = rows(result)
     lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in below]
-    lines += ["", *_unmeasured(result), "", images, "## How it was measured", "", _origin(result), *method(result), ""]
+    lines += ["", images, "## How it was measured", "", _origin(result), *method(result), ""]
     return "\n".join(lines)
 
 
@@ -209,7 +197,7 @@ def _page(result: Result, command: list[str], plots: list[Plot]) -> str:
             Section("Results", table=rows(result)),
             Section("Plots", plots=plots),
             Section("In numbers", items=sentences(result)),
-            Section("How it was measured", [*method(result), *_unmeasured(result)]),
+            Section("How it was measured", method(result)),
         ],
     )
 

@@ -46,8 +46,6 @@ def ended(
         "units_per_s": 100.0,
         "peak_memory_bytes": 7_000,
         "hardware": {"device": "cpu"},
-        "energy_j": None,
-        "energy_units": 50,
         "skipped_steps": 0,
         "fp32_arithmetic": None,
     }

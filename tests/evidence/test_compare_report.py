@@ -31,7 +31,7 @@ FACTS: dict[str, Any] = {
 }
 
 
-def result(folder: Path, labels: list[str], seeds: int, energy: bool = False, wide: str | None = None) -> Result:
+def result(folder: Path, labels: list[str], seeds: int, wide: str | None = None) -> Result:
     """The first label is the baseline; the last arm is the null arm; ``wide``: what the others' matmuls use."""
     generator = np.random.default_rng(0)
     arms = [Arm(label, (f"precision={label}",)) for label in labels] + [Arm("null", (), 1000)]
@@ -47,8 +47,6 @@ def result(folder: Path, labels: list[str], seeds: int, energy: bool = False, wi
                 [2 + 2 * math.exp(-step / 400) + generator.normal(0, noise) for step in STEPS],
                 dict.fromkeys(CATEGORIES, 2**20 * (10 + number)),
                 units_per_s=1e4 * (1 + number % len(labels)) * generator.normal(1, 0.02),
-                energy_j=100.0 + number % len(labels) if energy else None,
-                energy_units=1000,
                 fp32_arithmetic=None if arm.seed_shift or not number else wide,
             )
             outcomes.append(run)
@@ -108,8 +106,6 @@ def test_the_table(found: Result) -> None:
     same, faster = "its validation loss is the same within 0.3 %.", "as fast as fp32 and needs"
     assert lead(found)[0] == f"bf16 is {float(bf16['speedup'][:4]):.2g}x {faster} 10 % more memory; {same}"
     assert (bf16["quality"], null["quality"]) == ("EQUIVALENT", "noise")
-    assert "energy" not in base
-    assert "Energy: not measured" in table(found)
     assert max(map(len, table(found).splitlines())) <= 90
 
 
@@ -118,15 +114,6 @@ def test_a_number_and_its_interval_have_one_sign_and_one_order() -> None:
     assert _change("speed", ratio) == "speed -58.5 % [-92.9, +142.1]: no clear difference"
     assert _cost("speed", Interval(0.415, 0.071, 2.421, 0.95, 3)) == ("shows no clear difference in speed", "from")
     assert _change("speed", replace(ratio, why="2 seeds")) == "speed -58.5 % [-92.9, +142.1]: NOT JUDGED"
-
-
-def test_energy_where_it_was_measured(tmp_path: Path) -> None:
-    found = result(tmp_path, ["fp32", "bf16"], 3, energy=True)
-    assert (cells(found, "fp32")["energy"], cells(found, "bf16")["energy"]) == ("1", "1.010x")
-    assert "not measured" not in table(found)
-    assert re.match(r"bf16: speed \+\d+\.\d % \[", sentences(found)[0])
-    assert "; energy for the same work +1.0 %; validation loss" in sentences(found)[0]
-    assert "and needs 1 % more energy" in lead(found)[0]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +157,6 @@ def test_the_files_of_a_comparison_of_thirty_runs(tmp_path: Path) -> None:
     assert '<tr><th scope="row">bf16</th><td class="good">EQUIVALENT</td>' in html
     assert "    python scripts/compare.py 'arms=[fp32,bf16]'\n" in markdown
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert (len(lines), {line.count("|") for line in lines}) == (2 + 6, {len(HEAD)})  # all but energy
+    assert (len(lines), {line.count("|") for line in lines}) == (2 + 6, {len(HEAD) + 1})
     assert "](speed.png)" in markdown
     assert "commit 0123456789" in markdown

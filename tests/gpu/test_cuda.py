@@ -30,7 +30,6 @@ from trainer.precision.modes import Precision
 from trainer.profiling import rates
 from trainer.profiling.datasheets import data_sheet
 from trainer.run.monitor import Monitor
-from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer
 
 pytestmark = [
@@ -234,26 +233,17 @@ def test_the_product_rates_of_a_gpu() -> None:
             assert 0.05 < rate / stated < 1.1, (name, rate)  # other tests may use the GPU at the same time
 
 
-BERT = ["recipe=bert", "recipe.context=64", "data=synthetic", "data.vocab_size=500"]
-
-
-@pytest.mark.parametrize("recipe", [GPT2, BERT], ids=["gpt2", "bert"])
-@pytest.mark.parametrize("mode", ["bf16", "fp32"], indirect=True)
-def test_the_attention_kernel_that_is_recorded_is_the_one_that_runs(mode: str, recipe: list[str]) -> None:
-    trainer = on_gpu(*recipe, f"precision={mode}")
-    calls = precision_manifest(trainer)["effective"]["sdpa_taken"]
+@pytest.mark.parametrize("mode", ["bf16"], indirect=True)
+def test_a_model_that_masks_attention_does_not_take_cudnns_kernel(mode: str) -> None:
+    """Its mask and cuDNN's kernel: NaN gradients on a Hopper GPU."""
+    trainer = on_gpu("recipe=bert", "recipe.context=64", "data=synthetic", "data.vocab_size=500", f"precision={mode}")
     step = on_device(trainer)[0]
     trainer.model.train()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         record = trainer.train_step(step)
     assert torch.isfinite(record.grad_norm)
-    ran = {event.key for event in profile.key_averages()}
-    kernels = {call["kernel"] for call in calls}
-    fused = {name for name in ("flash", "efficient", "cudnn") if f"aten::_scaled_dot_product_{name}_attention" in ran}
-    assert kernels - {"math"} == fused
-    if recipe == BERT:  # its mask and cuDNN's kernel: NaN gradients on a Hopper GPU
-        assert "cudnn" not in kernels
-        assert "cudnn" not in attention.enabled()
+    assert not [event.key for event in profile.key_averages() if "dot_product_cudnn" in event.key]
+    assert "cudnn" not in attention.enabled()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from trainer.devices import CPU, CUDA, DEVICE_KINDS, MPS, ROCM, XPU, DeviceKind,
 from trainer.errors import UserError
 from trainer.hardware import NATIVE, UNAVAILABLE, available_bytes, detect, peak_memory_bytes, reset_peak_memory
 from trainer.parallel.wrap import DDP
-from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.profiler import new_profile
 
 GPUS = [kind for kind in DEVICE_KINDS if kind.own_memory]
@@ -153,7 +151,7 @@ def test_tensors_of_several_processes_go_through_the_devices_backend(
 
 @every_kind
 @pytest.mark.usefixtures("fake")
-def test_pinning_profiling_and_energy_are_asked_only_where_they_exist(
+def test_pinning_and_profiling_are_asked_only_where_they_exist(
     kind: DeviceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = detect(kind.type)
@@ -163,9 +161,3 @@ def test_pinning_profiling_and_energy_are_asked_only_where_they_exist(
     new_profile(found.device)
     times = {CUDA: ProfilerActivity.CUDA, ROCM: ProfilerActivity.CUDA, XPU: ProfilerActivity.XPU}
     assert asked == [{ProfilerActivity.CPU, times.get(kind, ProfilerActivity.CPU)}]
-    began: list[bool] = []
-    library = SimpleNamespace(NVMLError=OSError, nvmlInit=lambda: began.append(True))
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="made-up"))
-    EnergyMeter(found.device)
-    assert bool(began) == (kind is CUDA)

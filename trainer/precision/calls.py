@@ -1,9 +1,7 @@
-"""Inspect one forward pass: the operators that it calls, by name."""
+"""The names of operators that options may have, and forward passes that only inspect the model."""
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -11,9 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from mantissa.operators import GROUPS, name_of, spellings
+from mantissa.operators import GROUPS
 from trainer.errors import UserError, nearest
 
 _IN_PLACE = ("batch_norm", "instance_norm")  # of a copy in 16 bits, the statistics would be lost
@@ -70,40 +67,3 @@ def observe(
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-def count(listed: dict[str, list[str]], model: nn.Module, forward: Callable[[], object]) -> dict[str, dict[str, int]]:
-    """Return how often one forward pass calls each of some operators, by option and name; see ``observe``.
-
-    Args:
-        listed: the operators, by the option of ``precision`` that names them.
-        model: in training.
-        forward: calls it.
-
-    Raises:
-        UserError: one of them is not called.
-    """
-    mode = _Calls()
-    observe(model, forward, mode, gradients=False)
-    counted: dict[str, dict[str, int]] = {}
-    for option, operators in listed.items():
-        counted[option] = {name: sum(mode.calls[each] for each in spellings(name)) for name in operators}
-        for name in (name for name, calls in counted[option].items() if not calls):
-            called = [each for each, _ in mode.calls.most_common() if is_operator(each)]
-            near = difflib.get_close_matches(name, called) or [each for each in called if hasattr(F, each)][:8]
-            raise UserError(
-                f"precision.{option}: no training step calls {name} itself; remove it, or choose from {', '.join(near)}"
-            )
-    return counted
-
-
-class _Calls(TorchFunctionMode):
-    """Counts the calls by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[name_of(function)] += 1
-        return function(*args, **(kwargs or {}))

@@ -1,1 +1,1 @@
-"""The profiler, bytes by category, energy."""
+"""The profiler, FLOP and matmul rates, and what rounding does to updates."""

@@ -17,7 +17,6 @@ from trainer.errors import redacted
 from trainer.precision import attention
 from trainer.precision.kernels import sentence
 from trainer.precision.manifest import dtypes_in_use, manifest_of
-from trainer.profiling.attention import KernelsTaken
 from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import product_rates
@@ -51,14 +50,12 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective, formats = found["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
     effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
-    effective |= {"sdpa_allowed": attention.enabled()} | trainer.operator_calls
+    effective |= {"sdpa_allowed": attention.enabled()} | config.precision.listed
     effective["fp32_arithmetic"] = trainer.in_fp32_arithmetic
     own = f"{found['support']} on this hardware"
     effective["arithmetic"] = sentence(config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware) or own
-    flops, kernels, modules = ModelFlops(), KernelsTaken(), DtypeRecorder(trainer.model)
-    trainer.observe(flops, kernels, modules)
-    if trainer.hardware.is_gpu:
-        effective["sdpa_taken"] = kernels.rows()
+    flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
+    trainer.observe(flops, modules)
     model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
     return found | {"model_flops": model_flops, "modules": modules.modules()}
 

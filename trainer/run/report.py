@@ -106,9 +106,9 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
         parts.append(f"in fp8 ({precision.fp8_scaling}): {len(layers)} linear layers")
     if trainer.fp32_modules:
         parts.append(f"in fp32: {', '.join(trainer.fp32_modules)}")
-    for option, calls in trainer.operator_calls.items():
+    for option, operators in precision.listed.items():
         computed_in = {"fp32_ops": FP32.name, "low_ops": format_name}[option]
-        parts.append(f"operators in {computed_in}: {', '.join(calls)}")
+        parts.append(f"operators in {computed_in}: {', '.join(operators)}")
     return "; ".join(parts)
 
 

@@ -28,7 +28,6 @@ from trainer.files import SUMMARY_FILE, read_object
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
-from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision, Own
 from trainer.run import report
@@ -110,7 +109,6 @@ class Run:
             device=trainer.device,
             world=self.world,
         )
-        self.energy = EnergyMeter(trainer.device)
         self.fingerprint = fingerprint(trainer.datasets)
         self._resumed_at: int | None = None
         if saved is not None:
@@ -230,7 +228,6 @@ class Run:
     def log(self, record: StepRecord) -> None:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
-            self.energy.begin(self.monitor.units)  # compiling in the first window would be most of a short run's
             self._log_diagnostics()
             self._log_metrics(record.step, metrics)
         else:
@@ -449,12 +446,9 @@ class Run:
 
     def _totals(self) -> dict[str, Any]:
         """Return what the run has spent so far, with what earlier processes spent on what it was resumed from."""
-        joules, units_of_joules = self.energy.used(self.monitor.units)
         spent = {
             "wall_time_s": time.monotonic() - self.began,  # from the start of the command
             "train_time_s": self.monitor.trained_s,  # without evaluation and saving
             "units": self.monitor.units,
-            "energy_j": joules,  # of one rank's GPU, in training and evaluation after each process's first window
-            "energy_units": units_of_joules,
         }
-        return {key: value if value is None else value + (self.before.get(key) or 0) for key, value in spent.items()}
+        return {key: value + (self.before.get(key) or 0) for key, value in spent.items()}
