@@ -286,7 +286,6 @@ class Normalise:
 def _image_source(data: DataSource) -> ImageSource:
     if not isinstance(data, ImageSource):
         raise UserError(
-            f"recipe=resnet needs images, and data={data.kind} has none; "
-            "use data=digits, imagefolder, idx, hub or synthetic"
+            f"recipe=resnet needs images, and data={data.kind} has none; use data=digits, imagefolder, hub or synthetic"
         )
     return data

@@ -7,7 +7,6 @@ import gc
 import io
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import warnings
@@ -50,21 +49,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return current
 
 
-def write_idx(folder: Path, brightness: int) -> None:
-    """Images of digits in files like MNIST's, whose pixels are below ``brightness``."""
+def write_digits(folder: Path, brightness: int) -> None:
+    """Images of 8 × 8 pixels below ``brightness`` in ``train/`` and ``val/``, of ten classes."""
+    from PIL import Image
+
     rng = np.random.default_rng(0)
-    folder.mkdir()
-    for part in ("train", "t10k"):
-        images, labels = rng.integers(0, brightness, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
-        header = struct.pack(">IIII", 0x803, *images.shape)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        header = struct.pack(">II", 0x801, len(labels))
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+    for part in ("train", "val"):
+        for number in range(20):
+            path = folder / part / str(number % 10) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, brightness, (8, 8, 3), np.uint8)).save(path)
 
 
 @pytest.fixture
 def user_data(folder: Path) -> None:
-    """texts/ with text files, images/ with a folder per class, idx/ with files like MNIST's."""
+    """texts/ with text files, images/ with a folder per class, digits/ with small images of ten classes."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -75,7 +74,7 @@ def user_data(folder: Path) -> None:
         path = folder / "images" / f"class{index % 2}" / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).save(path)
-    write_idx(folder / "idx", 256)
+    write_digits(folder / "digits", 256)
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "augment/trivialaugment": IMAGES,
     "data/digits": IMAGES,
     "data/hub": (*TEXT, "data.name=texts", "data.tokenizer=bytes"),
-    "data/idx": (*IMAGES, "data.path=idx"),
     "data/imagefolder": (*IMAGES, "data.path=images"),
     "data/own": ("recipe=bignet",),
     "data/python_docs": (*TEXT, "data.tokenizer=bytes"),

@@ -87,7 +87,7 @@ def small(arguments: list[str]) -> list[str]:
 @pytest.fixture
 def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's own data, as the pages call it, and a standard library of a few modules."""
-    for name, made in {"notes.txt": "texts/0.txt", "photos": "images", "mnist": "idx"}.items():
+    for name, made in {"notes.txt": "texts/0.txt", "photos": "images"}.items():
         (folder / name).symlink_to(folder / made)
     library = Path(sysconfig.get_path("stdlib"))
     (tmp_path / "library").mkdir()

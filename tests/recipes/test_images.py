@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import hashlib
 import logging
 import re
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 
 from recipes.data.hub import Hub
-from recipes.data.images.arrays import Digits, Idx
+from recipes.data.images.arrays import Digits
 from recipes.data.images.augment import AutomaticAugment, ImageAugment, ImageNet
 from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import held_out
@@ -141,15 +140,14 @@ def test_folders_that_cannot_work_are_refused(tmp_path: Path, files: list[str], 
         source.images(16)
 
 
-@pytest.mark.parametrize("source", [ImageFolder, Idx])
-def test_options_that_cannot_work_are_refused_at_once(source: type, tmp_path: Path) -> None:
+def test_options_that_cannot_work_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing required option: data\.path"):
-        source()
+        ImageFolder()
     with pytest.raises(UserError, match=r"data\.path=.*nowhere is not a folder"):
-        source(path=str(tmp_path / "nowhere"))
+        ImageFolder(path=str(tmp_path / "nowhere"))
     for fraction in (0.0, 1.0, -1.0):
         with pytest.raises(UserError, match=r"data\.valid_fraction"):
-            source(path=str(tmp_path), valid_fraction=fraction)
+            ImageFolder(path=str(tmp_path), valid_fraction=fraction)
 
 
 def test_a_damaged_image_is_named_at_the_start_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,73 +175,6 @@ def test_a_damaged_image_is_named_at_the_start_or_replaced(tmp_path: Path, caplo
         ImageFolder(path=str(tmp_path), broken="skip", valid_fraction=0.45).images(16).valid.batch(plain(1))
 
 
-# ------------------------------------------------------------------------------------------------ idx
-
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    shape = np.array(array.shape, ">u4").tobytes()
-    return bytes([0, 0, 8, array.ndim]) + shape + array.astype(np.uint8).tobytes()
-
-
-def write_pair(folder: Path, part: str, count: int, ending: str = "", side: int = 12) -> tuple[np.ndarray, np.ndarray]:
-    images = np.random.default_rng(count).integers(0, 256, (count, side, side), dtype=np.uint8)
-    labels = np.arange(count) % 3
-    for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
-        content = idx_bytes(array)
-        (folder / (name + ending)).write_bytes(gzip.compress(content) if ending else content)
-    return images, labels
-
-
-@pytest.mark.parametrize("ending", ["", ".gz"])
-def test_idx_files_are_read_with_their_own_validation_set(tmp_path: Path, ending: str) -> None:
-    images, labels = write_pair(tmp_path, "train", 30, ending)
-    valid_images, _ = write_pair(tmp_path, "t10k", 9, ending)
-    data = Idx(path=str(tmp_path)).images(None)
-    assert (len(data.train), len(data.valid), data.image_size, data.classes) == (30, 9, 12, ["0", "1", "2"])
-    batch = data.train.batch([SampleId(7, 1), SampleId(2, 1)])
-    for channel in range(3):
-        assert np.array_equal(batch["image"][:, channel].numpy(), images[[7, 2]])
-    assert batch["label"].tolist() == labels[[7, 2]].tolist()
-    assert np.array_equal(data.valid.batch(plain(9))["image"][:, 0].numpy(), valid_images)
-    assert data.mean[0] == pytest.approx(images.mean() / 255)
-
-
-def test_idx_files_of_other_names_can_be_given_and_scaled(tmp_path: Path) -> None:
-    write_pair(tmp_path, "letters", 30)
-    named = {"images_file": "letters-images-idx3-ubyte", "labels_file": "letters-labels-idx1-ubyte"}
-    data = Idx(path=str(tmp_path), **named).images(20)
-    assert data.train.batch(plain(2))["image"].shape == (2, 3, 20, 20)
-    with pytest.raises(UserError, match=r"data\.images_file and data\.labels_file"):
-        Idx(path=str(tmp_path), images_file="letters-images-idx3-ubyte")
-    with pytest.raises(UserError, match=r"no train-images-idx3-ubyte\[\.gz\]"):
-        Idx(path=str(tmp_path)).images(None)
-
-
-IMAGES, LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        (IMAGES, b"", f"{IMAGES} .*expected magic number 2051, found 0"),
-        (IMAGES, b"GIF89a" * 9, f"{IMAGES} .*expected magic number 2051, found 1195984440"),
-        (LABELS, idx_bytes(np.zeros((2, 2, 2))), f"{LABELS} .*expected magic number 2049, found 2051"),
-        (IMAGES, idx_bytes(np.zeros((30, 12, 12)))[:-1], f"{IMAGES} is damaged"),
-        (LABELS, idx_bytes(np.zeros(29)), "30 images, but .* 29 labels"),
-        (IMAGES, gzip.compress(idx_bytes(np.zeros((30, 12, 12))), mtime=0)[:-9], f"{IMAGES} cannot be read"),
-        (LABELS, None, r"has t10k-images-idx3-ubyte but not t10k-labels-idx1-ubyte\[\.gz\]"),
-    ],
-)
-def test_damaged_idx_files_are_named(tmp_path: Path, file: str, content: bytes | None, message: str) -> None:
-    write_pair(tmp_path, "t10k", 30)
-    if content is None:
-        (tmp_path / file).unlink()
-    else:
-        (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        Idx(path=str(tmp_path)).images(None)
-
-
 # ------------------------------------------------------------------------------------------ all sources
 
 
@@ -255,9 +186,6 @@ def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Pa
 
     assert chosen(Digits(), 224) == ImageAugment()
     assert chosen(Synthetic(classes=2), 64) == ImageAugment()
-    for side, augment in ((28, ImageAugment()), (64, ImageNet())):
-        write_pair(tmp_path, "train", 30, side=side)
-        assert chosen(Idx(path=str(tmp_path)), 96 - side) == augment
     for name, height, width, augment in (("small", 63, 200, ImageAugment()), ("large", 200, 64, ImageNet())):
         folder = str(animals(tmp_path / name, 4, height, width))
         assert chosen(ImageFolder(path=folder), 224) == augment

@@ -27,8 +27,9 @@ from trainer.trainer import Trainer
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
-IMAGES = ["recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "data=idx", "data.path=idx", "recipe.image_size=8",
-          "batch_size=4", "eval_samples=8", "tracking=local"]  # fmt: skip
+IMAGES = ["recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "data=imagefolder", "data.path=digits",
+          "recipe.image_size=8", "batch_size=4", "eval_samples=8", "tracking=local",
+          "loader.workers=0"]  # fmt: skip
 
 
 def summary(folder: Path) -> Any:
