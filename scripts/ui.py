@@ -2,8 +2,6 @@
 
   port=5000          port of the page; if it is in use, the next free port
   uri=…              where the runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-  experiment=…       the experiment to show (default: all)
-  runs=6             how many to show side by side
 Exit code: 0, 1 when the server fails, 2 for a user error. Ctrl-C stops it.
 """
 
@@ -15,7 +13,7 @@ from trainer.config.options import parse, run
 
 
 def main(arguments: list[str]) -> int:
-    """Print what to open, and serve it."""
+    """Serve the page, and print where it is."""
     from trainer.tracking.ui import UiOptions, ui
 
     options, _ = parse(arguments, UiOptions)

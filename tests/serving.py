@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.tracking.ui import free_port, server_address
+from trainer.tracking.ui import HOST, free_port
 
 UI = Path(__file__).resolve().parents[1] / "scripts" / "ui.py"
 
@@ -30,11 +30,11 @@ def serve_ui(*options: str) -> tuple[subprocess.Popen[str], str]:
 
 @contextmanager
 def served(store: str) -> Iterator[str]:
-    """Serve a store that has runs with it, at this address."""
+    """Serve a store at this address."""
     port = free_port(5600)
     process, _ = serve_ui(f"port={port}", f"uri={store}")
     try:
-        yield server_address(port)
+        yield f"http://{HOST}:{port}"
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate()

@@ -88,44 +88,10 @@ def check_number(key: str, value: int | str | None, least: int = 1) -> None:
         raise UserError(f"{key}={value:.6g} must be at most {LARGEST}")
 
 
-_SECRETS = (
-    # user:PASSWORD@, with any characters in it; digits before a slash are a port. Of a database the user stays.
-    (
-        re.compile(
-            r"(?<![\w+.-])(?P<scheme>[\w+.-]*)://(?:(?P<user>[^\s:/@]*):"
-            r"(?:(?!\d+[/?#])\S*|(?!\s|\d+\b)(?:(?!://)[^@\n]){1,200})|[^\s:/@]+)@"
-        ),
-        lambda found: f"{found['scheme']}://{_database_user(found)}@",
-    ),
-    (re.compile(r"(?<![^\s='\"])[^\s:/@='\"]+:(?![/\s])[^\s@]*@"), "***@"),  # without a scheme
-    # the values of a query or a fragment; any may be secret, and so may what an unknown key holds
-    (
-        re.compile(
-            r"([?&;#](?!(?:charset|driver|sslmode|timeout|mode|runs|experiments|workflowType)=)[^\s=&]+)"
-            r"=[^\s&'\"]+",
-            re.I,
-        ),
-        r"\1=***",
-    ),
-)
-
-
-def _database_user(found: re.Match[str]) -> str:
-    if not re.match(r"(?:postgresql|mysql|mssql)\b", found["scheme"], re.I):
-        return "***"
-    user = found["user"]
-    return found[0].partition("://")[2].rstrip("@") if user is None else f"{user}:***"
-
-
 def redacted(text: str) -> str:
-    """Return a text with ``***`` in place of what may be secret in the addresses in it, of any scheme or none.
-
-    That is what stands before ``@host``, but for a database's user, and the values of queries and fragments, but for
-    those of a few keys that hold no secret.
-    """
-    for pattern, kept in _SECRETS:
-        text = pattern.sub(kept, text)
-    return text
+    """Return a text without what may be secret in its addresses: what stands before ``@host``, and their queries."""
+    without_user = re.sub(r"://(?!/)\S*@", "://***@", text)
+    return re.sub(r"(://[^\s?#;]*[?#;])[^\s'\"]+", r"\1***", without_user)
 
 
 def first_line(error: BaseException) -> str:
@@ -133,7 +99,7 @@ def first_line(error: BaseException) -> str:
 
     Errors of MLflow, SQLAlchemy and the Hub have many lines, and some repeat the address with its password.
     """
-    text = redacted(str(error).strip()[:4000])  # a longer one could take the patterns seconds
+    text = redacted(str(error).strip()[:4000])
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 

@@ -14,7 +14,7 @@ from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
 from trainer.tracking.mlflow.store import connect, publish
 from trainer.tracking.sync import send
-from trainer.tracking.ui import curves_address, page_of, shown_at
+from trainer.tracking.ui import curves_address, shown_at
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,11 +45,11 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
         parent = _parent(client, result, delivered, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"upload of the comparison failed ({first_line(error)}); run the same command again to retry"]
-    base, experiment = page_of(uri), delivered[0][1]["experiment_id"]
+    experiment = delivered[0][1]["experiment_id"]
     return [
         shown_at(uri, experiment, parent),
         "its runs side by side:",
-        f"  {curves_address(base, [experiment], shown)}",
+        f"  {curves_address(uri, experiment, shown)}",
     ]
 
 

@@ -81,7 +81,7 @@ def test_bash_completes_what_is_typed() -> None:
         "scripts/lr_range.py optimizer.l": "optimizer.layer_decay=",
         "scripts/generate.py p": "prompt= precision. precision=",
         "scripts/reproduce.py d": "device= data.",
-        "scripts/ui.py r": "runs=",
+        "scripts/ui.py p": "port=",
         "tests/forks.py o": "",
     }
     program = f"""

@@ -234,22 +234,6 @@ def test_a_refused_run_is_reported_and_gets_what_it_missed(
     assert "upload incomplete" not in caplog.text
 
 
-def test_an_address_where_nobody_answers_is_named_while_the_run_trains(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mlflow_feed, "Delivery", None)  # nothing of MLflow is needed to know
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        tracker = open_tracker(folder / "run", uri=nobody, patience_s=0.0)
-        wait_until(lambda: caplog.messages)
-        tracker.close("FINISHED", {})
-    said = f"MLflow at {nobody} cannot be reached (Connection refused). Training continues; "
-    assert caplog.messages[0].startswith(said)
-    assert "set tracking.uri or MLFLOW_TRACKING_URI" in caplog.messages[0]
-    assert not [message for message in caplog.messages if "does not accept" in message]
-
-
 def test_tags_note_and_group_are_the_runs_own_and_the_last_count(succeed: Train, folder: Path, store: str) -> None:
     job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
     done = succeed(*job, "steps=1", "tags.team=vision", "note=first, with a comma", "group=lr-sweep")

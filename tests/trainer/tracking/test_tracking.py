@@ -148,9 +148,8 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
         ({"register": "net", "mlflow": False}, r"tracking\.register has no effect with tracking=local"),
         ({"uri": "runs"}, r"tracking\.uri=runs.*sqlite:///runs"),
         ({"uri": "file:///tmp/runs"}, r"file:///tmp/runs is not a URI that MLflow supports; use sqlite:///file\.db"),
-        ({"uri": "postgresql+foo://host/db"}, r"postgresql\+foo://host/db is not a URI that MLflow supports"),
-        ({"uri": "mysql+pymysql://host/db"}, r"mysql\+pymysql://host/db needs the Python package pymysql; install it"),
         ({"uri": "htp://me:s3cret@host"}, r"=htp://\*\*\*@host is not a URI that MLflow supports"),
+        ({"uri": "me:s3cret@host"}, r"tracking\.uri=\*\*\* is not a URI that MLflow supports"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], said: str) -> None:
@@ -175,29 +174,14 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("postgresql://me:s3cret@host:5432/db", "postgresql://me:***@host:5432/db"),
-        ("postgresql://me@host/db", "postgresql://me@host/db"),
-        ("mssql+pyodbc://s3cret@host/db;PWD=s3;Driver=x", "mssql+pyodbc://s3cret@host/db;PWD=***"),
-        ("mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3Ds3cret", "mssql+pyodbc:///?odbc_connect=***"),
-        ("http://me:s3/c#ret@host:5000/a", "http://***@host:5000/a"),
-        ("http://me:s3 cr et@host:5000/a", "http://***@host:5000/a"),
-        ("https://s3cret@host/a, https://s3*cret@host", "https://***@host/a, https://***@host"),
-        ("https://s3cret:@host/a", "https://***@host/a"),
-        ("http://host/a?mode=ro&access_token=s3cret&runs=2", "http://host/a?mode=ro&access_token=***&runs=2"),
-        ("http://h?pass=s3&api-key=s3, http://h?key=s3", "http://h?pass=***&api-key=*** http://h?key=***"),
-        ("http://h/a?x=1&sig=s3%2F#access_token=s3", "http://h/a?x=***&sig=***"),
-        ("http://host/#access_token=s3cret", "http://host/#access_token=***"),
-        ("http://me:s3@cret@h:5000/api, http://h:5000/a@b", "http://***@h:5000/api, http://h:5000/a@b"),
-        ("http://h:5000 has no models:/a@b, see http://h:5000/#/runs/1", None),
-        ("other://s3cret@host", "other://***@host"),
-        ("tracking.uri=me:s3/cret@host", "tracking.uri=***@host"),
-        ("http://me:[s3cret@host", "http://***@host"),
-        ("http://host?password=s3#cret", "http://host?password=***"),
+        ("postgresql://me:s3@cr/e#t@host:5432/db", "postgresql://***@host:5432/db"),
+        ("mssql+pyodbc://s3cret@host/db;PWD=s3;Driver=x", "mssql+pyodbc://***@host/db;***"),
+        ("http://host/a?access_token=s3cret&runs=2#key=s3", "http://host/a?***"),
+        ("http://h:5000 has no models:/a@b", "http://h:5000 has no models:/a@b"),
         ("models:/name@champion, sqlite:////home/me@x/m.db", "models:/name@champion, sqlite:////home/me@x/m.db"),
     ],
 )
-def test_secrets_in_addresses_are_not_shown(text: str, shown: str | None) -> None:
-    shown = shown or text
+def test_secrets_in_addresses_are_not_shown(text: str, shown: str) -> None:
     assert redacted(f"at {text} it") == f"at {shown} it"
     assert first_line(RuntimeError(f"at {text}\nby …")) == f"at {shown}"
 

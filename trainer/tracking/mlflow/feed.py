@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import METRICS_FILE
 from trainer.progress import work
-from trainer.tracking.mlflow.addresses import database_file, unreachable
+from trainer.tracking.mlflow.addresses import database_file
 from trainer.tracking.mlflow.delivery import Delivery, size_of
 from trainer.tracking.mlflow.models import prepare
 from trainer.tracking.mlflow.record import RunInfo
@@ -111,8 +111,6 @@ class Feed(threading.Thread):
     def run(self) -> None:
         """Send until everything is delivered or the caller no longer waits."""
         paused_s = pause_s = 0.0
-        if not self._ending.is_set() and (why := unreachable(self._uri)):
-            self._say(f"cannot be reached ({why})")
         if database_file(self._uri) is None:  # MLflow itself waits for minutes
             silent = threading.Timer(SILENT_S, self._say_silent)
             silent.daemon = True
