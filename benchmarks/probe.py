@@ -27,10 +27,10 @@ from evidence.turns import stopwatch
 from trainer.config.compose import compose
 from trainer.config.options import parse, run
 from trainer.errors import UserError, nearest
+from trainer.files import write_json
 from trainer.hardware import Hardware, detect
 from trainer.precision import kernels
 from trainer.precision.modes import Precision
-from trainer.seals import write_sealed
 
 _BLOCK_S = 5e-3
 """Products are timed in blocks of at least this."""
@@ -208,7 +208,7 @@ def measure(arguments: list[str]) -> Path:
         "fp32_arithmetic": probe.not_timed or None,
         "hardware": hardware.facts(),
     }
-    write_sealed(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     return folder / "summary.json"
 
 

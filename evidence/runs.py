@@ -22,8 +22,7 @@ from mantissa.comparison import in_turns
 from mantissa.display import duration
 from trainer.config.compose import key_of, quoted
 from trainer.errors import UserError, redacted
-from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, remove_folder
-from trainer.seals import beginning, read_sealed, sealed_or_empty, write_sealed
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_json, read_object, remove_folder, write_json
 from trainer.tracking.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"
@@ -143,10 +142,8 @@ class Runner:
         """Return the outcome of a run that has finished or diverged before."""
         folder = self.runs / _name(arm, seed)
         try:
-            known = read_sealed(folder / OUTCOME_FILE)
+            known = read_json(folder / OUTCOME_FILE)
             outcome = Outcome(arm.label, seed, folder, **known)
-            if log := outcome.summary.get("log"):
-                beginning(folder / METRICS_FILE, log)
         except (OSError, ValueError, TypeError):
             return None
         return outcome if outcome.ended else None
@@ -173,13 +170,13 @@ class Runner:
             raise OutOfTime from None
         if code in (130, 143):
             raise KeyboardInterrupt
-        found = sealed_or_empty(folder / SUMMARY_FILE)
+        found = read_object(folder / SUMMARY_FILE)
         failure = _last_error(log) if code else ""
         took, others = time.monotonic() - began, used and _share_of_others(used, _cpu_seconds())
         outcome = Outcome(arm.label, seed, folder, code, failure, took, found, others)
         if folder.exists():
             own = ("arm", "seed", "folder")
-            write_sealed(folder / OUTCOME_FILE, {key: each for key, each in vars(outcome).items() if key not in own})
+            write_json(folder / OUTCOME_FILE, {key: each for key, each in vars(outcome).items() if key not in own})
         return outcome
 
     def run_all(self, arms: list[Arm], seeds: list[int]) -> list[Outcome]:

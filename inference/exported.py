@@ -22,7 +22,6 @@ from trainer.files import BEST, read_object
 from trainer.progress import work
 from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder, run_of
-from trainer.seals import check_folder
 
 _CLASSES = {
     "gpt2": "AutoModelForCausalLM",
@@ -140,13 +139,11 @@ def open_exported(given: str, path: Path) -> Exported:
             f"run={given}: config.json names a model of type {name:.60}, which no recipe has; "
             f"use a folder of one of {', '.join(known)}"
         )
-    check_folder(path, f"run={given}")
     return Exported(given, path, config, None, name)
 
 
 def _of_run(given: str, run: RunFolder) -> Exported:
     best, recorded = run.path / BEST, run.config()
-    check_folder(best, f"run={given}")
     config = read_object(best / "config.json")
     if not config or not any(best.glob("*.safetensors")):
         if recorded.get("checkpoint.enabled") is False:

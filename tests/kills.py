@@ -37,9 +37,8 @@ from tests.killed import KINDS
 from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
-from trainer.files import read_json_lines
+from trainer.files import final_status, read_json_lines
 from trainer.run.provenance import git_facts
-from trainer.seals import final_status
 from trainer.tracking.mlflow.record import is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
 

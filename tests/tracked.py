@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from trainer.checkpoint.schema import FORMAT, KINDS
-from trainer.seals import RunningHash, read_sealed, sha256, write_sealed
+from trainer.files import read_json, sha256, write_json
 from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
@@ -32,15 +32,15 @@ def open_tracker(path: Path, resume_step: int | None = None, **options: Any) -> 
     return Tracker(Tracking(**config), path, RunInfo(name=path.name, **run), saved_at(path, resume_step))
 
 
-def saved_at(path: Path, step: int | None) -> dict[str, Any] | None:
-    """What a checkpoint of this step knows of the metric log in a folder; None: there is none."""
+def saved_at(path: Path, step: int | None) -> int | None:
+    """The length of the metric log that a checkpoint of this step knows; None: there is none."""
     if step is None:
         return None
-    found, log = RunningHash(), path / "metrics.jsonl"
+    found, log = 0, path / "metrics.jsonl"
     for line in log.read_bytes().splitlines(keepends=True) if log.exists() else ():
         if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
-            found.update(line)
-    return found.facts()
+            found += len(line)
+    return found
 
 
 def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> Tracker:
@@ -60,14 +60,14 @@ def save(path: Path, step: int, score: float | None = None) -> Path:
     for kind in KINDS:
         save_file({}, folder / f"{kind}.safetensors")
     hashes = {file.name: sha256(file) for file in folder.iterdir()}
-    run = {"config": None, "log": saved_at(path, step)}
-    write_sealed(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes} | run)
+    run = {"log_bytes": saved_at(path, step)}
+    write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes} | run)
     return folder
 
 
 def record(path: Path) -> dict[str, Any]:
     """What a run's folder knows of MLflow."""
-    return read_sealed(path / "mlflow.json")
+    return read_json(path / "mlflow.json")
 
 
 def asked(uri: str, query: str, *values: str) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Atomic file writes, JSON of limited size, locks, this repository's folder, and names in a run's."""
+"""Atomic file writes, JSON, locks, this repository's folder, and names in a run's."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -57,13 +57,6 @@ def is_kept(source: str) -> bool:
     return folder.name == TOKENIZER and (folder / "config.json").is_file()
 
 
-_LARGEST_JSON = 16 * 2**20
-"""Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB. As objects they take up
-to 20 times as much memory."""
-LONGEST_LINE = 1 << 20
-"""Bytes of a line that ``read_json_lines`` accepts."""
-
-
 def write_text(path: Path, text: str, private: bool = False) -> None:
     """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut.
 
@@ -84,17 +77,10 @@ def write_json(path: Path, content: Any, private: bool = False) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n", private)
 
 
-def regular(path: Path) -> os.stat_result:
-    """Return what the system knows of a file that can be read to its end.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is a folder, or a pipe or a device, which could be read for ever.
-    """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError("it is not a regular file")
-    return found
+def sha256(path: Path) -> str:
+    """Return the hash of a file as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:
@@ -102,14 +88,9 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON, is larger than 16 MiB, or is no file (see ``regular``).
+        ValueError: it is not JSON.
     """
-    if regular(path).st_size > _LARGEST_JSON:
-        raise ValueError(f"it is larger than {_LARGEST_JSON // 2**20} MiB")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -132,54 +113,17 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     try:
-        regular(path)
         with path.open("rb") as file:
-            while (line := file.readline(LONGEST_LINE)).endswith(b"\n"):
-                yield json_line(line)
-            if len(line) == LONGEST_LINE:
-                raise ValueError("a line is longer than 1 MiB")
+            while (line := file.readline()).endswith(b"\n"):
+                yield json.loads(line)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore it") from None
 
 
-def json_line(line: bytes) -> dict[str, Any]:
-    """Return the object on a line of ``metrics.jsonl``. Raises ValueError where it is none."""
-    try:
-        content = json.loads(line)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ValueError("a line is no object")
-    return content
-
-
-_FOLDERS = (BEST, TOKENIZER, "checkpoints", "evaluation", "failure", "plots", "profile", "serving")
-_FILES = (
-    *(CONFIG_FILE, "config.yaml", METRICS_FILE, SUMMARY_FILE, PRECISION_FILE, RECORD_FILE, SOURCE_FILE, IMAGES_FILE),
-    *("tracking.json", "launch.json", "fetched.json", "outcome.json", "failure.json", "predictions.csv", ".lock"),
-)
-"""Names in a run's folder; others are their owner's."""
-
-
-def check_entries(folder: Path) -> None:
-    """Refuse a run's folder with links, pipes or devices in it: reading may not end, and writing may leave the folder.
-
-    Raises:
-        UserError: names the entry; also a folder in the place of a file, the reverse, or JSON that is too large.
-    """
-    for place, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            try:
-                found = (path := Path(place, name)).lstat()
-            except FileNotFoundError:  # a run in training has replaced it
-                continue
-            is_folder, own = stat.S_ISDIR(found.st_mode), place == str(folder)
-            if not (is_folder or stat.S_ISREG(found.st_mode)):
-                raise UserError(f"{path} is no file and no folder; put a real one in its place, or remove it")
-            if own and name in (*_FOLDERS, *_FILES) and is_folder != (name in _FOLDERS):
-                raise UserError(f"{path} should be a {'folder' if name in _FOLDERS else 'file'}; restore or remove it")
-            if own and path.suffix in (".json", ".yaml") and found.st_size > _LARGEST_JSON:
-                raise UserError(f"{path} is larger than {_LARGEST_JSON // 2**20} MiB; restore or remove it")
+def final_status(folder: Path) -> str | None:
+    """Return the status in a run's summary; None: the run was killed before it could write one."""
+    status = read_object(folder / SUMMARY_FILE).get("status")
+    return status if status in ("FINISHED", "FAILED", "KILLED") else None
 
 
 def make_folder(path: Path, exist_ok: bool = True) -> None:

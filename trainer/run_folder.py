@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainer.checkpoint.schema import InvalidCheckpoint, path_of, read_manifest, steps
+from trainer.checkpoint.schema import steps
 from trainer.errors import UserError
 from trainer.files import (
     BEST,
     CONFIG_FILE,
     SUMMARY_FILE,
     TOKENIZER,
-    check_entries,
     make_folder,
     read_json,
     read_object,
@@ -24,7 +22,6 @@ from trainer.files import (
     write_text,
 )
 from trainer.parallel.world import launch_id, launched_processes, restarted
-from trainer.seals import check_folder, digest, read_sealed, sealed_or_empty, write_sealed
 
 _LAUNCH_FILE = "launch.json"
 """From which folder the run was last started, and by which torchrun."""
@@ -89,16 +86,13 @@ class RunFolder:
             )
         return cls(path)
 
-    def mark_launch(self, flat: dict[str, Any]) -> None:
+    def mark_launch(self) -> None:
         """Note how the run is started, before ``write_config``.
 
-        That is: from which folder, by which torchrun, whose restart finds it again by that, and the hashes of the
-        config that is there and of ``flat``, which replaces it: the next checkpoint has the hash of the new one.
+        That is: from which folder, and by which torchrun, whose restart finds it again by that.
         """
         launch: dict[str, Any] = {"launch": launch_id()} if launched_processes() else {}
-        before = [digest(recorded)] if (recorded := read_object(self.path / CONFIG_FILE)) else []
-        launch |= {"folder": str(Path.cwd()), "configs": [*before, digest(flat)]}
-        write_sealed(self.path / _LAUNCH_FILE, launch)
+        write_json(self.path / _LAUNCH_FILE, launch | {"folder": str(Path.cwd())})
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
@@ -106,7 +100,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; empty if it cannot be read."""
-        return sealed_or_empty(self.path / SUMMARY_FILE)
+        return read_object(self.path / SUMMARY_FILE)
 
     def write_config(self, flat: dict[str, Any]) -> None:
         """Record the resolved config, as JSON and, for people, as YAML."""
@@ -121,16 +115,12 @@ class RunFolder:
         is in this one, as is the config of a pretrained model whose folder is no longer there.
 
         Raises:
-            UserError: the file cannot be read, or is not as the run wrote it; or its tokenizer is not.
+            UserError: the file cannot be read.
         """
-        check_entries(self.path)
         try:
             recorded = read_json(self.path / CONFIG_FILE)
             if not isinstance(recorded, dict):
                 raise ValueError("it has no keys")
-            known = self._configs()
-            if known and digest(recorded) not in known:
-                raise ValueError("it was changed after it was written")
         except (OSError, ValueError) as error:
             remedy = "restore it"
             if (self.path / BEST / "config.json").is_file():  # which needs none of the run
@@ -138,7 +128,7 @@ class RunFolder:
             if isinstance(error, FileNotFoundError):
                 remedy = "choose another run"
             raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
-        check_folder(own := self.path / TOKENIZER, str(self.path))
+        own = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)
         for key in _PATHS if self._started not in (Path(), Path.cwd()) else ():
@@ -151,22 +141,6 @@ class RunFolder:
             recorded["recipe.pretrained"] = str(own)
         return recorded
 
-    def _configs(self) -> set[str]:
-        """Return the hashes of the configs that the run has written last; none where it was not started here.
-
-        Raises:
-            UserError: the note of its start is damaged.
-        """
-        path, known = self.path / _LAUNCH_FILE, set[str]()
-        for step in reversed(steps(self.checkpoints)):
-            with suppress(InvalidCheckpoint):  # damaged: reported when it is read
-                known = {read_manifest(path_of(self.checkpoints, step)).config or ""} - {""}
-                break
-        try:
-            return known.union(read_sealed(path)["configs"] if path.exists() else [])
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); restore it, or remove it") from None
-
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""
         return key == "data.path" and not self._original(recorded).exists()
@@ -178,7 +152,7 @@ class RunFolder:
     @property
     def _started(self) -> Path:
         """The folder that the run was last started in; the present one where that is not known."""
-        return Path(str(sealed_or_empty(self.path / _LAUNCH_FILE).get("folder", "")))
+        return Path(str(read_object(self.path / _LAUNCH_FILE).get("folder", "")))
 
 
 def run_of(path: Path) -> RunFolder | None:
@@ -209,7 +183,7 @@ def to_continue(output_dir: str, name: str, resume: str | None) -> RunFolder | N
     """Return the run of this name with a checkpoint that torchrun's restart, or ``resume=auto``, continues."""
     saved = [folder for folder in named(output_dir, name) if steps(folder.checkpoints)]
     if restarted():
-        launches = {folder: sealed_or_empty(folder.path / _LAUNCH_FILE).get("launch") for folder in saved}
+        launches = {folder: read_object(folder.path / _LAUNCH_FILE).get("launch") for folder in saved}
         if ours := [folder for folder, launch in launches.items() if launch == launch_id()]:
             return ours[0]
     return saved[0] if saved and resume == "auto" else None

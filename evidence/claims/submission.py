@@ -12,8 +12,7 @@ from evidence.claims.criteria import NOT_HERE, RELATED, Criterion, combine, eval
 from evidence.claims.reproduce import machine_name, plain, save
 from evidence.claims.results import Record, has_the_arms, machine_of, read, runs_of
 from trainer.errors import UserError
-from trainer.files import make_folder
-from trainer.seals import read_sealed, write_sealed
+from trainer.files import make_folder, read_json, write_json
 
 _REQUIRED = {
     **dict.fromkeys(("claim", "verdict", "claim_sha256", "date", "machine", "command"), str),
@@ -28,7 +27,7 @@ def write(record: Record, folder: Path) -> Path:
     """Write an outcome as one JSON file with its SHA-256 in it, and return its path."""
     make_folder(folder)
     path = folder / f"{record['claim']}-{record['machine']}.json"
-    write_sealed(path, record)
+    write_json(path, record)
     return path
 
 
@@ -41,7 +40,7 @@ def add(path: Path, results: Path) -> Path:
         UserError: the file is not as it was written, is there already, or says what does not follow from its values.
     """
     try:
-        record = read_sealed(path)
+        record = read_json(path)
         why = _unfit(record) or untrue(record)
     except OSError as error:
         raise UserError(f"add={path} cannot be read ({error.strerror})") from None

@@ -18,10 +18,9 @@ from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import in_use, write_json
+from trainer.files import in_use, read_json, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
-from trainer.seals import read_sealed, write_sealed
 
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
 
@@ -106,7 +105,7 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
     }
     _begin(comparison, common, facts)
     with in_use(folder):  # a second process would remove this one's unfinished runs
-        plan = read_sealed(folder / PLAN_FILE)
+        plan = read_json(folder / PLAN_FILE)
         looks = plan["looks"]
         if missing := sorted(set(looks[-1]["seeds"] if looks else ()) - set(seeds)):
             raise UserError(
@@ -117,7 +116,7 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
         outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
         looks = with_look(looks, losses(arms, outcomes), comparison.margin)
         judged = judge(arms, comparison.baseline, outcomes, comparison.margin, looks)
-        write_sealed(folder / PLAN_FILE, plan | {"looks": looks})  # before the report that shows a look
+        write_json(folder / PLAN_FILE, plan | {"looks": looks})  # before the report that shows a look
         result = Result(comparison, judged, outcomes, facts, looks)
         write_json(folder / RESULT_FILE, result.to_dict())
     return result
@@ -187,14 +186,14 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
     try:
         comparison.folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            before = read_sealed(path)
+            before = read_json(path)
             if different := [key for key in plan if plan[key] != before.get(key)]:
                 raise UserError(
                     f"{comparison.folder} holds a comparison with another {different[0]} "
                     f"({before.get(different[0])} there, {plan[different[0]]} here); give this one a name=…"
                 )
         else:
-            write_sealed(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex, "looks": []})
+            write_json(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex, "looks": []})
     except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}); restore it, or give this comparison a name=…") from None
     except OSError as error:

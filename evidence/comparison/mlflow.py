@@ -9,7 +9,7 @@ from evidence.comparison.compare import PLAN_FILE, Result
 from evidence.comparison.report import lead
 from evidence.runs import Outcome, recorded
 from trainer.errors import first_line
-from trainer.seals import read_sealed
+from trainer.files import read_json
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
 from trainer.tracking.mlflow.store import connect, publish
@@ -57,7 +57,7 @@ def _parent(
     client: MlflowClient, result: Result, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
 ) -> str:
     comparison = result.comparison
-    plan = read_sealed(comparison.folder / PLAN_FILE)
+    plan = read_json(comparison.folder / PLAN_FILE)
     run = publish(
         client,
         client.get_experiment(delivered[0][1]["experiment_id"]).name,

@@ -17,7 +17,6 @@ from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.files import write_json
 from trainer.hardware import detect
-from trainer.seals import write_sealed
 
 NAMES = [stage.name for stage in gpu.STAGES]
 
@@ -122,7 +121,7 @@ def test_another_machine_continues_from_what_was_brought_home(
     """Stages that ended are not repeated, nor are the runs of a claim that was not."""
     run = tmp_path / "runs" / gpu.RUNS / "reproduce" / "gpt2_ladder-0" / "runs" / "fp32-s0"
     run.mkdir(parents=True)
-    write_sealed(run / "outcome.json", {"exit_code": 0, "summary": {"status": "FINISHED"}})
+    write_json(run / "outcome.json", {"exit_code": 0, "summary": {"status": "FINISHED"}})
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     machine.takes = {"gpt2_ladder": 285.0}  # all of its budget
     ended = call("13min")

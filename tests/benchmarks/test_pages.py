@@ -30,7 +30,6 @@ from trainer.config.options import run
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.hardware import detect
-from trainer.seals import write_sealed
 
 RUN = "run: python benchmarks/pages.py"
 ELSEWHERE = {"results", "power", "simulation"}
@@ -141,7 +140,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
         if number == 4:
             one.exit_code, one.failure, one.summary = 1, "it broke", {}
         outcomes.append(one)
-        write_sealed(one.folder / OUTCOME_FILE, {key: getattr(one, key) for key in ("exit_code", "failure", "summary")})
+        write_json(one.folder / OUTCOME_FILE, {key: getattr(one, key) for key in ("exit_code", "failure", "summary")})
     facts = {"recipe": "gpt2", "unit": "tokens", "steps": 10, "hardware": detect("cpu").facts(), "git": {}}
     facts |= {"versions": {"torch": "2"}}
     looks = [{"seeds": plan.seeds, "ended": [[each.arm, each.seed] for each in outcomes if each.ended]}]

@@ -17,8 +17,7 @@ from evidence.comparison.report import sentences
 from evidence.runs import Arm, Outcome, Runner, merged
 from tests.evidence.ended import ended
 from trainer.errors import UserError
-from trainer.files import in_use
-from trainer.seals import write_sealed
+from trainer.files import in_use, write_json
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64"]
 PAIR = "arms=fp32,bf16"
@@ -144,7 +143,7 @@ def test_one_failed_arm_does_not_lose_the_others(
         name = next(text.removeprefix("run_name=") for text in command if text.startswith("run_name="))
         ran.append(name.replace("-s", ""))
         (tmp_path / "runs" / name).mkdir()
-        write_sealed(tmp_path / "runs" / name / "summary.json", {"status": "FINISHED"})
+        write_json(tmp_path / "runs" / name / "summary.json", {"status": "FINISHED"})
         log.touch()
         return codes.get(name, 0)
 
@@ -166,7 +165,7 @@ def test_another_comparison_in_the_folder_and_a_second_process_are_refused(tmp_p
     comparison.folder.mkdir(parents=True)
     with in_use(comparison.folder), pytest.raises(UserError, match="in use by another process"):
         compare(comparison, configs)  # it would remove the other's unfinished runs
-    write_sealed(comparison.folder / "plan.json", {"common": ["other"]})
+    write_json(comparison.folder / "plan.json", {"common": ["other"]})
     with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
         compare(comparison, configs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mantissa.display import dimensions
@@ -28,7 +28,6 @@ from trainer.optim.state import (
     weight_copies,
 )
 from trainer.parallel.shards import is_sharded, local_part, local_rows
-from trainer.seals import RunningHash
 
 
 class CheckpointReader:
@@ -43,13 +42,13 @@ class CheckpointReader:
         with self._named():
             self._manifest: Manifest = read_manifest(path)
             self._state: State = read_state(path)
-        self._weights = _TensorFiles(path, self._manifest.files("model"))
-        self._moments = _TensorFiles(path, self._manifest.files("optimizer"))
+            self._weights = _TensorFiles(path, self._manifest.files("model"))
+            self._moments = _TensorFiles(path, self._manifest.files("optimizer"))
         self.step: int = self._state.step
         self.progress: dict[str, Any] = self._state.progress | self._manifest.scores
         self.totals: dict[str, Any] = self._manifest.totals
-        self.log: dict[str, Any] = self._manifest.log or RunningHash().facts()
-        """``bytes`` and ``sha256`` of the run's metric log when this was saved."""
+        self.log_bytes = self._manifest.log_bytes
+        """Length of the run's metric log when this was saved."""
 
     def restore(
         self,
@@ -152,7 +151,10 @@ class _TensorFiles:
         self.file = files[0] if len(files) == 1 else f"{files[0]} to {files[-1]}"
         self._where: dict[str, list[Any]] = {}
         for file in files:
-            opened = safe_open(path / file, "pt")
+            try:
+                opened = safe_open(path / file, "pt")
+            except SafetensorError as error:
+                raise InvalidCheckpoint(f"{file} cannot be read ({error})") from None
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
                 self._where.setdefault(name, []).append(opened)
 

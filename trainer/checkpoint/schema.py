@@ -1,24 +1,19 @@
 """The files of a checkpoint, and whether they are whole: their names, ``manifest.json`` and ``state.json``.
 
-The manifest holds the SHA-256 of every other file, of the run's options and of its metric log so far, and its own.
+The manifest holds the SHA-256 of every other file, and how long the run's metric log was.
 What passes is what a run wrote; whether it fits the run that is resumed is checked by ``reader``.
 """
 
 from __future__ import annotations
 
 import re
-import stat
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from trainer.files import read_json, sha256
 
-from trainer.files import read_json
-from trainer.seals import read_sealed, sha256
-
-FORMAT = 4
+FORMAT = 5
 STEP_NAME = re.compile("step-[0-9]{8}")
 """The name of a checkpoint's folder."""
 MANIFEST_FILE = "manifest.json"
@@ -39,18 +34,22 @@ class Manifest:
     score: float | None
     sha256: dict[str, str]
     """By the name of the file."""
-    config: str | None
-    """``seals.digest`` of the run's config.json; None: no run has written it."""
-    log: dict[str, Any] | None
-    """``bytes`` and ``sha256`` of the run's metrics.jsonl when this was saved."""
+    log_bytes: int = 0
+    """Length of the run's metrics.jsonl when this was saved; what follows is logged again after a resume."""
     scores: dict[str, Any] = field(default_factory=dict)
     """The run's evaluations so far; here, because weights may be evaluated after they were saved."""
     totals: dict[str, Any] = field(default_factory=dict)
     """What the run has spent so far, over all its processes."""
 
     def files(self, kind: str) -> list[str]:
-        """Return the files of one kind, in the order of the ranks that wrote them."""
-        return sorted(name for name in self.sha256 if name.startswith(kind))
+        """Return the files of one kind, in the order of the ranks that wrote them.
+
+        Raises:
+            InvalidCheckpoint: there is none.
+        """
+        if not (found := sorted(name for name in self.sha256 if name.startswith(kind))):
+            raise InvalidCheckpoint(f"{MANIFEST_FILE} names no {kind} file")
+        return found
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,12 @@ def damage(folder: Path, step: int) -> str | None:
         manifest = read_manifest(folder)
         _check_files(folder, manifest)
         for name, expected in sorted(manifest.sha256.items()):
-            if name.endswith(".safetensors"):
-                safe_open(folder / name, "pt")  # before all of it is read: its size has to be that of its header
-            else:
-                _read(folder / name, read_json)  # likewise, see its limit
             if sha256(folder / name) != expected:
                 raise InvalidCheckpoint(f"{name} does not match its SHA-256")
         if manifest.step != step:
             raise InvalidCheckpoint(f"{MANIFEST_FILE} is of step {manifest.step}")
     except InvalidCheckpoint as refused:
         return str(refused)
-    except SafetensorError:
-        return f"{name} does not match its SHA-256"
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
     return None
@@ -134,11 +127,13 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         InvalidCheckpoint: it cannot be read, was changed, or is of another format.
     """
-    content = _read(folder / MANIFEST_FILE, read_json)
-    if isinstance(content, dict) and content.get("format") != FORMAT:  # before its hash, which others may lack
+    content = _read(folder / MANIFEST_FILE)
+    if content.pop("format", None) != FORMAT:
         raise InvalidCheckpoint(f"{MANIFEST_FILE} was written by another version; this one reads format {FORMAT}")
-    content = _read(folder / MANIFEST_FILE, read_sealed)
-    return Manifest(**{key: value for key, value in content.items() if key != "format"})
+    try:
+        return Manifest(**content)
+    except TypeError:
+        raise InvalidCheckpoint(f"{MANIFEST_FILE} has not the keys that this version writes") from None
 
 
 def read_state(folder: Path) -> State:
@@ -147,7 +142,7 @@ def read_state(folder: Path) -> State:
     Raises:
         InvalidCheckpoint: it cannot be read.
     """
-    content = _read(folder / STATE_FILE, read_json)
+    content = _read(folder / STATE_FILE)
     try:
         return State(content["step"], content["ties"], **content["optimizer"], progress=content["progress"])
     except (KeyError, TypeError):
@@ -155,23 +150,21 @@ def read_state(folder: Path) -> State:
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """Refuse a folder that lacks a file of its manifest, or holds another one, a link or a device."""
+    """Refuse a folder that lacks a file of its manifest, or holds another one."""
     known = {MANIFEST_FILE, *manifest.sha256}
     for name in sorted(path.name for path in folder.iterdir()):
         if name not in known and not name.startswith("."):  # such as .DS_Store, which file managers leave
             raise InvalidCheckpoint(f"{name} is not in the manifest; move it out of the checkpoint")
     for name in sorted(known):
-        try:
-            mode = (folder / name).lstat().st_mode
-        except FileNotFoundError:
-            raise InvalidCheckpoint(f"{name} is missing") from None
-        if not stat.S_ISREG(mode):
-            raise InvalidCheckpoint(f"{name} is not a regular file")
+        if not (folder / name).is_file():
+            raise InvalidCheckpoint(f"{name} is missing")
 
 
-def _read(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = read(path)
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError("it has no keys")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidCheckpoint(f"{path.name} cannot be read ({reason:.120})") from None

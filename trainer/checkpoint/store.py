@@ -1,7 +1,7 @@
 """Checkpoints on the disk: everything needed to resume a run exactly, in safetensors and JSON only.
 
 A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``,
-``state.json``, and ``manifest.json`` that holds the SHA-256 of the others and of the run's config and metric log.
+``state.json``, and ``manifest.json`` that holds the SHA-256 of the others and the length of the run's metric log.
 Where the weights are sharded (``parallel=fsdp``) each rank writes its own, ``model-00002-of-00004.safetensors``: the
 rows of a tensor follow one another in the order of the files, so any number of ranks can read what any other number
 wrote. A checkpoint is written to a temporary folder, flushed to the disk and renamed, so a folder with its final name
@@ -37,11 +37,10 @@ from trainer.checkpoint.schema import (
     steps,
 )
 from trainer.errors import UserError, check_number
-from trainer.files import make_folder, remove_folder
+from trainer.files import make_folder, remove_folder, sha256, write_json
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded, local_part
 from trainer.parallel.world import World
-from trainer.seals import sha256, write_sealed
 
 Flush = Callable[[Path], None]
 """Writes what the system still buffers of a file or folder to the disk."""
@@ -98,8 +97,7 @@ class Snapshot:
     state: str
     """JSON; only rank 0 writes it."""
     run: dict[str, Any]
-    """``config``, ``log``, ``scores`` and ``totals`` of the manifest, see ``schema.Manifest``; only rank 0 writes them.
-    """
+    """``log_bytes``, ``scores`` and ``totals`` of the manifest, see ``schema.Manifest``; only rank 0 writes them."""
 
     @classmethod
     def of(
@@ -123,7 +121,7 @@ class Snapshot:
             files[rank_file("optimizer", *own)] = _local(tensors, world)
         progress = progress | {"loss_scale": training["loss_scale"]}
         state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
-        return cls(step, files, json.dumps(state), run or {"config": None, "log": None})
+        return cls(step, files, json.dumps(state), run or {})
 
     @property
     def bytes(self) -> int:
@@ -228,7 +226,7 @@ def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any
     """Write the state and the manifest, to which the hash of the state is added, and give the folder its name."""
     (temporary / STATE_FILE).write_text(state, encoding="utf-8")
     manifest["sha256"] = {STATE_FILE: sha256(temporary / STATE_FILE)} | manifest["sha256"]
-    write_sealed(temporary / MANIFEST_FILE, manifest)
+    write_json(temporary / MANIFEST_FILE, manifest)
     for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
         flush(path)
     if target.is_dir() and not (target / MANIFEST_FILE).exists():  # copied in part, for example: no checkpoint

@@ -20,9 +20,9 @@ from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.devices import kind_of
 from trainer.errors import NonFiniteError
+from trainer.files import read_json, write_json
 from trainer.parallel.shards import local_part
 from trainer.parallel.world import World
-from trainer.seals import read_sealed, write_sealed
 
 log = logging.getLogger("mantissa")
 
@@ -97,7 +97,7 @@ class CheckpointWriter:
             if run is not None:
                 self._flush_log(run)
                 manifest = checkpoint.path_of(self.folder, step) / MANIFEST_FILE
-                write_sealed(manifest, read_sealed(manifest) | {"score": score} | run)
+                write_json(manifest, read_json(manifest) | {"score": score} | run)
         except OSError as error:
             log.warning("the score of step %d was not saved (%s); training continues", step, error)
         self.prune()
@@ -150,7 +150,7 @@ class CheckpointWriter:
         return replace(snapshot, files=files)
 
     def _flush_log(self, run: dict[str, Any]) -> None:
-        if run["log"]:  # else a power cut could take what the manifest has the hash of
+        if run:  # else a power cut could take what was logged before this checkpoint
             with contextlib.suppress(OSError):
                 files.flush(self.folder.parent / files.METRICS_FILE)
 

@@ -17,11 +17,10 @@ from trainer.config.registration import name_of_composed
 from trainer.config.source import real
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import BEST, IMAGES_FILE, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
+from trainer.files import BEST, IMAGES_FILE, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object, sha256
 from trainer.optim.classes import averages_itself
 from trainer.recipe import Decision, FirstWeights, Recipe
 from trainer.run_folder import RunFolder, to_continue
-from trainer.seals import check_folder, sealed_or_empty, sha256
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class InitFrom(FirstWeights):
             raise UserError(f"init_from={given}: this is not the folder of a run; {remedy}")
         config = RunFolder(path).config()
         saved = checkpoint.best_step(path / "checkpoints")
-        best = sealed_or_empty(path / SUMMARY_FILE).get("best")
+        best = read_object(path / SUMMARY_FILE).get("best")
         step = int(best["step"]) if isinstance(best, dict) else saved
         if any((path / BEST).glob("*.safetensors")) and step is not None and (exports or saved in (None, step)):
             return cls(path, config, step, exported=True)
@@ -78,7 +77,6 @@ class InitFrom(FirstWeights):
             UserError: the weights do not fit the model, or are damaged.
         """
         if self.exported:
-            check_folder(self.path / BEST, f"init_from={self.path}")
             weights = recipe.exported(self.path / BEST)
         else:
             saved = load(self.path / "checkpoints", self.step)
@@ -95,7 +93,7 @@ class InitFrom(FirstWeights):
         """Return what is recorded about it: the run, the step, and the hash of each file of weights."""
         folder = self.path / BEST if self.exported else checkpoint.path_of(self.path / "checkpoints", self.step)
         files = sorted(folder.glob("*.safetensors" if self.exported else "model*.safetensors"))
-        sent = sealed_or_empty(self.path / RECORD_FILE).get("run_id")
+        sent = read_object(self.path / RECORD_FILE).get("run_id")
         return {
             "run": self.path.name,
             "folder": str(self.path.absolute()),

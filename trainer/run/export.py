@@ -20,7 +20,6 @@ from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.seals import seal_folder
 from trainer.tracking.mlflow.models import SERVING
 from trainer.tracking.mlflow.serving import write_serving
 from trainer.trainer import Trainer
@@ -78,7 +77,6 @@ def export_best(
                 remove_folder(folder.path / replaced)
             with terminal.work("exporting the best weights"):
                 trainer.recipe.export(model, trainer.datasets, unfinished)
-                seal_folder(unfinished)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")

@@ -38,7 +38,7 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     """Write every option into the run folder, and return them by dotted key."""
     options = flatten(config)
     options["tracking.uri"] = options["tracking.uri"] and redacted(options["tracking.uri"])
-    folder.mark_launch(options)
+    folder.mark_launch()
     folder.write_config(options)
     return options
 
@@ -79,7 +79,7 @@ def open_tracker(
     options: dict[str, Any],
     manifest: dict[str, Any],
     git: dict[str, str],
-    saved: dict[str, Any] | None,
+    saved: int | None,
 ) -> Tracker:
     """Open the metric log, with MLflow behind it.
 

@@ -19,10 +19,9 @@ from trainer.config.step import Resolved
 from trainer.data.loader import OnDeviceLoader
 from trainer.debug import Overfit
 from trainer.errors import UserError
-from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, read_object
+from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status, read_object
 from trainer.run.record import FAILURE
 from trainer.run_folder import RunFolder, named, same_place, to_continue
-from trainer.seals import final_status
 
 State = Literal["complete", "not finite", "interrupted"]
 

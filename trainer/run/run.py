@@ -24,7 +24,7 @@ from trainer.data.contract import Batch
 from trainer.data.evaluation import Watch
 from trainer.data.fingerprint import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
-from trainer.files import SUMMARY_FILE, read_object
+from trainer.files import SUMMARY_FILE, read_json, read_object, write_json
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
@@ -39,7 +39,6 @@ from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.seals import digest, read_sealed, write_sealed
 from trainer.tracking.tracker import Tracker
 from trainer.trainer import StepRecord, Trainer
 
@@ -120,11 +119,10 @@ class Run:
         self.tracker: Tracker | None = None
         if self.world.first:
             options = write_config(folder, self.config)
-            self._config_hash = digest(options)
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
             folder.write("precision.json", self.manifest)
             forget_failure(folder)
-            log = saved.log if saved else None
+            log = saved.log_bytes if saved else None
             self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, log)
         profiler = self.config.profiler if self.world.first else Profiler()
         recorder = partial(MemoryLedger, trainer.model, trainer.optimizer, trainer.average.held().values())
@@ -309,8 +307,8 @@ class Run:
         rank = None if score is None else self.scores.rank(score)
         run = None
         if self.tracker:
-            run = {"config": self._config_hash, "log": self.tracker.written}
-            run |= {"scores": self.scores.state_dict(), "totals": self._totals()}
+            scores, totals = self.scores.state_dict(), self._totals()
+            run = {"log_bytes": self.tracker.written, "scores": scores, "totals": totals}
         if self.trainer.step == self._resumed_at:
             self.writer.rate(self.trainer.step, rank, run)
             return
@@ -399,7 +397,7 @@ class Run:
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
                 now = {"wall_time_s": self._totals()["wall_time_s"], "mlflow": self.tracker.addresses}
-                write_sealed(path, read_sealed(path) | now)
+                write_json(path, read_json(path) | now)
         return written
 
     def _summary(self, status: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
-from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, check_entries, in_use, read_object
+from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, final_status, in_use, read_object
 from trainer.hardware import detect, threads
 from trainer.optim.ema import WeightAverage
 from trainer.precision import kernels
@@ -33,7 +33,6 @@ from trainer.run.scores import Scores
 from trainer.run.signals import USUAL_THRESHOLDS, Signals, is_open, taken_opening
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.seals import beginning, final_status, seal_folder
 from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo
 from trainer.tracking.tracker import finish_delivery
 
@@ -75,7 +74,6 @@ def train(
         folder = world.on_first(partial(earlier_folder, config, resolved))
         saved = None
         if folder is not None:
-            world.on_first(partial(check_entries, folder.path))
             world.on_first(partial(stack.enter_context, in_use(folder.path)))
             resolved = as_before(folder, world.on_first(folder.config), config, resolved)
             checkpoint, complete = world.on_first(partial(_left, folder, config, resolved))
@@ -158,13 +156,12 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
         return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
     if (folder.path / TRACKING_FILE).exists():
         RunInfo.read(folder.path)  # raises where it is damaged
-    try:
-        beginning(folder.path / METRICS_FILE, saved.log)
-    except (OSError, ValueError) as error:
+    log = folder.path / METRICS_FILE
+    if (log.stat().st_size if log.exists() else 0) < saved.log_bytes:
         raise UserError(
-            f"{folder.path / METRICS_FILE} cannot be continued ({error}); restore it, or start a new run from the "
-            f"weights with init_from={folder.path}"
-        ) from None
+            f"{log} cannot be continued (it is shorter than when the checkpoint was saved); restore it, or start a new "
+            f"run from the weights with init_from={folder.path}"
+        )
     scores = Scores(resolved.config)
     scores.load_state_dict(saved.progress)
     if finished and scores.exhausted:
@@ -178,10 +175,8 @@ def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolde
     stack.enter_context(in_use(folder.path))
     datasets.keep(folder.path)
     described = Path(str(getattr(resolved.config.recipe, "pretrained", None))).expanduser() / "config.json"
-    if (kept := folder.path / TOKENIZER).is_dir():
-        if described.is_file():  # with which the run can be resumed without it
-            shutil.copyfile(described, kept / described.name)
-        seal_folder(kept)
+    if (kept := folder.path / TOKENIZER).is_dir() and described.is_file():  # then it is not needed on resume
+        shutil.copyfile(described, kept / described.name)
     if resolved.config.source is not None:
         folder.write(SOURCE_FILE, resolved.config.source.facts())
     return folder

@@ -6,9 +6,6 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from trainer.seals import RunningHash, beginning
 
 log = logging.getLogger("mantissa")
 
@@ -21,13 +18,13 @@ class MetricLog:
         saved: of a run that is resumed: ``written`` when its checkpoint was saved; what follows in the file is removed.
     """
 
-    def __init__(self, path: Path, saved: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, saved: int | None = None) -> None:
         self._path = path
-        self._hash = RunningHash()
         if saved is not None and path.exists():
-            self._hash = beginning(path, saved)
-            os.truncate(path, saved["bytes"])
+            os.truncate(path, saved)
         self._file = path.open("ab", buffering=0)
+        self.written = self._file.tell()
+        """Length of the file in bytes."""
         self._unwritten = bytearray()
         self._warned = False
 
@@ -41,11 +38,6 @@ class MetricLog:
         """Write a line, and those before it that could not be written."""
         self._unwritten += line.encode() + b"\n"
         self._write()
-
-    @property
-    def written(self) -> dict[str, Any]:
-        """``bytes`` and ``sha256`` of what is in the file."""
-        return self._hash.facts()
 
     def close(self) -> None:
         """Try to write the remaining lines, and close the file."""
@@ -61,7 +53,7 @@ class MetricLog:
         try:
             while self._unwritten:
                 count = self._file.write(self._unwritten)  # on a nearly full disk, only a part
-                self._hash.update(self._unwritten[:count])
+                self.written += count
                 del self._unwritten[:count]
         except OSError as error:
             if not self._warned:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainer.errors import UserError, redacted
-from trainer.files import SUMMARY_FILE, in_use
-from trainer.seals import final_status
+from trainer.files import SUMMARY_FILE, final_status, in_use
 from trainer.tracking.mlflow.addresses import explicit_uri, tracking_uri, whole_uri
 from trainer.tracking.mlflow.feed import Feed
-from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record, refuse_changed
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record
 
 
 @dataclass
@@ -56,7 +55,6 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
     folders = [Path(folder) for folder in named] or [path.parent for path in files]
     for folder in folders if named else ():
         RunInfo.read(folder)
-        refuse_changed(folder)
     if not folders:
         print(f"no runs in {options.output_dir}")
     incomplete = False
@@ -81,7 +79,6 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
             return SyncResult("skipped", "tracking=local; skipped")
         if is_delivered(folder, uri):
             return SyncResult("complete", "already complete")
-        refuse_changed(folder)
         store = whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
     except UserError as error:
         return SyncResult("incomplete", str(error))

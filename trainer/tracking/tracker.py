@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RunError, UserError, redacted
-from trainer.files import METRICS_FILE, SUMMARY_FILE
-from trainer.seals import final_status, write_sealed
+from trainer.files import METRICS_FILE, SUMMARY_FILE, final_status, write_json
 from trainer.tracking.metric_log import MetricLog
 from trainer.tracking.mlflow.addresses import explicit_uri, lasting_uri, tracking_uri, whole_uri
 from trainer.tracking.mlflow.feed import Feed, how_to_send
-from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record, refuse_changed, reopen
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, read_record, reopen
 from trainer.tracking.options import Tracking
 
 log = logging.getLogger("mantissa")
@@ -26,7 +25,7 @@ log = logging.getLogger("mantissa")
 class Tracker:
     """Logs the metrics of one run. Only rank 0 has one."""
 
-    def __init__(self, config: Tracking, folder: Path, info: RunInfo, saved: dict[str, Any] | None = None) -> None:
+    def __init__(self, config: Tracking, folder: Path, info: RunInfo, saved: int | None = None) -> None:
         """Open the log and start feeding MLflow in the background.
 
         Args:
@@ -68,8 +67,8 @@ class Tracker:
         return [*run, *([record["model"]] if "model" in record else [])]
 
     @property
-    def written(self) -> dict[str, Any]:
-        """``bytes`` and ``sha256`` of the metric log."""
+    def written(self) -> int:
+        """Length of the metric log in bytes."""
         return self._log.written
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -101,14 +100,14 @@ class Tracker:
 
         there = self._log.is_there()
         self._log.close()
-        content = countable({"status": status, **summary, "log": self.written})
+        content = countable({"status": status, **summary})
         path = self.folder / SUMMARY_FILE
         try:
             try:
                 if there:
                     _tolerate(lambda: plot_run(self.folder), self.folder / "plots")
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
-                written = there and _tolerate(lambda: write_sealed(path, content), path)
+                written = there and _tolerate(lambda: write_json(path, content), path)
         finally:
             if self._feed and (missing := self._feed.conclude(status, self._config.patience_s)):
                 log.warning("%s", how_to_send(self.folder, missing))
@@ -133,7 +132,6 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
         return
     try:
         info = RunInfo.read(folder)
-        refuse_changed(folder)
         uri = _store_of(config, info)
     except UserError as error:
         log.warning("%s", error)

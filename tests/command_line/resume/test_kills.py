@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.kills import compared, placed, undelivered
-from trainer.seals import read_sealed, sha256, write_sealed
+from trainer.files import read_json, sha256, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
@@ -56,7 +56,7 @@ def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
     rng = killed / "checkpoints" / "step-00000024" / "rng.safetensors"
     states = load_file(rng)
     save_file({name: state + 1 if state.dtype == torch.uint8 else state for name, state in states.items()}, rng)
-    manifest = read_sealed(rng.with_name("manifest.json"))
+    manifest = read_json(rng.with_name("manifest.json"))
     manifest["sha256"][rng.name] = sha256(rng)
-    write_sealed(rng.with_name("manifest.json"), manifest)
+    write_json(rng.with_name("manifest.json"), manifest)
     assert any(difference.startswith("tensor rng/") for difference in compared(whole, killed)["bits"])

@@ -98,57 +98,24 @@ def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) ->
         ({"recipe.width": {"a": [1]}}, "recipe.width"),
         ({"clip": 5}, "config.json names clip=5, which"),
     ):
-        RunFolder(run).mark_launch(before | change)
+        RunFolder(run).mark_launch()
         RunFolder(run).write_config(before | change)
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
         assert reported in done.err
 
 
-def edited(name: str, old: str, new: str) -> Callable[[Path], object]:
-    def edit(run: Path) -> None:
-        text = (run / name).read_text()
-        assert old in text
-        (run / name).write_text(text.replace(old, new, 1))
-
-    return edit
-
-
-def from_elsewhere(run: Path) -> None:
-    """A config that is whole, and another run's."""
-    flat = recorded(run)
-    (run / "config.json").write_text(json.dumps(flat | {"seed": 4}))
-
-
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "learning rate": ("config.json", edited("config.json", '"optimizer.lr": ', '"optimizer.lr": 1')),
-    "seed": ("config.json", from_elsewhere),
-    "batch size": ("config.json", edited("config.json", '"batch_size": 4', '"batch_size": 8')),
-    "steps": ("config.json", edited("config.json", '"steps": 4', '"steps": 6')),
-    "type": ("config.json", edited("config.json", '"seed": 3', '"seed": 3.0')),
     "no JSON": ("config.json", lambda run: (run / "config.json").write_text("{")),
-    "nested": ("config.json", lambda run: (run / "config.json").write_text("[" * 200_000)),
-    "huge": ("config.json", lambda run: os.truncate(run / "config.json", 2**36)),
-    "pipe": ("config.json", lambda run: [(run / "config.json").unlink(), os.mkfifo(run / "config.json")]),
     "emptied": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").write_bytes(b"")),
     "no history": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").unlink()),
     "cut": ("metrics.jsonl", lambda run: os.truncate(run / "metrics.jsonl", 200)),
-    "text": ("metrics.jsonl", edited("metrics.jsonl", '"loss": ', '"loss": "abc", "lost": ')),
-    "device": (
-        "metrics.jsonl",
-        lambda run: [(run / "metrics.jsonl").unlink(), os.symlink("/dev/zero", run / "metrics.jsonl")],
-    ),
-    "score": ("manifest.json", edited("checkpoints/step-00000004/manifest.json", '"score": ', '"score": -')),
     "tensors": ("model.safetensors", lambda run: os.truncate(run / "checkpoints/step-00000004/model.safetensors", 99)),
-    "launch": ("launch.json", edited("launch.json", '"folder": "', '"folder": "/elsewhere')),
-    "key": ("tracking.json", edited("tracking.json", '"key": "', '"key": "0')),
-    "best": ("best", lambda run: (run / "best").rename(run / "gone") and (run / "best").symlink_to(run / "gone")),
-    "a folder": ("summary.json", lambda run: [(run / "summary.json").unlink(), (run / "summary.json").mkdir()]),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_changed_after_the_run_wrote_it_is_named(change: str, run: Path, train: Train) -> None:
+def test_what_is_damaged_is_named(change: str, run: Path, train: Train) -> None:
     name, apply = CHANGES[change]
     apply(run)
     saved = sorted(run.rglob("*"))
@@ -161,7 +128,7 @@ def test_what_was_changed_after_the_run_wrote_it_is_named(change: str, run: Path
 def test_a_kill_before_the_first_checkpoint_of_a_resumed_run_refuses_nothing(
     run: Path, train: Train, succeed: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its config differs from the one that the checkpoint has the hash of; before, after, and twice."""
+    """Its config differs from that of the checkpoint: before, after, and twice."""
 
     def killed(*of: object) -> None:
         raise SystemExit("killed")

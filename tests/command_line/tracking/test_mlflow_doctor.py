@@ -12,7 +12,7 @@ import pytest
 from evidence.doctor.mlflow import publish
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, Budget, Diagnosis
 from mantissa.finding import FORWARD, OVERFLOW, Finding
-from trainer.seals import write_sealed
+from trainer.files import write_json
 from trainer.tracking.mlflow.record import RunInfo, read_record
 from trainer.tracking.mlflow.store import connect
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     (folder / "doctor" / "step-3").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 2.0}\n')
-    write_sealed(folder / "summary.json", {"status": "FAILED", "log": None})
+    write_json(folder / "summary.json", {"status": "FAILED", "log": None})
     return folder
 
 

@@ -11,7 +11,6 @@ from mlflow import MlflowClient
 
 from tests.tracked import open_tracker, record, save, tracked
 from trainer.files import write_json
-from trainer.seals import write_sealed
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.delivery import Delivery
 from trainer.tracking.mlflow.record import RunInfo
@@ -29,7 +28,7 @@ def trained(path: Path, first: int, last: int, resume_step: int | None = None) -
 
 def killed(path: Path) -> None:
     """As if it was killed before it could end."""
-    write_sealed(path / "mlflow.json", {key: value for key, value in record(path).items() if key != "delivered"})
+    write_json(path / "mlflow.json", {key: value for key, value in record(path).items() if key != "delivered"})
     (path / "summary.json").unlink()
 
 

@@ -14,8 +14,7 @@ from mlflow import MlflowClient
 from tests.command_line.conftest import Result, Start, Train
 from tests.helpers import PROJECT
 from tests.tracked import asked, once, open_tracker, points, record, runs, tracked
-from trainer.files import in_use
-from trainer.seals import write_sealed
+from trainer.files import in_use, write_json
 from trainer.tracking.sync import send
 
 SYNC = PROJECT / "scripts" / "sync.py"
@@ -198,7 +197,7 @@ def test_sync_reports_what_it_did_with_each_run(
     assert points(store)["missed"] == once(5)
     assert set(runs(store)) == {("missed", "FINISHED"), ("damaged", "RUNNING")}
 
-    write_sealed(training / "summary.json", {"status": "FAILED", "log": None})
+    write_json(training / "summary.json", {"status": "FAILED", "log": None})
     code, said = sync("outputs/local", "outputs/missed", "outputs/training")
     assert code == 0, said
     assert "missed: already complete" in said

@@ -8,7 +8,7 @@ from typing import Any
 
 from evidence.claims.reproduce import Reproduction
 from tests.helpers import CPU
-from trainer.seals import write_sealed
+from trainer.files import write_json
 
 SPEED = {"fp32": 100.0, "bf16": 250.0}
 CLAIM = {
@@ -66,7 +66,7 @@ class Machine:
             "step": 3,
             "hardware": {"device": "cpu"},
         }
-        write_sealed(folder / "summary.json", summary)
+        write_json(folder / "summary.json", summary)
         return 0
 
 

@@ -16,7 +16,7 @@ from evidence.claims import claims, results, submission
 from evidence.claims import command as reproduce_cli
 from tests.evidence.claims.made_up import Machine, reproduction
 from trainer.errors import UserError
-from trainer.seals import write_sealed
+from trainer.files import write_json
 
 COMMIT = {"commit": "a" * 40, "dirty": "false"}
 
@@ -104,7 +104,7 @@ def test_an_outcome_that_is_not_true_is_refused(
     record = sent()
     path, changed = path_of(record, tmp_path), copy.deepcopy(record)
     tamper(changed)
-    write_sealed(path, changed)
+    write_json(path, changed)
     with pytest.raises(UserError, match=r"is refused: .*; ask its sender") as caught:
         submission.add(path, tmp_path / "results")
     assert words in str(caught.value)

@@ -17,7 +17,6 @@ from tests.helpers import compose
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json
 from trainer.run.start import train
-from trainer.seals import write_sealed
 
 BIGNET = (
     *("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "steps=4", "profiler=none", "device=cpu"),
@@ -62,7 +61,7 @@ def finished(finishes: Path, tmp_path: Path) -> Path:
 
 def change(file: Path, **values: Any) -> None:
     content = {key: value for key, value in read_object(file).items() if key != "seal"}
-    write_sealed(file, content | values)
+    write_json(file, content | values)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tracked import save
-from trainer.seals import write_sealed
+from trainer.files import write_json
 from trainer.tracking.mlflow.results import description, summary_metrics
 
 LINES: list[dict[str, object]] = [
@@ -68,7 +68,7 @@ def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
 def test_the_note_has_the_command_to_continue_if_possible(tmp_path: Path, status: str, resumable: bool) -> None:
     save(tmp_path, 10)
     summary = {"recipe": "gpt2", "precision": "bf16", "step": 10, "steps": 20, "best": None, "resume": "python x"}
-    write_sealed(tmp_path / "summary.json", summary | {"status": status})
+    write_json(tmp_path / "summary.json", summary | {"status": status})
     note = description(tmp_path, "r", None, resumable=resumable)
     assert note
     assert ("resume=mlflow:r" in note) == resumable

@@ -64,8 +64,6 @@ def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., Tracker]
     opened.close("FINISHED", {"loss": 1.0, "best": {"value": INF}, "sizes": [1, NAN]})
     summary = json.loads((tmp_path / "summary.json").read_text())
     best = {"value": None, "value_nonfinite": 1}
-    assert summary.pop("log")["bytes"] == (tmp_path / "metrics.jsonl").stat().st_size
-    assert summary.pop("seal")
     assert summary == {"status": "FINISHED", "loss": 1.0, "best": best, "sizes": [1, None]}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
 

@@ -14,17 +14,14 @@ from typing import Any
 from trainer.files import (
     BEST,
     IMAGES_FILE,
-    LONGEST_LINE,
     METRICS_FILE,
     PRECISION_FILE,
     SOURCE_FILE,
     SUMMARY_FILE,
     TOKENIZER,
-    json_line,
     read_json_lines,
     read_object,
 )
-from trainer.seals import sealed_or_empty
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import log_datasets
@@ -147,11 +144,11 @@ class Delivery:
                 file.seek(self._offset)
                 lines: list[bytes] = []
                 # The last line may still be being written.
-                while sum(map(len, lines)) < READ_BYTES and (line := file.readline(LONGEST_LINE)).endswith(b"\n"):
+                while sum(map(len, lines)) < READ_BYTES and (line := file.readline()).endswith(b"\n"):
                     lines.append(line)
                 if not lines:
                     return
-                self._send_points([point for line in lines for point in points(json_line(line))])
+                self._send_points([point for line in lines for point in points(json.loads(line))])
                 self._offset += sum(map(len, lines))
 
     def complete(self, status: str) -> None:
@@ -227,7 +224,7 @@ class Delivery:
         problems: dict[str, Exception] = {}
         self._progress(METRICS, rest=sum(map(size_of, [*paths, *self._checkpoints.unsent()])))
         self._send_metrics()
-        summary = sealed_or_empty(self._folder / SUMMARY_FILE)
+        summary = read_object(self._folder / SUMMARY_FILE)
         self._send_points(summary_metrics(self._folder / METRICS_FILE, summary))
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.errors import UserError
-from trainer.files import BEST, METRICS_FILE, RECORD_FILE, SUMMARY_FILE, check_entries
-from trainer.seals import beginning, check_folder, read_sealed, sealed_or_empty, write_sealed
+from trainer.files import RECORD_FILE, SUMMARY_FILE, read_json, read_object, write_json
 from trainer.tracking.mlflow.addresses import lasting_uri
 
 TRACKING_FILE = "tracking.json"
@@ -47,7 +45,7 @@ class RunInfo:
         """
         path = folder / TRACKING_FILE
         try:
-            return cls(**read_sealed(path))
+            return cls(**read_json(path))
         except FileNotFoundError:
             raise UserError(f"{folder} is not a run folder (it has no {TRACKING_FILE})") from None
         except (OSError, ValueError, TypeError) as error:
@@ -57,7 +55,7 @@ class RunInfo:
 
     def write(self, folder: Path) -> None:
         """Write ``tracking.json``."""
-        write_sealed(folder / TRACKING_FILE, asdict(self), private=True)
+        write_json(folder / TRACKING_FILE, asdict(self), private=True)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -67,33 +65,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
     Empty if MLflow has not answered yet, or the file is damaged or another run's: then the run is found by its key.
     """
-    record, info = (sealed_or_empty(folder / name) for name in (RECORD_FILE, TRACKING_FILE))
+    record, info = (read_object(folder / name) for name in (RECORD_FILE, TRACKING_FILE))
     return record if info.get("key", record.get("key")) == record.get("key") else {}
-
-
-def refuse_changed(folder: Path) -> None:
-    """Refuse a run's folder in which what is sent, but for its options, is not as the run wrote it.
-
-    What a killed process has logged after its last checkpoint has no hash.
-
-    Raises:
-        UserError: names the file.
-    """
-    check_entries(folder)
-    path = folder / SUMMARY_FILE
-    try:
-        if path.exists():
-            log = read_sealed(path)["log"]
-        else:
-            saved = sorted(folder.glob(f"checkpoints/step-*/{MANIFEST_FILE}"))
-            path = saved[-1] if saved else path
-            log = read_sealed(path)["log"] if saved else None
-        path = folder / METRICS_FILE
-        if log:
-            beginning(path, log)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be sent ({error}); restore it") from None
-    check_folder(folder / BEST, str(folder))
 
 
 def is_delivered(folder: Path, uri: str | None = None) -> bool:
@@ -112,4 +85,4 @@ def reopen(folder: Path) -> None:
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write ``mlflow.json``."""
-    write_sealed(folder / RECORD_FILE, record, private=True)
+    write_json(folder / RECORD_FILE, record, private=True)

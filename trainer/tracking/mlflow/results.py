@@ -18,8 +18,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.files import SUMMARY_FILE, read_json_lines
-from trainer.seals import sealed_or_empty
+from trainer.files import SUMMARY_FILE, read_json_lines, read_object
 
 VALID = "valid/"
 NOTE_TAG = "mlflow.note.content"
@@ -108,7 +107,7 @@ def description(folder: Path, run_id: str, model_id: str | None, *, resumable: b
         model_id: of the best weights, where they are a model.
         resumable: whether MLflow gets the checkpoints.
     """
-    summary = sealed_or_empty(folder / SUMMARY_FILE)
+    summary = read_object(folder / SUMMARY_FILE)
     if "resume" not in summary:
         return None
     how = {"FINISHED": "finished", "KILLED": "was stopped", "FAILED": "failed"}[summary["status"]]
