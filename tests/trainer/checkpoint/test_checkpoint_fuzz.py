@@ -7,7 +7,6 @@ shapes and types.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import shutil
