@@ -2,12 +2,12 @@
 
 import sys
 
-from trainer.run.signals import close_the_program, open_the_program
+from trainer.run.signals import begin_program
 
 if __name__ == "__main__":
-    open_the_program(sys.argv[1:])  # before the imports below, which take seconds
+    begin_program(sys.argv[1:])  # before the imports below, which take seconds
 
 from trainer.run.command import main
 
 if __name__ == "__main__":
-    close_the_program(main())
+    sys.exit(main())

@@ -184,8 +184,7 @@ def test_an_error_on_one_rank_is_reported_with_the_rank(
     sweep = ("hydra.mode=MULTIRUN", "seed=0,1", "parallel=ddp", "steps=9")
     _, err = done(start(2, *sweep, script=str(tmp_path / "broken.py")), code=1)
     assert f"rank 1: error: {reported}the third step is unlucky" in err
-    assert err.count("Traceback (most recent call last)") <= 3  # rank 1's, and torchrun's own; none of rank 0's
-    assert "rank 0: error" not in err
+    assert re.search(r"Root Cause[^~]*?rank\s+: 1 ", err), err
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
 
 
@@ -213,7 +212,6 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert "saved (requested by a signal)" in out
-    assert "lost connection" not in err
     printed = re.search(r"stopped by SIGTERM after step (\d+), saved. Resume with:\n  (.*)", err)
     assert printed, err
     assert err.count("stopped by SIGTERM") == 1
@@ -246,40 +244,3 @@ def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, sta
     assert reported in err
     assert err.count("error: ") == 1
     assert not (tmp_path / "outputs").exists()
-
-
-SLOW_SPEAKER = """
-import atexit, os, signal, sys, time
-from pathlib import Path
-from trainer.config import build as module
-from trainer.run import command
-
-build, sleep = module.build, time.sleep
-
-def last(*arguments):  # rank 0 finds the mistake when rank 1 has
-    while not Path("waits").exists():
-        if Path("left").exists():
-            signal.pause()  # torchrun ends it now
-        sleep(0.01)
-    return build(*arguments)
-
-def waits(seconds):
-    Path("waits").touch()
-    sleep(seconds)
-
-if os.environ["RANK"] == "0":
-    module.build = last
-else:
-    atexit.register(Path("left").touch)
-    time.sleep = waits
-sys.exit(command.main())
-"""
-
-
-def test_an_error_is_reported_if_another_rank_finds_it_first(start: Start, tmp_path: Path) -> None:
-    """torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first."""
-    (tmp_path / "slow.py").write_text(SLOW_SPEAKER)
-    _, err = done(start(2, "parallel=single", script=str(tmp_path / "slow.py")), code=1)
-    sentence = "torchrun started 2 processes, and parallel=single uses one; set parallel=ddp"
-    assert err.count(f"error: {sentence}") == 1
-    assert f": {sentence}" in err[err.index("Root Cause") :]  # at the end, where the user looks

@@ -5,17 +5,12 @@ It is composed and checked before torch is imported, which takes longer than a t
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import gc
-import inspect
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +23,7 @@ from trainer.config.explain import explain
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import completion, provenance
-from trainer.run.signals import OUTSIDE, take_back
+from trainer.run.signals import OUTSIDE
 from trainer.run.sweep import Begin, Ended, Sweep
 from trainer.run.terminal import leave_unread
 
@@ -107,7 +102,6 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
     Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
     the ranks would train different runs.
     """
-    config = None
     try:
         composed, kept = begin()
         from trainer.config.build import build
@@ -124,8 +118,7 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
         if not is_out_of_memory(error):
-            code = _report_bug(error, inspect.getfile(type(config.recipe)) if config else None)
-            return Ended(code, {}, launched_processes() > 1)
+            return Ended(_report_bug(error), {}, launched_processes() > 1)
         shortage = error.with_traceback(None)  # which holds the run
         shortage.__context__ = shortage.__cause__ = None
     finally:
@@ -136,24 +129,17 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
 
 
 def release_memory() -> None:
-    """Give the memory of a run back to the system, or the next one of a sweep would count it as its own peak."""
+    """Free the memory of a run, which the next one of a sweep would count as its own peak."""
     gc.collect()  # models may hold themselves: every module whose forward method was replaced does
     if "torch" in sys.modules:
         from trainer.devices import empty_cache
 
         empty_cache()
-    with suppress(OSError, AttributeError):  # glibc keeps freed memory; elsewhere there is no such call
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-_PATIENCE = 60.0
-"""Seconds that a rank waits before it exits, where another rank reports the error that they share."""
 
 
 def _report(error: RunError | Interrupted) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
     leave_unread()
-    take_back()
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:
@@ -164,35 +150,16 @@ def _report(error: RunError | Interrupted) -> int:
             speaks = rank == "0"
         else:
             prefix = f"rank {rank}: {prefix}"
+    tell_torchrun(redacted(str(error)))
     if speaks:
         print(redacted(f"{prefix}{error}"), file=sys.stderr, flush=True)
-        tell_torchrun(redacted(str(error)))
-    elif not isinstance(error, Interrupted):
-        # torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first.
-        atexit.register(time.sleep, _PATIENCE)
     return error.exit_code
 
 
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
-
-
-def _report_bug(error: Exception, recipe_file: str | None) -> int:
-    """Print the traceback, from the recipe's own file on where it goes through that, and what failed where.
-
-    A rank that lost its connection to another prints none: it would hide the cause.
-    """
+def _report_bug(error: Exception) -> int:
+    """Print the traceback, with the rank where there are several, and return the exit code."""
     rank = f"rank {os.environ['RANK']}: " if launched_processes() > 1 else ""
-    if rank:
-        from torch.distributed import DistError
-
-        if isinstance(error, DistError) or any(sign in str(error) for sign in _GONE):
-            print(f"{rank}lost connection to another rank; see its error", file=sys.stderr, flush=True)
-            return 1
-    whole = traceback.TracebackException.from_exception(error)
-    tell_torchrun("".join(whole.format()))
-    own = [frame for frame in whole.stack if frame.filename == recipe_file]
-    where = f"{own[-1].name} ({recipe_file}:{own[-1].lineno}): " if own else ""
-    del whole.stack[: whole.stack.index(own[0]) if own else 0]
-    print("".join(whole.format()), end="", file=sys.stderr)
-    print(redacted(f"{rank}error: {where}{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+    whole = "".join(traceback.format_exception(error))
+    tell_torchrun(whole)
+    print(redacted(f"{whole}{rank}error: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
     return 1

@@ -30,7 +30,7 @@ from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
 from trainer.run.scores import Scores
-from trainer.run.signals import USUAL_THRESHOLDS, Signals, is_open, taken_opening
+from trainer.run.signals import Signals, take_start_time
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo
@@ -57,7 +57,7 @@ def train(
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
     """
-    began = taken_opening()
+    began = take_start_time()
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
@@ -88,13 +88,11 @@ def train(
             datasets = opened or world.first_then_others(resolved.config.open_datasets)
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides)
-        if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
-            if not is_open():
-                gc.collect()
-                stack.callback(gc.unfreeze)
-            gc.freeze()
-        if is_open():
-            gc.set_threshold(*USUAL_THRESHOLDS)
+        if gc.isenabled():  # else the program has only imported modules so far
+            gc.collect()
+        gc.enable()
+        gc.freeze()  # else every look for garbage walks half a million objects, for half a second
+        stack.callback(gc.unfreeze)
         terminal.note("building the model …")
         try:
             with work("building the model"):

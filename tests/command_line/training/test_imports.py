@@ -12,9 +12,9 @@ from tests.helpers import PROJECT
 
 WATCHED = """
 import atexit, gc, sys
-from trainer.run.signals import close_the_program, open_the_program
+from trainer.run.signals import begin_program
 
-open_the_program(sys.argv[1:])
+begin_program(sys.argv[1:])
 from trainer.run.command import main
 from trainer.run.run import Run
 
@@ -29,13 +29,8 @@ class Watched(Run):
         assert gc.isenabled() and gc.get_freeze_count() > 100_000
         super().after_step()
 
-class Kept:
-    def __del__(self):
-        print("taken apart")
-
-kept = Kept()
 atexit.register(tell, "the end")
-close_the_program(main(Watched))
+sys.exit(main(Watched))
 """
 SIZE = ("steps=1", "batch_size=2", "eval_samples=2", "profiler=none", "tracking=local", "device=cpu")
 
@@ -44,9 +39,9 @@ SIZE = ("steps=1", "batch_size=2", "eval_samples=2", "profiler=none", "tracking=
     ("recipe", "used"),
     [("gpt2 recipe.size=nano data.tokenizer=chars", "transformers"), ("resnet recipe.arch=resnet18", "torchvision")],
 )
-def test_a_run_imports_what_it_uses_and_is_not_taken_apart(recipe: str, used: str, tmp_path: Path) -> None:
+def test_a_run_imports_what_it_uses(recipe: str, used: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WATCHED, *f"recipe={recipe}".split(), *SIZE, f"output_dir={tmp_path}"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith(("at ", "taken apart"))]
+    told = [line for line in done.stdout.splitlines() if line.startswith("at ")]
     assert told == [f"at the first step {used}", f"at the end matplotlib {used}"]

@@ -131,13 +131,13 @@ def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monke
         outside._installed.cache_clear()
 
 
-def test_an_error_in_a_recipe_is_shown_from_its_file_on_and_a_sweep_continues(folder: Path, train: Train) -> None:
+def test_an_error_in_a_recipe_is_shown_with_its_line_and_a_sweep_continues(folder: Path, train: Train) -> None:
     write(folder / "mine", "failing")
     done = train("-m", "recipe_path=mine", "recipe=failing", "recipe.width=-1,3", *FAST)
     file = folder / "mine" / "failing.py"
     assert (done.code, only_run(folder).name) == (1, "failing-fp32-s0-width_3")
-    assert done.err.startswith(f'Traceback (most recent call last):\n  File "{file}", line 37, in build_model\n')
-    assert f"error: build_model ({file}:37): RuntimeError: " in done.err.splitlines()[-1]
+    assert f'  File "{file}", line 37, in build_model\n' in done.err
+    assert done.err.splitlines()[-1].startswith("error: RuntimeError: ")
 
 
 def mistake(train: Train, *overrides: str) -> str:

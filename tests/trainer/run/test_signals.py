@@ -1,8 +1,6 @@
 """Signals as exceptions and requests (trainer/run/signals.py)."""
 
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
@@ -56,27 +54,3 @@ def test_a_closed_terminal_requests_a_stop_unless_nohup_says_otherwise(before: s
             assert (signals.stop, signals.take_save()) == (None, True)
     finally:
         assert signal.signal(signal.SIGHUP, original) is before
-
-
-@pytest.mark.parametrize("in_training", [False, True])
-def test_signals_are_answered_while_a_library_does_not_return(in_training: bool) -> None:
-    program = f"""
-import hashlib
-from trainer.run.signals import Signals, open_the_program
-open_the_program(["--cfg"])
-with Signals() as signals:
-    signals.ahead = {"finishing the step" if in_training else None!r}
-    print("began", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
-"""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-uc", program], stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "began\n"
-        process.send_signal(signal.SIGINT)
-        if in_training:
-            assert process.stdout.readline() == "finishing the step; press Ctrl-C again to stop now\n"
-            process.send_signal(signal.SIGTERM)  # of a user, not of a launcher
-        said = "second signal: stopped immediately" if in_training else "interrupted before or after training"
-        assert said in process.communicate(timeout=300)[1]
-    assert process.returncode in (130, 143, 1)  # 1: the traceback of what came before the call
