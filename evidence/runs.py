@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from mantissa import shell
 from mantissa.comparison import in_turns
 from mantissa.display import duration
 from trainer.config.compose import key_of, quoted
@@ -234,19 +234,10 @@ def in_a_process(command: list[str], log: Path, limit_s: float | None = None, st
         subprocess.TimeoutExpired: it took longer than ``limit_s`` seconds and was ended.
     """
     patience_s = stop_s or (STOP_TIMEOUT_S if limit_s is None else LIMIT_STOP_S)
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            return process.wait(limit_s)
-        except BaseException:  # Ctrl-C reaches the run too; a signal to this process alone does not
-            process.terminate()
-            try:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(patience_s)
-            finally:  # also at a second interruption
-                process.kill()
-                process.wait()
-            raise
+    ended = shell.run(command, log, limit_s=limit_s, stop_s=patience_s)
+    if ended.code is None:
+        raise subprocess.TimeoutExpired(command, limit_s or 0)
+    return ended.code
 
 
 def _cpu_seconds() -> tuple[float, float, float]:

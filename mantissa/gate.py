@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mantissa.comparison import Comparison, Run
 from mantissa.errors import UsageError
-from mantissa.shell import SEED, measured, name_of
+from mantissa.printed import SEED, measured, name_of
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE
 
 PRECISION = "{precision}"

@@ -1,112 +1,148 @@
-"""Runs shell commands that train, and reads the number that each printed last."""
+"""Runs commands, each in a process group of its own, and leaves none of their processes behind."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
 
-from mantissa.comparison import Run
-from mantissa.errors import UsageError
-from mantissa.quality import NULL, NULL_SHIFT
-
-SEED = "{seed}"
-"""What a command has in the place of the seed."""
 STOP_TIMEOUT_S = 10.0
-"""What a command may take to end that was told to."""
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)\b", re.I)
-_NOT_FINITE = re.compile(r"(?<![\w.])(?:nan|inf(?:inity)?)\b", re.I)
+"""Seconds that a command has to end by itself once it was told to; then it is killed."""
+POLL_S = 0.01
+"""Seconds between two looks at what a command has printed."""
 
 
-def measured(arm: str, seed: int, command: str, metric: str, folder: Path, timeout_s: float | None = None) -> Run:
-    """Run an arm's command in a fresh process with a seed, and read its metric.
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int | None
+    """Exit code, minus a signal's number where one killed it; None: it was ended, at its limit or by ``on_line``."""
+    seconds: float
+    """Seconds from its start to its end."""
+    output: str
+    """What it printed, and what it printed as errors where these are not apart."""
+    errors: str = ""
+    """What it printed as errors, where these are apart."""
+
+    def last_lines(self, count: int = 3) -> str:
+        """Return the last lines that it printed, separated by slashes; errors come last."""
+        lines = [line.strip()[:200] for text in (self.output, self.errors) for line in text.splitlines()]
+        return " / ".join([line for line in lines if line][-count:])
+
+
+def run(
+    command: str | Sequence[str],
+    output: Path | None = None,
+    *,
+    errors_apart: bool = False,
+    limit_s: float | None = None,
+    stop_s: float = STOP_TIMEOUT_S,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], bool | None] | None = None,
+) -> Ended:
+    """Run a command until it ends, and end whatever it has left running.
+
+    ``run([sys.executable, "train.py"], Path("run.log"), limit_s=60)`` keeps what was printed in a file;
+    ``run(command).output`` has it as a text. Ctrl-C, or any other exception here, ends the command first: SIGTERM goes
+    to all of its processes, as from a terminal; after ``stop_s`` they are killed, with descendants in groups of their
+    own, such as the ranks of torchrun.
 
     Args:
-        arm: its label; the null arm's seed is shifted.
-        seed: of the pair.
-        command: for the shell, with ``{seed}``.
-        metric: a regular expression, looked for in what the command printed, then in what it printed as errors.
-        folder: takes what it prints.
-        timeout_s: seconds after which it is ended, and has failed.
+        command: words, or a text for the shell.
+        output: file for what it prints, which is replaced; None: a temporary one.
+        errors_apart: whether what it prints as errors goes to ``Ended.errors``, and to a file beside ``output`` with
+            the suffix ``.err``; else it is among the rest, in the order printed.
+        limit_s: seconds after which it is ended; None: none.
+        stop_s: seconds that it may take to end when it is told to.
+        cwd: folder to run in; None: the current one.
+        env: whole environment; None: that of this process.
+        on_line: is called with each line of the output, while the command runs; once it returns True, the command is
+            ended.
     """
-    command = command.replace(SEED, str(seed + NULL_SHIFT * (arm == NULL)))
     began = time.monotonic()
-    code, texts = _run(command, folder, f"{arm}-s{seed}", timeout_s)
-    seconds = time.monotonic() - began
-    value = next((number for text in texts if (number := last_number(metric, text)) is not None), None)
-    if value is not None and not math.isfinite(value):  # whatever the exit code
-        return Run(arm, seed, None, seconds)
-    if code == 0 and value is not None:
-        return Run(arm, seed, value, seconds)
-    failure = f"printed nothing that {metric!r} matches"
-    if code != 0:
-        failure = f"ended with exit code {code}" if code else f"was still running after {timeout_s:g} s and was ended"
-    lines = [line.strip()[:200] for text in texts for line in text.splitlines() if line.strip()]
-    return Run(arm, seed, None, seconds, f"`{command}` {failure}; its last lines: {' / '.join(lines[-3:]) or 'none'}")
-
-
-def last_number(metric: str, text: str) -> float | None:
-    """Return the number at the last match of a regular expression, where its first group begins; None: no match.
-
-    A nan or an infinity is found wherever the expression accepts digits, or an earlier number would pass for the last
-    one. The number is read to its end, also where the expression knows no exponent.
-
-    Raises:
-        UsageError: there is no number.
-    """
-    pattern = re.compile(metric, re.MULTILINE)
-    matches = list(pattern.finditer(_NOT_FINITE.sub(lambda found: "0" * len(found[0]), text)))
-    if not matches:
-        return None
-    begin, end = matches[-1].span(min(1, pattern.groups))
-    number = _NUMBER.match(text, begin) if pattern.groups else _NUMBER.search(text, begin, end)
-    if number is None or (pattern.groups and text[number.end() : end].strip(".")):
-        raise UsageError(f"the metric {metric!r} found {text[begin:end]!r}, no number; put (…) around the number alone")
-    return float(number[0])
-
-
-def name_of(metric: str) -> str:
-    """Return the words of a regular expression before its group, as the metric's name.
-
-    Raises:
-        UsageError: it is no regular expression.
-    """
-    try:
-        re.compile(metric)
-    except re.error as error:
-        raise UsageError(f"the metric {metric!r} is no regular expression ({error}), unlike 'loss ([0-9.]+)'") from None
-    return " ".join(re.findall("[A-Za-z]{2,}", metric.partition("(")[0])) or "metric"
-
-
-def _run(command: str, folder: Path, name: str, timeout_s: float | None) -> tuple[int | None, list[str]]:
-    """Run a command, and end all its processes with it.
-
-    Returns:
-        Its exit code, None where it was ended; what it printed, and what it printed as errors.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    logs = [folder / f"{name}.out", folder / f"{name}.err"]
-    with logs[0].open("wb") as output, logs[1].open("wb") as errors:
+    with TemporaryDirectory() as folder, ExitStack() as files:
+        path = output or Path(folder, "output")
+        paths = [path, path.with_suffix(".err")] if errors_apart else [path]
+        streams = [files.enter_context(path.open("w+b")) for path in paths]
         process = subprocess.Popen(
-            command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            command,
+            shell=isinstance(command, str),
+            stdin=subprocess.DEVNULL,
+            stdout=streams[0],
+            stderr=streams[1] if errors_apart else subprocess.STDOUT,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
         )
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
+            if on_line is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(limit_s)
+            else:
+                _follow(process, streams[0], on_line, limit_s)
         finally:
             code = process.returncode
-            try:
-                if code is None:
-                    os.killpg(process.pid, signal.SIGTERM)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(STOP_TIMEOUT_S)
-            finally:  # also at a second interruption, and what it left running
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return code, [log.read_text(encoding="utf-8", errors="replace") for log in logs]
+            _end(process, stop_s)
+        seconds = time.monotonic() - began
+        texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in streams]
+    return Ended(code, seconds, *(text.decode("utf-8", "replace") for text in texts))
+
+
+def _follow(
+    process: subprocess.Popen[bytes], output: IO[bytes], on_line: Callable[[str], bool | None], limit_s: float | None
+) -> None:
+    """Call ``on_line`` with what is printed, until the process ends, it returns True, or the time is over."""
+    until, seen, partial = None if limit_s is None else time.monotonic() + limit_s, 0, b""
+    while until is None or time.monotonic() < until:
+        running = process.poll() is None  # before the look, so that the last lines are seen
+        content = os.pread(output.fileno(), 1 << 20, seen)
+        seen += len(content)
+        *lines, partial = (partial + content).split(b"\n")
+        if any(on_line(line.decode("utf-8", "replace")) for line in lines):
+            return
+        if not running and not content:
+            on_line(partial.decode("utf-8", "replace"))
+            return
+        time.sleep(POLL_S if running else 0)
+
+
+def _end(process: subprocess.Popen[bytes], stop_s: float) -> None:
+    """Tell the processes of a group to end, and kill what is left of them."""
+    try:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(stop_s)
+    finally:  # also at a second interruption, and what an ended command left running
+        descendants = [] if process.returncode is not None else _descendants(process.pid)
+        for number in descendants:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def _descendants(leader: int) -> list[int]:
+    """Return the ids of a process's descendants, on Linux; the group is stopped, so that it replaces none of them."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGSTOP)
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [leader]
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found[1:]

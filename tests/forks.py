@@ -1,7 +1,7 @@
 """Processes of Python that start at once: forked from a server that has imported torch and everything else.
 
 ``Popen`` and ``run`` stand for those of ``subprocess`` where the command is ``[sys.executable, …]`` with a script, with
-``-m module`` or with ``-c code``. ``monkeypatch.setattr("evidence.runs.subprocess", forks)`` lets a
+``-m module`` or with ``-c code``. ``monkeypatch.setattr("mantissa.shell.subprocess", forks)`` lets a
 command start its own that way. What runs is a process of its own, with its own signals, standard streams, folder,
 environment and exit status; only the seconds of importing are saved, and what ``tests.shortcuts`` saves. Not for tests
 of start-up itself, of another copy of the project, or of environment variables that are read while a library is
@@ -65,7 +65,7 @@ class Popen(subprocess.Popen[Any]):
         streams = [number if own == -1 else own for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         try:
             self.pid = self._server.start(
-                [str(each) for each in args[1:]], str(cwd or Path.cwd()), environment, streams
+                [str(each) for each in args[1:]], str(cwd or Path.cwd()), environment, streams, bool(others[5])
             )
             self._child_created = True
         finally:
@@ -120,9 +120,11 @@ class Server:
         self._started: list[int] = []
         atexit.register(self.close)
 
-    def start(self, arguments: list[str], cwd: str, environment: Mapping[str, str], streams: list[int]) -> int:
-        """Start ``python arguments…`` and return its process id."""
-        request = {"arguments": arguments, "cwd": cwd, "environment": environment}
+    def start(
+        self, arguments: list[str], cwd: str, environment: Mapping[str, str], streams: list[int], session: bool
+    ) -> int:
+        """Start ``python arguments…``, maybe in a session of its own, and return its process id."""
+        request = {"arguments": arguments, "cwd": cwd, "environment": environment, "session": session}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
             while not self._started:
@@ -202,6 +204,8 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
             for descriptor in (wake, woken, *streams):
                 os.close(descriptor)
             request: dict[str, Any] = json.loads(message)
+            if request["session"]:
+                os.setsid()
             return request
         alive.add(pid)
         for stream in streams:

@@ -16,8 +16,8 @@ from typing import Any
 from mantissa.commands import report_folder
 from mantissa.comparison import Comparison, Run
 from mantissa.errors import UsageError
+from mantissa.printed import SEED, measured, name_of
 from mantissa.quality import NULL
-from mantissa.shell import SEED, measured, name_of
 
 DESCRIPTION = f"""
 Run each command with several seeds, in turns and in fresh processes, and say whether the others train as well as the

@@ -17,7 +17,7 @@ import pytest
 
 from mantissa.__main__ import main
 from mantissa.errors import UsageError
-from mantissa.shell import last_number
+from mantissa.printed import last_number
 
 NOISE = (0.021, -0.013, 0.004, 0.017, -0.019, 0.008, -0.006, 0.012)
 """Of the seeds, which all arms share."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,7 @@ from evidence.claims import claims, results
 from evidence.claims import command as reproduce_cli
 from evidence.claims.command import seconds_of
 from evidence.claims.reproduce import ORDER, ordered, save
-from evidence.runs import Arm, OutOfTime, Runner, in_a_process
+from evidence.runs import Arm, OutOfTime, Runner
 from tests.evidence.claims.made_up import Machine
 from trainer.errors import UserError
 
@@ -92,25 +88,3 @@ def test_the_command_writes_each_outcome_at_once_and_says_what_is_left(
     assert written == [("quality_parity", 200.0)]
     assert re.search(r"Done: quality_parity [A-Za-z ]+\.\n", said)
     assert "Left: scaler_needed, old_or_small. The same command continues" in said
-
-
-def test_a_process_that_does_not_end_at_its_limit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, wait = tmp_path / "log", subprocess.Popen.wait
-
-    def reached(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout == 1000:  # the limit: reached as soon as the process ignores the signal
-            end = time.monotonic() + 60
-            while not log.read_text() and time.monotonic() < end:
-                time.sleep(0.01)
-            raise subprocess.TimeoutExpired(process.args, timeout)
-        return wait(process, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", reached)
-    monkeypatch.setattr("evidence.runs.LIMIT_STOP_S", 0.1)
-    program = (
-        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        in_a_process([sys.executable, "-c", program], log, 1000)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(log.read_text()), 0)
