@@ -1,6 +1,5 @@
 # mkdir -p outputs && docker build -t mantissa . && docker run --rm --gpus all --user "$(id -u):$(id -g)" -v "$PWD/outputs:/app/outputs" mantissa
 # Any command of the pages may follow `mantissa`: python scripts/compare.py recipe=gpt2 arms=fp32,bf16
-# Test claims in a clone: reproduce.py records the commit, which the image does not have, in results/.
 #
 # --build-arg TORCH_INDEX=  the package index of PyTorch's CPU builds, as its installation page has it: an image without
 #                           CUDA, some 5 GB smaller

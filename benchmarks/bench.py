@@ -1,14 +1,14 @@
 """Measure the project's performance targets, as ratios from one run: ``python benchmarks/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, trainer, peers, nanogpt, roofline, optimizers, diagnostics, ema,
-                          memory, loader, startup, saving, generation, parallel, documented
+                          precision, trainer, peers, nanogpt, optimizers, diagnostics, ema, memory,
+                          startup, saving, generation, parallel, documented
   repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matmuls are too slow here
-  text=FILE               text for nanogpt and roofline, such as tinyshakespeare's; else Python's library
-Each row is printed as soon as it is known, and appended to results/<machine>/bench.jsonl, from which
-``python benchmarks/pages.py`` writes the pages. A measurement that fails is named, and the others go on.
+  text=FILE               text for nanogpt, such as tinyshakespeare's; else Python's library
+Each row is printed as soon as it is known, and replaces the earlier one in results/MACHINE.json, from which
+``python benchmarks/results.py`` fills the tables. A measurement that fails is named, and the others go on.
 Exit code: 0, 1 when a measurement fails, 2 for a user error, 130 when interrupted.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import loading, nanogpt, overhead, peers, ratios, records, roofline
+from benchmarks import nanogpt, overhead, peers, ratios, results
 from benchmarks.rows import Bench, Row
 from mantissa.display import duration
 from mantissa.formats import BASIC
@@ -35,12 +35,10 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row | peers.SideBySide]]] = {
     "trainer": overhead.trainer_cost,
     "peers": peers.peers,
     "nanogpt": nanogpt.nanogpt,
-    "roofline": roofline.roofline,
     "optimizers": ratios.optimizers,
     "diagnostics": ratios.diagnostics_cost,
     "ema": ratios.ema_cost,
     "memory": overhead.peak_memory,
-    "loader": loading.loader,
     "startup": ratios.startup,
     "saving": ratios.saving,
     "generation": ratios.generation,
@@ -83,7 +81,7 @@ def main(arguments: list[str]) -> int:
                 for row in MEASUREMENTS[name](bench):
                     print(row)
                     if options.repeats > 1 and (found := row.record()):
-                        records.append(records.BENCH, command, hardware, {"measurement": name} | found)
+                        print(f"      {results.keep(hardware, command, found)}")
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         print(f"  ({duration(time.monotonic() - began)})")

@@ -8,7 +8,7 @@
 
   rounds=8         steps of each arm that are timed; native=2: of torch's own kernels, where they are slow
   only=gpt2        one recipe
-Each run is appended to results/<machine>/kernels.jsonl; ``python benchmarks/pages.py`` writes docs/speed.md from it.
+Each row is printed as JSON as soon as it is known, and all of them as a table at the end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import records
 from mantissa.statistics import ratio_interval
 from trainer.config.compose import compose
 from trainer.files import PROJECT
 from trainer.hardware import NATIVE, detect
 from trainer.precision import kernels
-from trainer.run.provenance import versions
 from trainer.trainer import StepRecord, Trainer
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -257,22 +255,10 @@ def _lacks(precision: str) -> bool:
     return detect("cpu").support(precision) != NATIVE
 
 
-# --- the pages ---
+# --- the tables ---
 
 Table = Iterator[Sequence[Any]]
 """The cells of the heading, then those of each row."""
-
-
-def tables() -> str:
-    """Return the tables of docs/speed.md: every run, each under its command, commit, date and machine."""
-    lines = []
-    for machine, runs in records.read(records.KERNELS).items():
-        for run in runs:
-            about = f"`{run['command']}` on `{machine}`, {run['threads']} threads, torch {run['torch']}"
-            heading, *rows = _TABLES[run["what"]](run["rows"])
-            lines += ["", f"{about}, {records.origin(run)}:", ""]
-            lines += [_line(heading), "|---" * len(heading) + "|", *map(_line, rows)]
-    return "\n".join(lines[1:])
 
 
 def _line(cells: Sequence[Any]) -> str:
@@ -337,7 +323,7 @@ MEASUREMENTS = {"steps": steps, "operators": operators, "training": training, "m
 
 
 def main(arguments: list[str]) -> int:
-    """Measure what the first argument names, and append it to the results."""
+    """Measure what the first argument names, and print a table."""
     what, *rest = arguments or [""]
     options = dict(argument.split("=", 1) for argument in rest)
     if what not in MEASUREMENTS:
@@ -348,8 +334,8 @@ def main(arguments: list[str]) -> int:
     for row in MEASUREMENTS[what](rounds, native, options.get("only", "")):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    run = {"what": what, "threads": torch.get_num_threads(), "torch": versions()["torch"], "rows": rows}
-    records.append(records.KERNELS, " ".join(["python benchmarks/kernels.py", *arguments]), detect("cpu"), run)
+    heading, *lines = _TABLES[what](rows)
+    print("\n".join([_line(heading), "|---" * len(heading) + "|", *map(_line, lines)]))
     return 0
 
 

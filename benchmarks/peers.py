@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,7 +34,7 @@ from benchmarks.overhead import (
     memory_is_by,
     stepwise,
 )
-from benchmarks.rows import Bench
+from benchmarks.rows import Bench, Row
 from evidence.turns import Block
 from mantissa.display import size
 from trainer.data.contract import Batch
@@ -378,9 +378,14 @@ class SideBySide:
         listed = "\n".join(f"- {note}" for note in (self.how, *notes(self.peers)))
         return f"### {self.title}\n\n{table(self.peers, self.unit, self.units)}\n\n{listed}\n"
 
-    def record(self) -> dict[str, Any]:
-        """Return what is kept of it in results/."""
-        return asdict(self)
+    def record(self) -> dict[str, dict[str, Any]]:
+        """Return what results/ keeps of it: the step of each loop over that of the one written by hand."""
+        bare, *others = self.peers
+        found: dict[str, dict[str, Any]] = {}
+        for peer in others:
+            ratios = [own / other for own, other in zip(peer.step_ms, bare.step_ms, strict=False)]
+            found |= Row(f"{self.title}, step of {peer.name} {peer.version} / bare loop", "x", ratios, "").record()
+        return found
 
 
 def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[SideBySide]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evidence.turns import stopwatch
 from mantissa.comparison import in_turns
+from mantissa.statistics import mean_interval, ratio_interval
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 
 ENDLESS = "steps=1000000"
 """For a trainer whose steps are taken by hand, so that its schedule does not end."""
-_DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "images/s": 1, "nats": 2}
+_DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "nats": 2}
 Times = dict[str, list[float]]
 """Seconds of each block by its name, one number per repeat."""
 
@@ -27,7 +28,7 @@ class Row:
 
     name: str
     unit: str
-    """``x``, ``%``, ``ms``, ``s``, ``images/s`` or ``nats`` (of a loss)."""
+    """``x``, ``%``, ``ms``, ``s`` or ``nats`` (of a loss)."""
     values: list[float]
     """One per repeat; empty: not measured."""
     measured: str
@@ -35,8 +36,6 @@ class Row:
     target: float | None = None
     at_most: bool = True
     """Whether the target is an upper limit of the median."""
-    output: str = ""
-    """What the command printed, where a page shows it."""
 
     @property
     def met(self) -> bool | None:
@@ -70,9 +69,15 @@ class Row:
         verdict = "" if self.met is None else f"target {self.bound}: {'met' if self.met else 'MISSED'}"
         return f"  {self.name:<52} {self.figure:>10}  {self.spread:<20} {verdict}".rstrip() + f"\n      {self.measured}"
 
-    def record(self) -> dict[str, Any]:
-        """Return what is kept of it in results/; nothing, if it was not measured."""
-        return {key: value for key, value in asdict(self).items() if value != ""} if self.values else {}
+    def record(self) -> dict[str, dict[str, Any]]:
+        """Return what results/ keeps of it, by its name; nothing, if it was not measured."""
+        if not self.values:
+            return {}
+        if len(self.values) == 1:
+            (value,) = self.values
+            return {self.name: {"value": value, "low": value, "high": value, "unit": self.unit}}
+        interval = (ratio_interval if self.unit == "x" else mean_interval)(self.values)
+        return {self.name: {"value": interval.mean, "low": interval.low, "high": interval.high, "unit": self.unit}}
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from trainer.run_folder import RunFolder
 FIRST = 10
 """Steps of a learning-rate range test from which nothing is suggested: its loss is the mean of few batches."""
 CLAIMS = PROJECT / "evidence" / "claims" / "published"
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass
@@ -163,22 +161,12 @@ class ReproduceOptions:
 
     claim: list[str] = field(default_factory=list)
     all: bool = False
-    budget: str = ""
-    reduced: bool = False
-    submit: bool = False
-    add: str = ""
-    pages: bool = False
     device: str = "auto"
     output_dir: Path = Path("outputs")
 
     def __post_init__(self) -> None:
         if self.claim and self.all:
             raise UserError("claim=… and all=true exclude each other; drop one")
-        if self.submit and self.reduced:
-            raise UserError("reduced=true gives no outcome to send; drop it, or submit=true")
-        if self.submit and not (self.claim or self.all):
-            raise UserError("submit=true needs a claim; set claim=…, or all=true")
-        seconds_of(self.budget or "1s")
         for name in self.claim:
             check_claim(name)
 
@@ -212,15 +200,3 @@ def check_claim(name: str, folder: Path = CLAIMS) -> None:
         raise UserError(
             f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
         )
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds that ``90s``, ``25min`` or ``1.5h`` means.
-
-    Raises:
-        UserError: no unit, another unit, or no positive number.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text.strip())
-    if match and (seconds := float(match[1]) * _UNITS[match[2]]) > 0:
-        return seconds
-    raise UserError(f"budget={text} is not a time: set budget=25min, or with another unit budget=90s, budget=1.5h")

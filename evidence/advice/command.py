@@ -25,7 +25,6 @@ from evidence.advice.schema import BUDGET, SPEED, Advice, Entry, read
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
 from evidence.advice.worker import COMPILED, Worker, prepare
-from evidence.claims.reproduce import machine_name
 from evidence.options import AdviseOptions
 from evidence.runs import recorded
 from mantissa.display import duration
@@ -68,7 +67,7 @@ def main(arguments: list[str]) -> int:
         overrides=recorded(overrides),
         command=shlex.join(["python", "scripts/advise.py", *recorded(arguments)]),
         steps=resolved.plan.steps,
-        machine=machine_name(hardware),
+        machine=hardware.name,
         hardware=hardware.facts(),
         versions=versions(),
         git=git_facts(),

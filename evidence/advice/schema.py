@@ -102,7 +102,7 @@ class Advice:
     steps: int
     """Optimizer steps of the user's run."""
     machine: str
-    """See ``evidence.claims.reproduce.machine_name``."""
+    """Name of the device."""
     hardware: dict[str, Any]
     versions: dict[str, str | None]
     git: dict[str, str]

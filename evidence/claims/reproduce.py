@@ -1,242 +1,222 @@
-"""Tests published claims: from a claim's file to a record with the verdict, what was measured, and why."""
+"""Tests published claims: trains the arms of a claim, and prints the published figure beside the measured one."""
 
 from __future__ import annotations
 
-import datetime
-import errno
-import getpass
 import hashlib
 import json
 import math
-import os
-import re
-import socket
-from collections.abc import Collection, Container, Iterable
-from contextlib import suppress
-from dataclasses import KW_ONLY, asdict, dataclass, field
+import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from evidence.claims.claims import Claim, load
-from evidence.claims.criteria import NOT_HERE, RELATED, Finding
-from evidence.claims.reasons import reasons
-from evidence.measures import MEASURES, TIMED, measured
-from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner
-from trainer.config.compose import key_of
-from trainer.errors import UserError, redacted
-from trainer.files import PROJECT, make_folder
-from trainer.hardware import Hardware
+from evidence.claims.claims import Claim, Criterion, load, names
+from evidence.measures import TIMED, in_use, measured
+from evidence.options import ReproduceOptions
+from evidence.runs import DIVERGED, Outcome, Runner, merged
+from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, equivalence, ratio_interval
+from trainer.config.compose import compose, key_of
+from trainer.config.options import parse
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
 
-OUTCOMES = "claims.jsonl"
-"""Of a machine: every outcome of a claim, one a line, the newest last."""
-_PATH = re.compile(r"(?<![\w.~/])(?:/[^\s/'\":,;]+){2,}")
-ORDER = PROJECT / "evidence" / "claims" / "order.yaml"
+CONFIRMED, REFUTED, NOT_HERE, NO_VERDICT = "CONFIRMED", "REFUTED", "NOT TESTABLE HERE", "no verdict"
+FINDINGS_FILE = "claim.json"
 
 
 @dataclass
-class Reproduction:
-    """Tests claims on this machine; runs of the same file, commit and machine are kept."""
+class Finding:
+    """The result of a criterion."""
 
-    hardware: Hardware
-    folder: Path
-    """For the runs."""
-    given: list[str]
-    """Overrides that claims leave to the user."""
-    _: KW_ONLY
-    reduced: bool = False
-    """Make every run small; there is no verdict then."""
-    launch: Launch | None = None
-    """See ``Runner``."""
-    until: float | None = None
-    """See ``Runner``."""
-    git: dict[str, str] = field(init=False, default_factory=git_facts)
-    done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
-    """The record of each claim that is tested, by its id."""
-
-    def test(self, name: str) -> dict[str, Any]:
-        """Test one claim, once, and return its record in plain JSON types.
-
-        Raises:
-            UserError: no such claim, or a mistake in its file.
-            OutOfTime: there is no time left; the runs that are done are kept.
-        """
-        if name not in self.done:
-            claim = load(name)
-            if self.reduced:
-                claim.reduce()
-            if missing := claim.lacking(self.hardware, self.given):
-                self.done[name] = self._record(claim, NOT_HERE, needs=missing)
-            else:
-                self.done[name] = self._tested(claim)
-        return self.done[name]
-
-    def _tested(self, claim: Claim) -> dict[str, Any]:
-        names = list(claim.arms) if self.reduced else claim.to_run(self.hardware)
-        timed = any(criterion.measure in TIMED for criterion in claim.criteria) and not self.reduced
-        not_timed = claim.not_timed(self.hardware) if timed else {}
-        not_run: dict[str, Any] = {"left_out": claim.arms_lack(self.hardware)}
-        not_run |= {"not_timed": not_timed} if not_timed else {}
-        if not names:
-            return self._record(claim, NOT_HERE, **not_run)
-        ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
-        arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
-        seeds = list(range(claim.repeats))
-        runner = Runner(self.folder / self._key(claim), launch=self.launch, until=self.until)
-        print(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
-        outcomes = runner.run_all(arms, seeds)
-        verdict, findings = claim.judge(outcomes, self.hardware)
-        commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
-        return self._record(
-            claim,
-            verdict,
-            # Also where a run was of another commit, pulled in the meantime.
-            git=self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {}),
-            findings=[plain(finding) | {"why": self._public(finding.why)} for finding in findings],
-            why=reasons(findings, arms, outcomes),
-            arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
-            **not_run,
-            **({"related": claim.only_related(self.hardware)} if verdict == RELATED else {}),
-            failures=[
-                self._public(f"{run.arm}, seed {run.seed}: {run.reason}")
-                for run in outcomes
-                if run.exit_code not in (0, DIVERGED)
-            ],
-        )
-
-    def _public(self, text: str) -> str:
-        """Remove the user's own values, and this machine's paths and names, from a message."""
-        private = {override.partition("=")[2].strip("'\""): "…" for override in self.given}
-        private |= {str(self.folder): "outputs", str(PROJECT): ".", str(Path.home()): "~"}
-        for place in sorted(private, key=len, reverse=True):
-            text = text.replace(place, private[place]) if len(place) > 1 else text
-        names = [socket.gethostname()]
-        with suppress(KeyError, OSError):  # a container's user without a name
-            names.append(getpass.getuser())
-        for name in names:
-            text = re.sub(rf"\b{re.escape(name)}\b", "…", text)
-        return _PATH.sub("…", redacted(text))
-
-    def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
-        asked = [f"{key}=…" for key in claim.asks]
-        record = {
-            "claim": claim.id,
-            "verdict": "reduced: no verdict" if self.reduced else verdict,
-            "claim_sha256": claim.digest,
-            "git": self.git,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": machine_name(self.hardware),
-            "hardware": self.hardware.facts(),
-            "versions": versions() | ({"driver": _driver()} if self.hardware.is_gpu else {}),
-            "command": " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *asked]),
-        }
-        return record | measured_here
-
-    def _key(self, claim: Claim) -> str:
-        """Return the name of the folder of these runs: another one for another file, commit, machine or torch."""
-        torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
-        given = [override for override in self.given if key_of(override) in claim.asks]
-        parts = [claim.digest, self.git.get("commit"), machine_name(self.hardware), torch_version, threads, given]
-        digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
-        return f"{claim.id}-{'reduced-' * self.reduced}{digest[:10]}"
+    criterion: Criterion
+    verdict: str = ""
+    """Verdict by this criterion; empty: it does not decide."""
+    median: float | None = None
+    low: float | None = None
+    """Lower end of the 95 % interval; of quantities that are not compared, the lowest value."""
+    high: float | None = None
+    values: list[float] = field(default_factory=list)
+    why: str = ""
+    """Reason why there is no verdict."""
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver; None: it cannot be read."""
-    import pynvml
-
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    return None
-
-
-def ordered(claims: Collection[str], tested: Collection[str]) -> list[str]:
-    """Return claims in order of value, those without an outcome first.
-
-    Args:
-        claims: their ids. What is not in ``order.yaml`` comes first.
-        tested: those that have an outcome on this machine, valid or not.
-    """
-    place = {name: number for number, name in enumerate(yaml.safe_load(ORDER.read_text(encoding="utf-8")))}
-    return sorted(claims, key=lambda name: (name in tested, place.get(name, -1), name))
-
-
-def machine_name(hardware: Hardware) -> str:
-    """Return the machine's name for folders: the device's name; of a CPU also its bf16 instructions and used cores."""
-    name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
-    name = re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"
-    if hardware.is_gpu:
-        return name
-    has = bf16_instructions(hardware.cpu_flags)
-    return "-".join(filter(None, [name, has.lower().replace("_", "-"), f"{hardware.cpu_cores}-cores"]))
+def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
+    """Measure one criterion on the runs of a claim, and judge it if it decides."""
+    runs = [{run.seed: run for run in outcomes if run.arm == name} for name in criterion.arms]
+    finding = Finding(criterion)
+    for seed in sorted(set.intersection(*map(set, runs))):
+        own = [measured(of_arm[seed], criterion.measure) for of_arm in runs]
+        if None in own:
+            failed = next(of_arm[seed] for of_arm, value in zip(runs, own, strict=True) if value is None)
+            finding.why = f"{failed.arm}, seed {seed}, {'was not measured' if failed.finished else failed.reason}"
+            continue
+        value = own[0] / own[1] if criterion.over and own[1] else own[0]  # type: ignore[operator]
+        if value is None or math.isnan(value) or (criterion.over and not min(own)):  # type: ignore[type-var]
+            finding.why = f"seed {seed} cannot be compared: neither run finite, or a ratio with 0"
+        else:
+            finding.values.append(value)
+    if criterion.measure in TIMED:
+        finding.why = finding.why or in_use(run for of_arm in runs for run in of_arm.values())
+    if values := finding.values:
+        finding.median, finding.low, finding.high = statistics.median(values), min(values), max(values)
+        if criterion.over and len(values) > 1 and all(0 < value < math.inf for value in values):
+            interval = ratio_interval(values)
+            finding.low, finding.high = interval.low, interval.high
+    if criterion.decides:
+        finding.verdict = _verdict(finding)
+    return finding
 
 
-def bf16_instructions(cpu_flags: Container[str]) -> str:
-    """Return what a CPU computes bf16 matmuls with, which the names of some do not tell; empty: nothing."""
-    names = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16"}
-    return next((name for flag, name in names.items() if flag in cpu_flags), "")
+def _verdict(finding: Finding) -> str:
+    criterion, values = finding.criterion, finding.values
+    if len(values) < (2 if criterion.over else 1):
+        finding.why = finding.why or "too few runs for an interval"
+    if finding.why:
+        return INCONCLUSIVE
+    if criterion.within is not None:
+        if not all(map(math.isfinite, values)):
+            return REFUTED
+        verdict = equivalence([value - 1 for value in values], criterion.within).verdict
+        return {EQUIVALENT: CONFIRMED, INCONCLUSIVE: INCONCLUSIVE}.get(verdict, REFUTED)
+    low = -math.inf if criterion.at_least is None else criterion.at_least
+    high = math.inf if criterion.at_most is None else criterion.at_most
+    assert finding.low is not None and finding.high is not None  # noqa: PT018
+    if low <= finding.low and finding.high <= high:
+        return CONFIRMED
+    if criterion.over and finding.low <= high and low <= finding.high:
+        return INCONCLUSIVE
+    return REFUTED
 
 
-def save(record: dict[str, Any], results: Path) -> Path:
-    """Append the outcome to ``results/<machine>/claims.jsonl``, as one line.
+def combine(verdicts: list[str]) -> str:
+    """Return the verdict of a claim from those of its criteria, without those that do not decide."""
+    counted = {verdict for verdict in verdicts if verdict}
+    if not counted:
+        return NOT_HERE
+    return REFUTED if REFUTED in counted else CONFIRMED if counted == {CONFIRMED} else INCONCLUSIVE
+
+
+def shown(finding: Finding) -> str:
+    """Return what was measured, in words; ratios of losses near 1 as percentages of change."""
+    if finding.median is None or finding.low is None or finding.high is None:
+        return "not measured"
+    criterion, three = finding.criterion, (finding.median, finding.low, finding.high)
+    if criterion.over and "loss" in criterion.measure and all(abs(ratio - 1) < 0.1 for ratio in three):
+        median, low, high = (f"{100 * (ratio - 1):+.2g} %" for ratio in three)
+    else:
+        median, low, high = (f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}" for value in three)
+        median += "x" if criterion.over else ""
+    return median if low == high else f"{median} [{low}, {high}]"
+
+
+def main(arguments: list[str]) -> int:
+    """List the claims, or test some; the exit code is 1 where a run failed.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: an unknown claim or option, or a claim that needs another machine.
     """
-    path = results / record["machine"] / OUTCOMES
-    line = json.dumps(record, allow_nan=False).encode() + b"\n"
-    try:
-        make_folder(path.parent)
-        with path.open("ab+", buffering=0) as file:  # one write, so that lines of several processes do not mix
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                line = b"\n" + line  # the last one was cut short: killed, or a full disk
-            if file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from None
-    return path
+    options, given = parse(arguments, ReproduceOptions, "overrides")
+    hardware = detect(options.device)
+    if not options.claim and not options.all:
+        _list(hardware)
+        return 0
+    claims = [load(name) for name in (names() if options.all else dict.fromkeys(options.claim))]
+    asked = {key for claim in claims for key in claim.asks}
+    if others := [override for override in given if key_of(override) not in asked]:
+        raise UserError(
+            f"{others[0]} is not an option: a claim's file fixes all other options "
+            f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"
+        )
+    testable = {}
+    for claim in claims:
+        why = _why_not_here(claim, hardware, given)
+        if why and not options.all:
+            raise UserError(f"claim={claim.id} is {NOT_HERE}: {why}")
+        if why:
+            print(f"{claim.id}: {NOT_HERE}: {why}")
+        else:
+            testable[claim.id] = claim
+            _check_overrides(claim, hardware, given)
+    folder = options.output_dir.absolute() / "reproduce"
+    return max(
+        [test(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable.values()], default=0
+    )
 
 
-def _finite(values: Iterable[float | None]) -> list[float | None]:
-    """Return values as JSON can hold them: None in the place of infinity and NaN."""
-    return [value if value is not None and math.isfinite(value) else None for value in values]
+def _why_not_here(claim: Claim, hardware: Hardware, given: list[str]) -> str:
+    """Return why a claim cannot be tested on this machine, in words; empty: it can."""
+    if missing := claim.lacking(hardware, given):
+        return f"it needs {', '.join(missing)}"
+    return "" if claim.to_run(hardware) else next(iter(claim.untestable(hardware).values()))
 
 
-def plain(finding: Finding) -> dict[str, Any]:
-    """Return a finding as it is recorded."""
-    criterion = finding.criterion
-    median, low, high = _finite((finding.median, finding.low, finding.high))
-    return {
-        "quantity": criterion.quantity(),
-        "bounds": criterion.bounds(),
-        "published": criterion.published,
-        "verdict": finding.verdict,
-        "median": median,
-        "low": low,
-        "high": high,
-        "values": _finite(finding.values),
-        "note": criterion.note,
-        "why": finding.why,
-        "criterion": {key: value for key, value in asdict(criterion).items() if value not in (None, [], "")},
-    }
+def _check_overrides(claim: Claim, hardware: Hardware, given: list[str]) -> None:
+    """Refuse overrides that train.py would refuse, before anything is run."""
+    for arm in claim.runs(claim.to_run(hardware), given, hardware):
+        try:
+            compose(merged(arm.overrides))
+        except UserError as error:
+            raise UserError(f"evidence/claims/published/{claim.id}.yaml: arm {arm.label}: {error}") from None
 
 
-def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
-    asked = {key: f"{key}=…" for key in claim.asks}  # the user's paths are private
-    overrides = [asked.get(key_of(override), override) for override in arm.overrides]
-    mine = [outcome for outcome in outcomes if outcome.arm == arm.label]
-    names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]
-    values = {name: [measured(outcome, name) for outcome in mine] for name in names}
-    return {
-        "script": Path(arm.script).name,
-        "overrides": overrides,
-        "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
-        "others_cpu": [outcome.others_cpu for outcome in mine],
-        "measures": {
-            name: _finite(found) for name, found in values.items() if any(value is not None for value in found)
-        },
-    }
+def _folder(parent: Path, claim: Claim, given: list[str]) -> Path:
+    """Return the folder of a claim's runs: another one for other arms, another commit or another torch."""
+    parts = [claim.setups, claim.arms, claim.on_cuda, sorted(given), git_facts().get("commit"), versions()["torch"]]
+    return parent / f"{claim.id}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}"
+
+
+def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
+    """Train what is left to train of a claim, print and write what was found; return 1 where a run failed."""
+    arms, left_out = claim.runs(claim.to_run(hardware), given, hardware), claim.untestable(hardware)
+    print(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
+    outcomes = runner.run_all(arms, list(range(claim.repeats)))
+    findings = []
+    for number, criterion in enumerate(claim.criteria):
+        why = left_out.get(number)
+        findings.append(Finding(criterion, why=f"not testable: {why}") if why else evaluate(criterion, outcomes))
+    related = claim.only_related(hardware)
+    for finding in findings:
+        finding.verdict = "" if related else finding.verdict
+    verdict = NO_VERDICT if related else combine([finding.verdict for finding in findings])
+    print(f"\n{claim.id}: {verdict}{f' ({related})' if related else ''}; published: {claim.published}")
+    for finding in findings:
+        criterion = finding.criterion
+        words = [f"published {criterion.published}" if criterion.published else "", finding.verdict, criterion.note]
+        bounds = f"criterion {criterion.bounds()}" if criterion.decides and not related else ""
+        print("  ".join(filter(None, (f"  {criterion.quantity()}: {shown(finding)}", bounds, *words, finding.why))))
+    failures = [f"{run.arm}, seed {run.seed}: {run.reason}" for run in outcomes if run.exit_code not in (0, DIVERGED)]
+    for failure in failures:
+        print(f"  failed: {failure}")
+    _write(runner.folder / FINDINGS_FILE, claim, verdict, findings)
+    return int(bool(failures))
+
+
+def _write(path: Path, claim: Claim, verdict: str, findings: list[Finding]) -> None:
+    """Write what was found, for ``benchmarks/results.py``."""
+    rows = [
+        {
+            "quantity": finding.criterion.quantity(),
+            "value": finding.median,
+            "low": finding.low,
+            "high": finding.high,
+            "unit": "x" if finding.criterion.over else "",
+            "published": finding.criterion.published,
+            "verdict": finding.verdict,
+        }
+        for finding in findings
+        if finding.median is not None and math.isfinite(finding.median) and not finding.why
+    ]
+    command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
+    write_json(path, {"claim": claim.id, "verdict": verdict, "command": command, "findings": rows})
+
+
+def _list(hardware: Hardware) -> None:
+    """Print every claim, and what of it this machine can test."""
+    for name in names():
+        claim = load(name)
+        asked = [f"{key}=…" for key in claim.asks]
+        missing = _why_not_here(claim, hardware, asked)
+        print(f"{name}: {claim.statement} ({claim.source}; published: {claim.published})")
+        print(f"    {NOT_HERE}: {missing}" if missing else f"    {' '.join([f'claim={name}', *asked])}")
+    print("Test one claim with claim=…, or all that this machine can with all=true.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, ratios, records, rows
+from benchmarks import bench, ratios, rows
 from benchmarks.bench import MEASUREMENTS, main
 from benchmarks.jobs import Job
 from benchmarks.rows import Bench, Row, interleave
@@ -16,7 +16,7 @@ WHY = "fp16 products take 95 times as long as fp32's here"
 
 
 def test_rows_are_printed_and_kept_as_they_come_also_beside_a_measurement_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
 
@@ -30,19 +30,17 @@ def test_rows_are_printed_and_kept_as_they_come_also_beside_a_measurement_that_f
         yield Row("of the others", "ms", [1.0], "a command")
 
     monkeypatch.setattr(bench, "MEASUREMENTS", {"broken": broken, "whole": whole})
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
-    records.append(records.BENCH, "an earlier command", detect("cpu"), {"name": "kept"})
+    kept: dict[str, str] = {}
+    monkeypatch.setattr(
+        bench.results, "keep", lambda _, command, found: kept.update(dict.fromkeys(found, command)) or "kept"
+    )
     assert run(main, None, ["device=cpu"]) == 1
     assert "known before" in seen[0]
     output = capsys.readouterr().out
     assert "of the others" in output
     assert output.endswith("failed: broken: ValueError: no such operator\n")
     assert run(main, None, ["device=cpu", "only=whole", "repeats=1"]) == 0  # a trial
-    (kept,) = records.read(records.BENCH).values()
-    assert [each["name"] for each in kept] == ["kept", "known before", "of the others"]
-    assert kept[1].items() >= {"measurement": "broken", "values": [1.0, 3.0, 2.0], "measured": "a command"}.items()
-    assert kept[1]["command"] == "python benchmarks/bench.py device=cpu"
-    assert kept[1]["commit"]
+    assert kept == dict.fromkeys(("known before", "of the others"), "python benchmarks/bench.py device=cpu")
 
 
 def test_those_that_are_named_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

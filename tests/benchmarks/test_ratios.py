@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import loading, overhead, ratios
+from benchmarks import overhead, ratios
 from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.overhead import alternate, by_repeat, overheads
 from benchmarks.rows import Bench, Times
@@ -116,23 +116,6 @@ def test_the_gain_of_the_cache_is_in_texts_as_long_as_the_context(known: Known) 
     (row,) = ratios.generation(known, job)
     assert (row.values, row.met) == ([6.0], True)
     assert row.measured.endswith("; texts of 8 tokens alternate")
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm's reader
-def test_loading_is_images_a_second_of_the_same_images_and_size(
-    known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "BATCH", 4)
-    rows = {row.name: row.values for row in loading.loader(known, images=8, batches=1)}
-    assert rows["loading alone, randaugment, Mantissa"] == [4 / 1.0]
-    assert rows["loading, imagenet, Mantissa / torchvision"] == [2.0]
-    for images, labels in (
-        next(iter(loading.torchvision_loader(tmp_path / "train", "imagenet"))),
-        next(iter(loading.timm_loader(tmp_path / "train"))),
-    ):
-        assert (images.shape, images.dtype) == ((4, 3, loading.SIZE, loading.SIZE), torch.float32)
-        assert images.mean().abs() < 1
-        assert len(labels) == 4
 
 
 def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ ELSEWHERE = (
     "source .venv/bin/activate", "pip ", "PYTHONPATH=", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
     f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT",
     # Takes several processes, or minutes.
-    "torchrun ", "python benchmarks/gpu.py reduced=true", "python benchmarks/bench.py", "python scripts/advise.py",
+    "torchrun ", "python benchmarks/bench.py", "python scripts/advise.py",
     "python scripts/compare.py", "python scripts/lr_range.py", "python scripts/max_batch.py",
     "python scripts/reproduce.py claim=", "python scripts/search.py", "python scripts/sync.py", "python scripts/ui.py",
     # Fails on purpose, or needs a file that the reader writes.
-    "python scripts/doctor.py", "python scripts/reproduce.py add=",
+    "python scripts/doctor.py",
     f"{TRAIN} recipe=t5 data=synthetic", f"{TRAIN} recipe=llama recipe.size=nano",
     f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit", f"{TRAIN} recipe=tumour",
     f"{TRAIN} recipe_path=my/folder",
@@ -176,7 +176,7 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda path: path.name)
 def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
-    files = [*(PROJECT / "scripts").glob("*.py"), *(PROJECT / "benchmarks" / f"{name}.py" for name in ("bench", "gpu"))]
+    files = [*(PROJECT / "scripts").glob("*.py"), PROJECT / "benchmarks" / "bench.py"]
     scripts = set().union(*(own_options(str(path.relative_to(PROJECT))) for path in files))
     known = known_options()
     spans = dict.fromkeys(re.findall(rf"`({WORD}(?: {WORD})*)`", page.read_text(encoding="utf-8")))

@@ -1,0 +1,414 @@
+"""Claims: mistakes in files, what a machine lacks, and verdicts of runs that are made up."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from evidence.claims import claims, reproduce
+from evidence.claims.claims import Claim, Criterion, lacking, load, names
+from evidence.claims.reproduce import CONFIRMED, NOT_HERE, REFUTED, Finding, combine, evaluate, main, shown
+from evidence.runs import Outcome, Runner
+from mantissa.statistics import INCONCLUSIVE
+from tests.helpers import CPU, PROJECT
+from trainer.config.compose import compose
+from trainer.config.options import run
+from trainer.errors import UserError
+from trainer.files import read_json
+from trainer.hardware import Hardware
+from trainer.seals import write_sealed
+
+H200 = Hardware(torch.device("cuda", 0), "NVIDIA H200", 139 * 2**30, 16, (9, 0))
+T4 = Hardware(torch.device("cuda", 0), "Tesla T4", 15 * 2**30, 4, (7, 5))
+AMX = replace(CPU, cpu_flags=frozenset({"amx_bf16"}))
+SPEED = {"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 2.0, "published": "2x"}
+LOSS = {"measure": "loss", "arm": "bf16", "over": "fp32"}
+CLAIM = {
+    "statement": "bf16 is twice as fast",
+    "source": "a hunch",
+    "published": "2x",
+    "setups": {"net": "recipe=bignet steps=3"},
+    "arms": {"fp32": "net precision=fp32", "bf16": "net precision=bf16 batch_size=8"},
+    "criteria": [SPEED, LOSS],
+}
+WIDE = "fp16 matmuls: fp32 arithmetic, this CPU has no fp16 instructions"
+
+
+@pytest.fixture(autouse=True)
+def not_timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """By format, why its speed is not tested here: it is, unless a test says so."""
+    reasons: dict[str, str] = {}
+    monkeypatch.setattr(claims, "not_timed_here", lambda mode, hardware: reasons.get(mode))
+    return reasons
+
+
+def claim(tmp_path: Path, **changes: object) -> Claim:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(CLAIM | changes, sort_keys=False))
+    return load("mine", tmp_path)
+
+
+# --- files ---
+
+
+def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> None:
+    mine = claim(tmp_path, on_cuda={"net": "steps=50"}, asks={"data.path": "a text"})
+    fp32, bf16 = mine.runs(["fp32", "bf16"], ["data.path=here", "x=1"], T4)
+    own = ("precision=bf16", "batch_size=8", "device=cuda:0", "data.path=here")
+    assert bf16.overrides[-7:-4] == ("recipe=bignet", "steps=3", "steps=50")
+    assert (bf16.overrides[-4:-2], bf16.overrides[-1]) == (own[:2], own[-1])
+    assert {"profiler=none", "checkpoint=none", "tracking.epilogue=false"} <= set(fp32.overrides)
+    (on_cpu,) = claim(tmp_path, criteria=[SPEED | {"measure": "memory"}]).runs(["fp32"], [], CPU)
+    assert "steps=50" not in on_cpu.overrides
+    assert "profiler=memory" in on_cpu.overrides
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sorce": "x"}, "sorce: Key 'sorce' not in 'Claim'"),
+        ({"arms": {"fp32": "nett precision=fp32"}}, "arms.fp32: 'nett' is not known; did you mean 'net'?"),
+        ({"arms": {"a b": "net"}}, "an arm cannot be called a b"),
+        ({"criteria": [SPEED | {"arm": "bf61"}]}, "criteria on speed: 'bf61' is not known; did you mean 'bf16'?"),
+        ({"criteria": [SPEED | {"measure": "tflops"}]}, "criteria: 'tflops' is not known"),
+        ({"criteria": [LOSS]}, "no criterion decides; give one at_least"),
+        ({"criteria": [SPEED | {"at_most": 1.0}]}, "at_least: 2 is above at_most: 1; swap them"),
+        ({"criteria": [{"measure": "loss", "arm": "bf16", "within": 0.003}]}, "within needs over"),
+        ({"criteria": [LOSS | {"within": 0.1, "at_most": 2.0}]}, "no other bound"),
+        ({"criteria": [LOSS | {"within": 0.0}]}, "between 0 and 1"),
+        ({"related": "one model is not many"}, "related leaves no verdict; drop the bounds"),
+        ({"speaks_of": ["a100"]}, "'a100' is not known"),
+        ({"on_cuda": {"other": "steps=1"}}, "on_cuda: 'other' is not known"),
+        ({"repeats": 1}, "repeats=1 gives no interval"),
+        ({"needs": ["cude"]}, "did you mean 'cuda'?"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        claim(tmp_path, **changes)
+    assert str(caught.value).startswith("evidence/claims/published/mine.yaml: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"source: a\nsource: b", "found duplicate key source"),
+        (b"statement: \xe4", "mine.yaml: 'utf-8' codec"),
+    ],
+)
+def test_a_file_that_is_no_claim_is_named(tmp_path: Path, text: bytes, words: str) -> None:
+    (tmp_path / "mine.yaml").write_bytes(text)
+    with pytest.raises(UserError, match=re.escape(words)):
+        load("mine", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("need", "hardware", "words"),
+    [
+        ("cuda", CPU, "an NVIDIA GPU"),
+        ("cuda", T4, ""),
+        ("cpu", T4, "a CPU: set device=cpu"),
+        ("tf32", T4, "TF32 (an NVIDIA GPU from Ampere on)"),
+        ("hopper", T4, "an NVIDIA GPU from Hopper on"),
+        ("native_bf16", CPU, "bf16 in hardware"),
+        ("native_bf16", AMX, ""),
+        ("amx", AMX, ""),
+        ("avx512_bf16", AMX, "a CPU with avx512_bf16"),
+        ("A100", replace(H200, name="NVIDIA A100-SXM4-80GB"), ""),
+        ("A100", replace(H200, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb"), "the GPU A100"),  # a part of one
+        ("A100", replace(H200, name="NVIDIA RTX A1000"), "the GPU A100"),
+        ("80GiB", replace(H200, memory_bytes=85_000_000_000), ""),  # what an H100 of 80 GB reports
+        ("80GiB", replace(H200, memory_bytes=48 * 2**30), "80GiB of GPU memory"),
+    ],
+)
+def test_what_a_machine_lacks(need: str, hardware: Hardware, words: str) -> None:
+    assert lacking([need], hardware) == ([words] if words else [])
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_claim_here_composes_has_a_figure_and_says_where_it_tests_less_than_the_statement(name: str) -> None:
+    here = load(name)
+    assert here.published
+    for arm in here.runs(list(here.arms), [f"{key}={PROJECT / 'README.md'}" for key in here.asks], CPU):
+        compose(arm.overrides)
+    words = f"{here.statement}, {here.source}"
+    if re.search(r"often|many|typically|generally|\d models|SSD|Llama3-8B|up to", words):
+        assert here.related, "say in related: why the test is of less than statement and source say"
+    elif gpu := re.search(r"\b[AVH]100\b|\bRTX \d+", words):
+        assert here.related or here.speaks_of == [gpu[0], *here.speaks_of[1:]]
+
+
+def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:
+    page = (PROJECT / "docs/claims.md").read_text()
+    block = re.search(r"^```yaml\n# evidence/claims/published/(\S+)\.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block
+    (tmp_path / f"{block[1]}.yaml").write_text(block[2])
+    assert len(load(block[1], tmp_path).arms) == 2
+
+
+# --- verdicts ---
+
+
+def outcome(arm: str, seed: int, speed: float | None = 100.0, loss: float | None = 2.0, code: int = 0) -> Outcome:
+    summary: dict[str, Any] = {
+        "status": "FINISHED" if code == 0 else "FAILED",
+        "units_per_s": speed,
+        "final": {"valid/loss": loss},
+        "best": {"value": loss, "step": 1},
+    }
+    return Outcome(arm, seed, Path("nowhere"), code, "it broke" if code else "", 60.0, summary)
+
+
+def runs(arm: str, *speeds: float) -> list[Outcome]:
+    return [outcome(arm, seed, speed) for seed, speed in enumerate(speeds)]
+
+
+def losses(arm: str, *values: float) -> list[Outcome]:
+    return [outcome(arm, seed, loss=loss) for seed, loss in enumerate(values)]
+
+
+def speed(**bounds: Any) -> Criterion:
+    return Criterion("speed", "fast", "slow", **bounds)
+
+
+SLOW = runs("slow", 100, 110, 90)
+FAST = runs("fast", 201, 219, 182)  # 2.01, 1.99, 2.02 times as fast
+BASE = losses("base", 2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "verdict"),
+    [
+        ({"at_least": 1.9}, CONFIRMED),
+        ({"at_least": 2.1}, REFUTED),
+        ({"at_least": 2.0}, INCONCLUSIVE),
+        ({"at_least": 2.03}, INCONCLUSIVE),  # the median alone does not refute
+        ({"at_most": 1.98}, INCONCLUSIVE),
+        ({"at_most": 2.1}, CONFIRMED),
+        ({"at_most": 1.9}, REFUTED),
+        ({"at_least": 1.9, "at_most": 2.1}, CONFIRMED),
+        ({"at_least": 2.1, "at_most": 3.0}, REFUTED),
+        ({"at_least": 1.0, "at_most": 2.01}, INCONCLUSIVE),
+        ({}, ""),
+    ],
+)
+def test_the_whole_interval_of_pairs_of_a_seed_decides(bounds: dict[str, float], verdict: str) -> None:
+    finding = evaluate(speed(**bounds), [*SLOW, *reversed(FAST)])
+    assert finding.verdict == verdict
+    assert finding.median == pytest.approx(2.01)
+    assert finding.low is not None
+    assert finding.high is not None
+    assert 1.95 < finding.low < 2.0 < finding.high < 2.06
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ((2.004, 2.0045, 2.0035), CONFIRMED),  # by 0.2 %
+        ((2.008, 2.0085, 2.0075), REFUTED),  # by 0.4 %
+        ((1.98, 1.9805, 1.9795), REFUTED),
+        ((1.97, 2.0, 2.03), INCONCLUSIVE),  # seeds differ more than the margin
+    ],
+)
+def test_within_is_an_equivalence_test(values: tuple[float, ...], verdict: str) -> None:
+    found = evaluate(Criterion("loss", "other", "base", within=0.003), [*BASE, *losses("other", *values)])
+    assert found.verdict == verdict
+
+
+def test_a_run_that_diverged_has_an_infinite_loss() -> None:
+    worse = Criterion("loss", "pure", "base", at_least=1.1)
+    finding = evaluate(worse, [*BASE, *(outcome("pure", seed, loss=None, code=3) for seed in range(3))])
+    assert (finding.verdict, shown(finding)) == (CONFIRMED, "infx")
+    mixed = [outcome("pure", 0, loss=2.0), *(outcome("pure", seed, code=3) for seed in (1, 2))]
+    assert evaluate(worse, [*BASE, *mixed]).verdict == INCONCLUSIVE
+    assert evaluate(Criterion("loss", "pure", "base", within=0.01), [*BASE, *mixed]).verdict == REFUTED
+    both = evaluate(worse, [*BASE[:2], outcome("base", 2, code=3), *mixed])
+    assert (both.verdict, both.why) == (
+        INCONCLUSIVE,
+        "seed 2 cannot be compared: neither run finite, or a ratio with 0",
+    )
+
+
+def test_a_single_quantity_has_to_keep_its_bounds_in_every_run() -> None:
+    of = Criterion("best_loss", "a", at_most=1.95)
+    assert evaluate(of, losses("a", 1.90, 1.94)).verdict == CONFIRMED
+    finding = evaluate(of, losses("a", 1.90, 1.96))
+    assert (finding.verdict, finding.low, finding.high) == (REFUTED, 1.90, 1.96)
+    assert (of.quantity(), of.bounds()) == ("best validation loss, a", "≤ 1.95")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "why"),
+    [
+        ([*SLOW, *FAST[:2], outcome("fast", 2, code=1)], "fast, seed 2, it broke"),
+        ([*SLOW, *FAST[:2], Outcome("fast", 2, Path("nowhere"), -9)], "fast, seed 2, exit code -9"),
+        ([SLOW[0], outcome("slow", 1, speed=None), *FAST[:2]], "slow, seed 1, was not measured"),
+        ([SLOW[0], FAST[0]], "too few runs for an interval"),
+        (
+            [*SLOW, *(replace(one, others_cpu=0.4) for one in FAST)],
+            "other processes used 40% of the CPUs; measure again on a quiet machine, with another name=…",
+        ),
+    ],
+)
+def test_what_is_missing_leaves_the_verdict_open_and_is_reported(outcomes: list[Outcome], why: str) -> None:
+    finding = evaluate(speed(at_least=1.5), outcomes)
+    assert (finding.verdict, finding.why) == (INCONCLUSIVE, why)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "combined"),
+    [
+        ([CONFIRMED, CONFIRMED, ""], CONFIRMED),
+        ([CONFIRMED, REFUTED, INCONCLUSIVE], REFUTED),
+        ([CONFIRMED, INCONCLUSIVE], INCONCLUSIVE),
+        (["", ""], NOT_HERE),
+    ],
+)
+def test_a_claim_stands_where_all_its_criteria_do(verdicts: list[str], combined: str) -> None:
+    assert combine(verdicts) == combined
+
+
+@pytest.mark.parametrize(
+    ("criterion", "three", "words"),
+    [
+        (speed(), (2.0, 1.9, 2.1), "2x [1.9, 2.1]"),
+        (speed(), (1.25, 1.25, 1.25), "1.25x"),
+        (Criterion("speed", "fast"), (12345.6, 1.0, 12345.6), "12,346 [1, 12,346]"),
+        (Criterion("loss", "a", "b"), (1.0001, 0.9998, 1.0003), "+0.01 % [-0.02 %, +0.03 %]"),
+        (Criterion("loss", "a", "b"), (28.83, 24.97, 33.28), "28.83x [24.97, 33.28]"),
+    ],
+)
+def test_numbers_are_shown_with_their_interval(criterion: Criterion, three: tuple[float, ...], words: str) -> None:
+    assert shown(Finding(criterion, "", *three)) == words
+
+
+# --- the command ---
+
+Test = Callable[[Claim], int]
+
+
+@pytest.fixture
+def started() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def run_claim(tmp_path: Path, started: list[str]) -> Test:
+    """Test a claim on a machine that only writes what a run would have left."""
+
+    def launch(command: list[str], log: Path, limit_s: float | None = None) -> int:
+        options = dict(argument.split("=", 1) for argument in command[2:])
+        started.append(options["run_name"])
+        folder = Path(options["output_dir"].strip("'")) / options["run_name"]
+        folder.mkdir(parents=True)
+        summary = outcome("", 0, {"bf16": 250.0}.get(options["precision"], 100.0)).summary
+        write_sealed(folder / "summary.json", summary)
+        return 0
+
+    return lambda mine: reproduce.test(mine, AMX, [], Runner(tmp_path / "runs", launch=launch))
+
+
+def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
+    tmp_path: Path, run_claim: Test, started: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_claim(claim(tmp_path)) == 0
+    assert started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
+    printed = capsys.readouterr().out
+    assert "mine: CONFIRMED; published: 2x" in printed
+    assert "throughput, bf16 over fp32: 2.5x  criterion ≥ 2  published 2x  CONFIRMED" in printed
+    found = read_json(tmp_path / "runs" / "claim.json")
+    assert (found["command"], found["findings"][0]["value"]) == ("python scripts/reproduce.py claim=mine", 2.5)
+    assert run_claim(claim(tmp_path)) == 0  # nothing is run again
+    assert len(started) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speaks_of": ["A100"]}, "no verdict (the claim speaks of the GPU A100)"),
+        ({"related": "a hunch is no claim", "criteria": [LOSS]}, "no verdict (a hunch is no claim)"),
+    ],
+)
+def test_what_is_not_the_statement_is_measured_without_a_verdict(
+    tmp_path: Path,
+    run_claim: Test,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    run_claim(claim(tmp_path, **changes))
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert "CONFIRMED" not in printed
+
+
+def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
+    tmp_path: Path,
+    run_claim: Test,
+    started: list[str],
+    not_timed: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    not_timed["fp16"] = WIDE
+    arms = CLAIM["arms"] | {"fp16": "net precision=fp16"}  # type: ignore[operator]
+    mine = claim(tmp_path, arms=arms, criteria=[SPEED, SPEED | {"arm": "fp16"}])
+    assert mine.to_run(AMX) == ["fp32", "bf16"]
+    run_claim(mine)
+    printed = capsys.readouterr().out
+    assert "mine: CONFIRMED" in printed
+    assert f"throughput, fp16 over fp32: not measured  criterion ≥ 2  published 2x  not testable: {WIDE}" in printed
+    both = claim(tmp_path, arms=arms, criteria=[SPEED | {"arm": "fp16"}, LOSS | {"arm": "fp16", "at_most": 9.0}])
+    assert both.to_run(AMX) == ["fp32", "fp16"]
+    assert claim(tmp_path, arms=arms, criteria=[SPEED | {"arm": "fp16"}]).to_run(AMX) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["claim=two_xx"], "claim=two_xx is not a claim; did you mean 'two_x'?"),
+        (["claim=gpt2_ladder", "device=cpu"], "claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"),
+        (["claim=shakespeare_cpu", "device=cpu"], "it needs data.path=… (the text https://"),
+        (["claim=bignet_memory", "steps=3"], "a claim's file fixes all other options (these claims have no option to"),
+        (["claim=bignet_memory", "all=true"], "exclude each other"),
+    ],
+)
+def test_an_error_is_reported_with_what_to_set(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "test", lambda *_: pytest.fail("it ran"))
+    assert run(main, None, arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(tmp_path, arms={"fp32": "net precision=fp32", "bf16": "net precision=bf16 stepps=3"})
+    monkeypatch.setattr(reproduce, "load", functools.partial(load, folder=tmp_path))
+    monkeypatch.setattr(reproduce, "names", lambda: ["mine"])
+    assert run(main, None, ["all=true", "device=cpu"]) == 2
+    assert "evidence/claims/published/mine.yaml: arm bf16: stepps" in capsys.readouterr().err
+
+
+def test_the_list_says_what_can_be_tested_here_and_all_leaves_out_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["device=cpu"]) == 0
+    listed = capsys.readouterr().out
+    assert "    claim=bignet_memory\n" in listed
+    assert "    NOT TESTABLE HERE: it needs an NVIDIA GPU, 40GiB of memory\n" in listed
+    assert "    claim=shakespeare_cpu data.path=…\n" in listed
+    tested: list[str] = []
+    monkeypatch.setattr(reproduce, "test", lambda mine, *_: tested.append(mine.id) or mine.id == "set_to_none")
+    assert main(["all=true", "device=cpu"]) == 1
+    assert "bignet_memory" in tested
+    assert not {"gpt2_ladder", "shakespeare_cpu"} & set(tested)
+    assert "gpt2_ladder: NOT TESTABLE HERE" in capsys.readouterr().out
