@@ -3,7 +3,7 @@
   resume=FOLDER         the run: the step that failed is replayed and examined; or mlflow:RUN_ID
   step=0                the step to examine, counted from 1 (default: of a run the one that failed, else the next one;
                         without resume= the first one, as in: python scripts/doctor.py recipe=gpt2 precision=fp16)
-  check=all             or some of formats,manifest,gradients,range,pairs,updates,state,divergence,islands
+  check=all             or some of formats,manifest,gradients,range,modules,updates,state,divergence,islands
   reference=auto        what 16 bits are compared with: fp32, or fp64 (auto: fp32; fp64 for fp32 and tf32)
   budget_s=60           seconds for the checks, without the start and replayed steps; what does not fit is named
 All other arguments are as for train.py. Nothing of the run is changed; the report goes to <run>/doctor/step-N.

@@ -18,7 +18,7 @@ from trainer.hardware import Hardware
 
 SAMPLES = 2
 """Of the step that is examined, at most: formats do not depend on their number, and batch norm needs two."""
-CHECKS = ("formats", "manifest", "range", "pairs", "updates")
+CHECKS = ("formats", "manifest", "range", "modules", "updates")
 """Of the doctor's, those that need few steps."""
 BUDGET_S, LIMIT_S = 30, 180.0
 """For the doctor's checks; and for all of it, with the start of its process and the part that is running at the end."""

@@ -11,7 +11,7 @@ import numpy as np
 from mantissa.doctor.diagnosis import Diagnosis
 from mantissa.doctor.divergence import TIMES, Divergence
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents
-from mantissa.doctor.pairs import LocalError
+from mantissa.doctor.module_errors import LocalError
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.page import Plot
 from trainer.tracking.plots import ALARM, COLORS, INK, NOISE, QUIET, RULE, bare_figure
@@ -34,8 +34,8 @@ def figures(diagnosis: Diagnosis) -> list[Plot]:
         outputs = [layer for layer in layers if layer.tensor == "output"]
         weights = [layer for layer in reversed(layers) if layer.tensor != "output"]  # they came in backward order
         drawn += [_exponents(what, part, scales) for what, part in (("outputs", outputs), ("weights", weights)) if part]
-    if diagnosis.pairs is not None:
-        rows = [row for row in diagnosis.pairs.rows if 0 < row.e < math.inf]
+    if diagnosis.modules is not None:
+        rows = [row for row in diagnosis.modules.rows if 0 < row.e < math.inf]
         parts = {direction: [row for row in rows if row.direction == direction] for direction in (FORWARD, BACKWARD)}
         drawn += [_errors(direction, part) for direction, part in parts.items() if part]
     if diagnosis.divergence is not None:

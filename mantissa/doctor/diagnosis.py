@@ -13,18 +13,25 @@ from typing import TypeVar
 import torch
 
 from mantissa.display import size
+from mantissa.doctor.cause import find_exception, find_origin, name_overflows
 from mantissa.doctor.compiled import compiled_trials
+from mantissa.doctor.cures import (
+    SPELLED,
+    Islands,
+    find_islands,
+    in_update,
+    line_of_error,
+    locate,
+    measure_cost,
+    trains_with,
+)
 from mantissa.doctor.divergence import MOST_STEPS, REPLAYS, STEPS, Divergence, divergence
-from mantissa.doctor.exceptions import raised
+from mantissa.doctor.dtypes import OperatorManifest, manifest
 from mantissa.doctor.exchange import overflow_of_sum
 from mantissa.doctor.explosion import RATES
 from mantissa.doctor.fp16_range import Range, fp16_range, usual
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.islands import Islands, holds, price, search
-from mantissa.doctor.locate import SPELLED, in_update, line_of_error, locate
-from mantissa.doctor.manifest import OperatorManifest, manifest
-from mantissa.doctor.pairs import Pairs, harm, local_errors, wrong_gradients
-from mantissa.doctor.provenance import absorbed, find
+from mantissa.doctor.module_errors import ModuleErrors, keep_harmful, local_errors, wrong_gradients
 from mantissa.doctor.state import state_updates
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, RAISES, TF32, FormatTrial, format_sweep
 from mantissa.errors import is_out_of_memory
@@ -46,9 +53,9 @@ from mantissa.finding import (
     Finding,
 )
 from mantissa.formats import FORMATS
-from mantissa.places import raised_here
 from mantissa.step import Batch, Replay, Step
 from mantissa.tensors import finite
+from mantissa.trace import is_raised_here
 from mantissa.updates import Counts, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
@@ -59,7 +66,7 @@ _TRAINING = 10.0
 """Seconds that more than the fewest steps of a divergence may take."""
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Examined)
-CHECKS = (SWEEP, "manifest", "gradients", "range", "pairs", "updates", "state", "divergence", "islands")
+CHECKS = (SWEEP, "manifest", "gradients", "range", "modules", "updates", "state", "divergence", "islands")
 
 
 @dataclass
@@ -135,7 +142,7 @@ class Budget:
         try:
             return part()
         except Exception as error:  # a check that cannot be made of this model says nothing of it
-            mistake = isinstance(error, AssertionError | AttributeError | NameError) and raised_here(error)
+            mistake = isinstance(error, AssertionError | AttributeError | NameError) and is_raised_here(error)
             if always or mistake:
                 raise
             why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
@@ -158,7 +165,7 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     manifest: OperatorManifest | None = None
     range: Range | None = None
-    pairs: Pairs | None = None
+    modules: ModuleErrors | None = None
     islands: Islands | None = None
     divergence: Divergence | None = None
     notes: list[str] = field(default_factory=list)
@@ -225,17 +232,19 @@ def diagnose(
         for finding in scales.findings if scales is not None else ():
             assert scales is not None
             build = functools.partial(_at_scale, step, scales)
-            if finding.cure and not budget.run("cures", functools.partial(holds, step, build)):
+            if finding.cure and not budget.run("cures", functools.partial(trains_with, step, build)):
                 finding.cure = []
         if scales is not None and result.findings:  # what is found there has a cause, which is found already
             scales.findings = []
         result.range = result.add(scales)
-    if "pairs" in checks and result.finite and not result.findings:
-        result.pairs = result.add(budget.run("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+    if "modules" in checks and result.finite and not result.findings:
+        result.modules = result.add(
+            budget.run("modules", lambda: _module_errors(step, reference), 2 * replay.memory_bytes)
+        )
         for finding in (each for each in result.findings if not each.module):  # which no island can cure
             if wrong := budget.run("whole gradients", lambda: wrong_gradients(step), 2 * replay.memory_bytes):
-                budget.run("place", functools.partial(locate, step, finding, wrong.mended, budget.left))
-    if "pairs" in checks and result.finite and not result.findings:
+                budget.run("place", functools.partial(locate, step, finding, wrong.fixed_by, budget.left))
+    if "modules" in checks and result.finite and not result.findings:
         _wrong_gradients(result)
     if "updates" in checks:
         _updates(result)
@@ -271,11 +280,11 @@ def _at_scale(step: Step, scales: Range) -> Replay:
     return passes
 
 
-def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
+def _module_errors(step: Step, reference: torch.dtype | None) -> ModuleErrors:
     found = local_errors(step, reference)
     if found.findings:
-        found.findings = absorbed(step.as_run(), found.findings)
-        harmful = harm(step, found)
+        found.findings = name_overflows(step.as_run(), found.findings)
+        harmful = keep_harmful(step, found)
         harmless = [f"{each.kind} in {each.place} ({each.detail})" for each in found.findings if each not in harmful]
         found.notes += [f"{each}: the gradients of the step are right in spite of it" for each in harmless]
         found.findings = harmful
@@ -291,7 +300,7 @@ def _wrong_gradients(result: Diagnosis) -> None:
     finding = wrong.finding if wrong is not None else None
     if wrong is not None and finding is not None:
         result.findings.append(finding)
-        budget.run("place", lambda: locate(step, finding, wrong.mended, budget.left))
+        budget.run("place", lambda: locate(step, finding, wrong.fixed_by, budget.left))
 
 
 def _sweep(result: Diagnosis) -> None:
@@ -311,7 +320,7 @@ def _sweep(result: Diagnosis) -> None:
             trial.status, trial.why = LEFT_OUT, f"cannot run this model ({trial.why})"  # it has hard-coded dtypes
         elif trial.status in (BREAKS, RAISES) and trial.name != FP64 and broken is None:
             broken = trial
-            finding = find(passes, trial.name) if trial.status == BREAKS else raised(passes, trial.name)
+            finding = find_origin(passes, trial.name) if trial.status == BREAKS else find_exception(passes, trial.name)
             result.findings.append(finding or _unlocated(trial))
             fp32 = result.trial(FP32)
             if trial.status == RAISES and fp32 is not None and trial.why in fp32.why:
@@ -386,7 +395,7 @@ def _unlocated(trial: FormatTrial) -> Finding:
 def _too_large_a_scale(passes: Replay, trial: FormatTrial) -> list[Finding]:
     """Return what overflows at the loss scale at which a run ended, and the scale at which nothing does."""
     passes.scale = trial.scales[0]
-    finding = find(passes, trial.name)
+    finding = find_origin(passes, trial.name)
     if finding is None:
         return []
     finding.cure = [f"{passes.step.remedies.scale(trial.scale)}, at which this step is finite"]
@@ -399,7 +408,7 @@ def _updates(result: Diagnosis) -> None:
     found = judge(result.replay.updates, step.format)
     if found.findings:
         other = step.with_fp32_weights
-        if result.budget.run("fp32 weights", lambda: holds(step, lambda: step.replay(other, as_run=True))):
+        if result.budget.run("fp32 weights", lambda: trains_with(step, lambda: step.replay(other, as_run=True))):
             for finding in found.findings:
                 finding.cure = [step.remedies.format(other)]
     result.add(found)
@@ -457,7 +466,7 @@ def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: st
     later = step.after(passes, count)
     broken = later.replay(format) if format else later.as_run()
     broken.run_with_backoff()
-    finding = find(broken, format or step.format.name)
+    finding = find_origin(broken, format or step.format.name)
     if finding is not None:
         finding.detail += f"; in step {step.number + count}, after {count} finite ones"
         before = (step.stored | step.buffers).get(finding.tensor)
@@ -483,16 +492,16 @@ def _cure(result: Diagnosis) -> None:
         tries[scale] = functools.partial(_at_scale, step, scales)
 
     def healthy(fp32_modules: list[str]) -> bool:
-        return result.pairs is None or not local_errors(step, fp32_modules=fp32_modules).findings
+        return result.modules is None or not local_errors(step, fp32_modules=fp32_modules).findings
 
-    if any(budget.run("cures", functools.partial(holds, step, build)) for build in tries.values()):
+    if any(budget.run("cures", functools.partial(trains_with, step, build)) for build in tries.values()):
         finding.cure += list(tries)
         return
-    islands = budget.run("islands", lambda: search(step, finding, healthy, budget.left))
+    islands = budget.run("islands", lambda: find_islands(step, finding, healthy, budget.left))
     if islands is not None and islands.cured:
         result.islands = islands
         if finding.kind != EXCEPTION:  # without them there is no step to compare with
-            budget.run("cost of the islands", lambda: price(step, islands))
+            budget.run("cost of the islands", lambda: measure_cost(step, islands))
         finding.cure.append(islands.text(step.remedies))
     name = SPELLED.get(finding.op.removeprefix("aten."), finding.op.removeprefix("aten."))
     if name and finding.kind != UNDERFLOW and not name.endswith(("_", "to_copy")):
@@ -502,5 +511,5 @@ def _cure(result: Diagnosis) -> None:
     if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"] and not fewer_bits:
         tries[step.remedies.format("bf16")] = lambda: step.replay("bf16", as_run=True)
     for cure, build in tries.items():
-        if budget.run("cures", functools.partial(holds, step, build)):
+        if budget.run("cures", functools.partial(trains_with, step, build)):
             finding.cure.append(cure)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mantissa.display import dtype_name
 from mantissa.doctor.explosion import explosion
-from mantissa.doctor.pairs import rounded_away
+from mantissa.doctor.module_errors import rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, LOST, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Replay, Step, map_tensors

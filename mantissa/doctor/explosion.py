@@ -8,8 +8,8 @@ from torch import Tensor
 from mantissa.display import dtype_name
 from mantissa.doctor.samples import far, without
 from mantissa.finding import INPUT, MOMENT, RATE, SCALE, UPDATE, Finding
-from mantissa.modules import Lines, ModuleTracer
 from mantissa.step import Batch, Replay, Step, map_tensors
+from mantissa.trace import Trace
 
 _GROWTH = 10.0
 """Training explodes where the loss becomes so many times that of weights that stand still, and does not fall below half
@@ -98,16 +98,15 @@ def _largest_state(step: Step) -> tuple[str, str]:
 
 def _factor(passes: Replay) -> tuple[float, str]:
     """Return the constant that the code multiplies the mean loss by at last, and the line."""
-    modules = ModuleTracer(passes.model)
     passes.start()
-    with modules, Lines(modules), passes.around(), torch.enable_grad():
+    with Trace(passes.model, lines=True) as trace, passes.around(), torch.enable_grad():
         node = passes.loss(map_tensors(passes.microbatches[0], passes.widened)).grad_fn
     constants = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
     numbers = [abs(each.item()) for each in constants if each is not None and each.numel() == 1]
     if passes.step.sums_loss or node is None or len(numbers) != 1 or not numbers[0]:
         return 1.0, ""
     factor = {"MulBackward0": numbers[0], "DivBackward0": 1 / numbers[0]}.get(node.name(), 1.0)
-    return factor, str(modules.line_of(node) or "")
+    return factor, str(trace.line_of(node) or "")
 
 
 def _learned(losses: Tensor, still: Tensor) -> float:

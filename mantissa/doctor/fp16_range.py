@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.pairs import NOISE
-from mantissa.dtypes import DtypeRecorder
+from mantissa.doctor.module_errors import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.step import Batch, Replay, Step
 from mantissa.tensors import in_dtype, numbers_in, perturbed, relative_error
+from mantissa.trace import DtypeRecorder
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""

@@ -10,18 +10,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import listed
-from mantissa.doctor.islands import holds
-from mantissa.doctor.manifest import explicit_cast
-from mantissa.doctor.tape import storage
-from mantissa.dtypes import CAST
+from mantissa.doctor.cause import storage
+from mantissa.doctor.cures import trains_with
+from mantissa.doctor.dtypes import explicit_cast
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
-from mantissa.modules import Lines, ModuleTracer
-from mantissa.places import Line, checkpointed, of_stack
 from mantissa.step import Replay, ReplayResult, Step
-from mantissa.tensors import numbers_in, relative_error, tensors
+from mantissa.tensors import numbers_in, relative_error
+from mantissa.trace import CAST, Line, Op, Trace, is_checkpointed, user_line
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
 _SCALE = 2.0**12
@@ -95,8 +92,8 @@ class _Unrecorded:
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if any(tensor.requires_grad for tensor in numbers_in(output)):
             self._recorded.add(name)
-        elif torch.is_grad_enabled() or checkpointed():
-            self._lines.setdefault(name, of_stack())
+        elif torch.is_grad_enabled() or is_checkpointed():
+            self._lines.setdefault(name, user_line())
 
     def findings(self, absent: list[str]) -> list[Finding]:
         """Return a finding for the parameters without a gradient whose modules ran without recording one."""
@@ -115,9 +112,8 @@ def _blocked(passes: Replay, zero: dict[str, Tensor]) -> Examined:
     """Return the operations without a derivative through which the loss depends on weights whose gradient is 0."""
     if not zero:
         return Examined()
-    modules = ModuleTracer(passes.model)
     passes.start()
-    with modules, Lines(modules), passes.around(), torch.enable_grad():
+    with Trace(passes.model, lines=True) as trace, passes.around(), torch.enable_grad():
         loss = passes.loss(passes.microbatches[0])
         sought = {id(each): name for name, each in zero.items()}
         found: dict[str, tuple[Line | None, str, str]] = {}
@@ -131,7 +127,7 @@ def _blocked(passes: Replay, zero: dict[str, Tensor]) -> Examined:
             if node.name().startswith(_NO_DERIVATIVE):
                 stop = node
             elif (name := sought.get(id(getattr(node, "variable", None)))) and stop is not None:
-                found[name] = modules.line_of(stop), modules.owner_of(stop), stop.name()
+                found[name] = trace.line_of(stop), trace.owner_of(stop), stop.name()
             left += [(following, stop) for following, _ in node.next_functions]
     by_place: dict[tuple[Line | None, str, str], list[str]] = {}
     for name, place in found.items():
@@ -152,36 +148,28 @@ def _blocked(passes: Replay, zero: dict[str, Tensor]) -> Examined:
     )
 
 
-class _Reads(TorchDispatchMode):
-    """Notes the lines of the forward pass that compute with some weights, and record nothing for autograd."""
-
-    def __init__(self, weights: dict[str, Tensor], modules: ModuleTracer) -> None:
-        super().__init__()
-        self._names = {storage(each): name for name, each in weights.items()}
-        self._modules = modules
-        self.lines: dict[str, Line | None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not func._schema.is_mutable and torch._C._current_autograd_node() is None:
-            for each in tensors((args, kwargs or {})):
-                if storage(each) in self._names and torch.is_grad_enabled() and not each.requires_grad:
-                    self.lines.setdefault(self._names[storage(each)], self._modules.line())
-        return func(*args, **(kwargs or {}))
-
-
 def _read_apart(passes: Replay, absent: dict[str, Tensor]) -> list[Finding]:
     """Return a finding for weights that the loss depends on, though autograd does not know: by ``.data``, detached."""
     if not absent:
         return []
-    modules = ModuleTracer(passes.model)
+    names = {storage(each): name for name, each in absent.items()}
+    lines: dict[str, Line | None] = {}
+
+    def note(op: Op) -> None:
+        if op.is_view or op.is_mutable or op.in_backward or not torch.is_grad_enabled():
+            return
+        for tensor in op.inputs:
+            if storage(tensor) in names and not tensor.requires_grad:
+                lines.setdefault(names[storage(tensor)], op.line)
+
     passes.start()
-    with modules, _Reads(absent, modules) as reads, passes.around():
+    with Trace(passes.model, note), passes.around():
         passes.loss(passes.microbatches[0])
-    if not reads.lines:
+    if not lines:
         return []
-    name, line = next((name, str(line or "")) for name, line in reads.lines.items())
+    name, line = next((name, str(line or "")) for name, line in lines.items())
     detail = (
-        f"{listed(list(reads.lines))}: the forward pass computes with it outside of autograd (.data or .detach()), and "
+        f"{listed(list(lines))}: the forward pass computes with it outside of autograd (.data or .detach()), and "
         "the optimizer has it"
     )
     return [Finding(BLOCKED, FORWARD, name.rpartition(".")[0], "fp32", detail=detail, tensor=name, line=line)]
@@ -205,7 +193,7 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     zero = sum(int(((found[name] == 0) & (known[name] != 0)).sum()) for name in wrong)
     share = zero / sum(each.numel() for each in known.values())
     detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
-    cure = ["no cast to 16 bits in this line"] if holds(step, step.reference) else []
+    cure = ["no cast to 16 bits in this line"] if trains_with(step, step.reference) else []
     kind = UNDERFLOW if share else ERROR
     return [Finding(kind, BACKWARD, cast.module, "fp32", CAST, detail=detail, cure=cure, line=str(cast.line or ""))]
 

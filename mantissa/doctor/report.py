@@ -91,8 +91,8 @@ def tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
         found["manifest"] = [row._asdict() for row in diagnosis.manifest.rows]
     if diagnosis.range is not None:
         found["range"] = [_exponents(layer) for layer in diagnosis.range.layers]
-    if diagnosis.pairs is not None:
-        found["pairs"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.pairs.rows]
+    if diagnosis.modules is not None:
+        found["modules"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.modules.rows]
     return found
 
 

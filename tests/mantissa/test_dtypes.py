@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mantissa
-from mantissa.dtypes import LOSS, DtypeRecorder
+from mantissa.trace import LOSS, DtypeRecorder
 from tests.helpers import trainer_of
 from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer

@@ -124,7 +124,7 @@ def test_an_earlier_step_whose_loss_is_not_finite_is_examined(tmp_path: Path, sa
 
 
 def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: Said) -> None:
-    code, lines = said(f"resume={finished}", "check=formats,manifest,range,pairs,updates")
+    code, lines = said(f"resume={finished}", "check=formats,manifest,range,modules,updates")
     assert code == 0
     assert lines[0].startswith("one more step (3) after the last, taken from step-00000002 (loss ")
     assert "HEALTHY at the last step, 2" in lines
@@ -159,7 +159,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
     left_out = [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]
     assert [each.partition(" (")[0] for each in left_out] == [
-        *("fp64", "manifest", "gradients", "range", "pairs", "whole gradients", "state", "divergence")
+        *("fp64", "manifest", "gradients", "range", "modules", "whole gradients", "state", "divergence")
     ]
     assert left_out[0] == "fp64 (no time left of budget_s=1)"
 

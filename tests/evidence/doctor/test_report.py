@@ -17,11 +17,11 @@ import torch
 from evidence.doctor import command
 from evidence.doctor.plots import MOST
 from evidence.doctor.report import folder_of, write
+from mantissa.doctor.cures import Islands
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
 from mantissa.doctor.divergence import Divergence
 from mantissa.doctor.fp16_range import Exponents, Range
-from mantissa.doctor.islands import Islands
-from mantissa.doctor.pairs import LocalError, Pairs
+from mantissa.doctor.module_errors import LocalError, ModuleErrors
 from mantissa.doctor.report import lines, opening
 from mantissa.finding import Finding
 from tests.mantissa.doctor.faults import FAULTS
@@ -98,7 +98,7 @@ def test_losses_over_time_are_drawn(found: Diagnosis) -> None:
 
 def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
     u = 2.0**-9
-    found.pairs = Pairs(
+    found.modules = ModuleErrors(
         [
             LocalError(f"layers.{n}", 0, direction, "result", e, u, 1, 8 * u, e if direction == "forward" else NAN)
             for n in range(MOST + 5)
@@ -110,7 +110,7 @@ def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
     assert f"Error by module, forward, the {MOST} of {MOST + 5} modules nearest to their bounds" in text
     assert all(word in text for word in ("error beyond its bound", "accumulated (not judged)", "layers.44"))
     assert " layers.0 " not in text.partition("Error by module, backward")[0]
-    first, *_ = rows = rows_of(found, "pairs")
+    first, *_ = rows = rows_of(found, "modules")
     assert len(rows) == 2 * (MOST + 5)
     assert float(first["ratio"]) == pytest.approx(0.001 / (8 * u))
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evidence.doctor.replay import of_overrides
 from evidence.doctor.step import TrainerStep
 from evidence.runs import merged
+from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
-from mantissa.doctor.provenance import find
 from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
 from mantissa.step import Replay
-from mantissa.tensors import finite, tensors
+from mantissa.tensors import finite
+from mantissa.trace import Op, Trace
 from tests.helpers import trainer_of
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of
 from trainer.trainer import Trainer
@@ -57,7 +55,7 @@ def test_nothing_is_found(recipe: str, mode: str) -> None:
     assert [finding for finding in diagnosis.findings if not allowed(finding, mode)] == []
     assert diagnosis.budget.left_out == []
     if diagnosis.verdict == HEALTHY:
-        pairs, gradients = diagnosis.pairs, diagnosis.range
+        pairs, gradients = diagnosis.modules, diagnosis.range
         assert pairs is not None
         assert pairs.notes == []
         assert max(row.ratio for row in pairs.rows) < 0.8
@@ -78,28 +76,21 @@ def test_nothing_is_found_in_a_compiled_model() -> None:
     assert [(trial.name, trial.status) for trial in diagnosis.sweep[-2:]] == [("aot_eager", "ok"), ("inductor", "ok")]
 
 
-class NotFinite(TorchDispatchMode):
-    """The operators whose results are not finite, in order: a simpler doctor would blame the first one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if any(not finite(tensor) for tensor in tensors(output)):
-            self.operators.append(str(func).rpartition(".")[0])
-        return output
-
-
 def started(trainer: Trainer, mode: str) -> Replay:
     return TrainerStep.of(trainer).replay(mode)
 
 
 def not_finite(trainer: Replay) -> list[str]:
-    with NotFinite() as seen:
+    """Return the operators whose results are not finite, in order: a simpler doctor would blame the first one."""
+    names: list[str] = []
+
+    def note(op: Op) -> None:
+        if not all(map(finite, op.results)):
+            names.append(op.name)
+
+    with Trace(None, note):
         trainer.run()
-    return seen.operators
+    return names
 
 
 def first(operators: list[str]) -> str:
@@ -110,7 +101,7 @@ def first(operators: list[str]) -> str:
 def test_the_log_of_0_in_t5s_relative_positions_is_harmless() -> None:
     trainer = started(trainer_of(*TINY["t5"]), "bf16")
     assert first(not_finite(trainer)) == "aten.log"
-    assert find(trainer, "bf16") is None
+    assert find_origin(trainer, "bf16") is None
 
 
 def test_an_overflow_is_found_behind_the_log_of_0() -> None:
@@ -119,7 +110,7 @@ def test_an_overflow_is_found_behind_the_log_of_0() -> None:
         whole.model.get_parameter("encoder.block.0.layer.1.DenseReluDense.wo.weight").mul_(1e6)
     trainer = started(whole, "fp16")
     assert first(not_finite(trainer)) == "aten.log"
-    finding = find(trainer, "fp16")
+    finding = find_origin(trainer, "fp16")
     assert finding is not None
     assert (finding.kind, finding.direction, finding.module) == (
         OVERFLOW,
@@ -131,7 +122,7 @@ def test_an_overflow_is_found_behind_the_log_of_0() -> None:
 def test_berts_mask_that_becomes_infinite_in_bf16_is_harmless() -> None:
     trainer = started(trainer_of(*TINY["bert"], "recipe.attention=sdpa"), "bf16")
     assert first(not_finite(trainer)) == "aten._to_copy"
-    assert find(trainer, "bf16") is None
+    assert find_origin(trainer, "bf16") is None
 
 
 class Masked(nn.Module):
@@ -162,6 +153,6 @@ def test_new_memory_that_holds_nan_is_harmless(monkeypatch: pytest.MonkeyPatch) 
     torch.use_deterministic_algorithms(True)
     try:
         assert not_finite(trainer)[0].startswith("aten.empty")
-        assert find(trainer, "bf16") is None
+        assert find_origin(trainer, "bf16") is None
     finally:
         torch.use_deterministic_algorithms(False)

@@ -8,16 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from evidence.doctor.step import TrainerReplay, TrainerStep
-from mantissa.doctor.islands import CALLS, price, search
-from mantissa.doctor.provenance import find
+from mantissa.doctor.cause import find_origin
+from mantissa.doctor.cures import CALLS, find_islands, measure_cost
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.generators import random_state
-from mantissa.modules import ModuleTracer
 from mantissa.step import Replay
+from mantissa.trace import Op, Trace
 from tests.helpers import copied, fit, same_bits, trainer_of
 from tests.mantissa.doctor.faults import Computes, large_ffn
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run
@@ -80,44 +79,34 @@ def test_training_continues_from_a_case_as_the_run_does() -> None:
     assert same_bits(trainer.model.state_dict(), other.model.state_dict())
 
 
-class Traced(TorchDispatchMode):
-    """The place of each operator; of products also the inputs."""
-
-    def __init__(self, modules: ModuleTracer) -> None:
-        super().__init__()
-        self.modules = modules
-        self.places: list[tuple[str, str]] = []
-        self.products: list[tuple[str, str, list[int]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = self.modules.place()
-        self.places.append(place)
-        if func.__name__.partition(".")[0] in ("mm", "addmm"):
-            storages = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)]
-            self.products.append((*place, storages))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recomputed", ["none", "blocks"])
 @pytest.mark.parametrize("recipe", TINY)
 def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: str) -> None:
     overrides = {"gpt2": GPT2, "resnet": RESNET}.get(recipe, TINY[recipe])
     step = step_of_run(*overrides, "precision=fp32", f"activation_checkpointing={recomputed}")
     other = step.replay("fp32")
-    with ModuleTracer(other.model) as modules, Traced(modules) as traced:
+    places: set[tuple[str, str]] = set()
+    products: list[tuple[str, str, list[int]]] = []
+
+    def note(op: Op) -> None:
+        places.add(op.place)
+        if op.bare_name in ("mm", "addmm"):
+            products.append((*op.place, [each.untyped_storage().data_ptr() for each in op.inputs]))
+
+    with Trace(other.model, note):
         other.run()
-    forward = {module for module, direction in traced.places if direction == FORWARD}
-    backward = {module for module, direction in traced.places if direction == BACKWARD}
+    forward = {module for module, direction in places if direction == FORWARD}
+    backward = {module for module, direction in places if direction == BACKWARD}
     with_weights = {name.rpartition(".")[0] for name, p in other.model.named_parameters() if p.grad is not None}
     assert backward - with_weights - {""} <= forward
     assert with_weights & forward <= backward
     linear = {name: m for name, m in other.model.named_modules() if type(m) is nn.Linear}
     owner = {m.weight.untyped_storage().data_ptr(): name for name, m in linear.items()}
-    for module, direction, storages in traced.products:
+    for module, direction, storages in products:
         names = {owner[storage] for storage in storages if storage in owner}
         assert not names or module in names, (module, direction, names)
     if linear:
-        assert {module for module, direction, _ in traced.products if direction == BACKWARD} >= linear.keys() & forward
+        assert {module for module, direction, _ in products if direction == BACKWARD} >= linear.keys() & forward
 
 
 def overflowing_twice() -> nn.Module:
@@ -135,10 +124,10 @@ def test_islands_are_1_minimal_and_have_a_price(
     case = step_of(model, "fp16")
     broken = case.as_run()
     broken.run_with_backoff()
-    finding = find(broken, "fp16")
+    finding = find_origin(broken, "fp16")
     assert finding is not None
     innocent = replace(finding, module="0")  # in fp32 it is no cure, and is left out at last
-    islands = search(case, innocent, lambda modules: True, lambda: 1.0)
+    islands = find_islands(case, innocent, lambda modules: True, lambda: 1.0)
     assert (islands.modules, islands.cured, islands.minimal) == (expected, True, True)
     assert islands.calls <= CALLS
     assert not case.as_run(expected).run_with_backoff().nonfinite
@@ -146,8 +135,8 @@ def test_islands_are_1_minimal_and_have_a_price(
         left = [other for other in expected if other != name]
         assert case.as_run(left).run_with_backoff().nonfinite
     assert islands.cost == ""
-    monkeypatch.setattr("mantissa.doctor.islands._LEAST_SECONDS", 0.0)
-    price(case, islands)
+    monkeypatch.setattr("mantissa.doctor.cures._LEAST_SECONDS", 0.0)
+    measure_cost(case, islands)
     assert islands.time_ratio is not None
     low, high = islands.time_range
     assert low <= islands.time_ratio <= high
@@ -167,15 +156,15 @@ def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
         "fp16",
     )
     case.microbatches[0]["x"][:, 0] = 0
-    finding = find(case.as_run(), "fp16")
+    finding = find_origin(case.as_run(), "fp16")
     assert finding is not None
     assert finding.module == "one.wo"
-    assert search(case, finding, lambda modules: True, lambda: 1.0).modules == ["one.wo", "two.wo"]
+    assert find_islands(case, finding, lambda modules: True, lambda: 1.0).modules == ["one.wo", "two.wo"]
 
 
 def test_a_search_without_time_says_so() -> None:
     case = step_of(ONCE, "fp16")
-    finding = find(case.replay("fp16"), "fp16")
+    finding = find_origin(case.replay("fp16"), "fp16")
     assert finding is not None
-    islands = search(case, finding, lambda modules: True, lambda: 0.0)
+    islands = find_islands(case, finding, lambda modules: True, lambda: 0.0)
     assert (islands.modules, islands.cured, islands.calls) == ([], False, 0)

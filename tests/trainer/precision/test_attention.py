@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mantissa.dtypes import DtypeRecorder
 from mantissa.generators import random_state
+from mantissa.trace import DtypeRecorder
 from tests.helpers import copied, same_bits, trainer_of
 from trainer.precision import attention
 from trainer.profiling.flops import ModelFlops

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.dtypes import CAST, DtypeRecorder, Row
 from mantissa.finding import DTYPE, FORWARD, Examined, Finding
-from mantissa.modules import ModuleTracer
-from mantissa.places import Line
 from mantissa.step import Replay
+from mantissa.trace import CAST, DtypeRecorder, Line, Op, Row, Trace
 
 
 @dataclass
@@ -117,25 +114,6 @@ class Cast(NamedTuple):
     dtype: str
 
 
-class _Casts(TorchDispatchMode):
-    """Notes the first cast to 16 bits in some modules; an empty name: in what is in none of them."""
-
-    def __init__(self, modules: ModuleTracer, names: Sequence[str], backward: bool) -> None:
-        super().__init__()
-        self._modules, self._names, self._backward = modules, names, backward
-        self.found: Cast | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        node, line = torch._C._current_autograd_node(), self._modules.line()
-        half = str(func).startswith(CAST) and result.dtype in (torch.float16, torch.bfloat16)
-        if half and self.found is None and (node is not None) == self._backward:
-            module = self._modules.place()[0]
-            if not self._names or _within(module, self._names):
-                self.found = Cast(line, module, dtype_name(result.dtype))
-        return result
-
-
 def explicit_cast(passes: Replay, names: Sequence[str] = (), backward: bool = False) -> Cast | None:
     """Return the first cast to 16 bits that the code makes in some modules.
 
@@ -144,11 +122,18 @@ def explicit_cast(passes: Replay, names: Sequence[str] = (), backward: bool = Fa
         names: of the modules; an empty string: outside of all of them; none: anywhere.
         backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
-    modules = ModuleTracer(passes.model)
+    found: list[Cast] = []
+
+    def note(op: Op) -> None:
+        if op.casts_to_half and not found and op.in_backward == backward:
+            module = op.place[0]
+            if not names or _within(module, names):
+                found.append(Cast(op.line, module, dtype_name(op.result.dtype)))
+
     # What comes after a cast may need it: a layer whose weights are in 16 bits.
-    with suppress(RuntimeError), modules, _Casts(modules, names, backward) as casts:
+    with suppress(RuntimeError), Trace(passes.model, note, lines=True):
         passes.run(passes.step.first_samples())
-    return casts.found
+    return found[0] if found else None
 
 
 def _casts_in_fp32(passes: Replay) -> list[Finding]:

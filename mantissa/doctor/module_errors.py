@@ -1,5 +1,10 @@
 """Local errors: the own operators of each module, in the run's format and in the reference's, from the same inputs.
 
+Every module call of a step in the reference is computed again alone, which means: the operators that are in no
+submodule. They get what they had in the reference: the call's inputs, the submodules' results, and the gradients of all
+that they compute: the call's results, and the submodules' inputs. So an error has one place, errors do not add up, and
+a rounding in one layer flips no ReLU of the next, which would change gradients by the square root of the unit roundoff.
+
 An error is compared with what rounding makes unavoidable: the reference's own change when inputs, weights and
 gradients are rounded (the condition), or one rounding for each matmul in series, whose errors add up like
 random numbers (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019).
@@ -7,24 +12,31 @@ random numbers (Higham and Mary, "A New Approach to Probabilistic Rounding Error
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mantissa import islands
 from mantissa.display import dtype_name, listed
-from mantissa.doctor.module_calls import Call, Different, Evaluated, NoDropout, Recording, evaluate, record
-from mantissa.dtypes import CAST
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
-from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
-from mantissa.tensors import in_dtype, perturbed, relative_error, tensors
+from mantissa.step import Replay, Step, batch_key, map_tensors
+from mantissa.tensors import in_dtype, numbers_in, perturbed, relative_error
+from mantissa.trace import Op, Trace
 
 FACTOR = 8
 SUM = 0.6
@@ -44,7 +56,7 @@ _WRONG, _WRONG_LOSS, _SHARE, _NUDGES = 0.5, 0.25, 1e-3, 2
 """Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
 that a parameter's must have; how often weights and inputs are changed."""
 _GRADIENT_SCALES = (0, 8, -8)
-"""Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them mends is the
+"""Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them fixes is the
 loss scale's matter."""
 
 
@@ -90,13 +102,15 @@ class LocalError:
 
 
 @dataclass
-class Pairs(Examined):
+class ModuleErrors(Examined):
     """All local errors of a step."""
 
     rows: list[LocalError] = field(default_factory=list)
 
 
-def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules: list[str] | None = None) -> Pairs:
+def local_errors(
+    step: Step, reference: torch.dtype | None = None, fp32_modules: list[str] | None = None
+) -> ModuleErrors:
     """Return the local errors of a step in its run's format.
 
     Args:
@@ -106,9 +120,9 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
     """
     name = step.format.name
     if step.format.number is FP8:
-        return Pairs(notes=[f"errors of modules: not judged with precision={name}"])
+        return ModuleErrors(notes=[f"errors of modules: not judged with precision={name}"])
     recording = record(step, reference or reference_dtype(step.format), fp32_modules)
-    result = Pairs()
+    result = ModuleErrors()
     worst: dict[tuple[str, str], tuple[LocalError, Call]] = {}
     left_out: dict[str, set[str]] = {}
     for call in recording.calls:
@@ -142,25 +156,25 @@ def local_errors(step: Step, reference: torch.dtype | None = None, fp32_modules:
     return result
 
 
-def harm(step: Step, pairs: Pairs) -> list[Finding]:
+def keep_harmful(step: Step, errors: ModuleErrors) -> list[Finding]:
     """Return those errors of modules that are large, or reach a gradient of the step or its loss.
 
     A small one does no harm where what it is in is masked, or small beside the rest: rows of padding, for example.
     """
-    large = {(row.module, row.direction) for row in pairs.rows if row.ratio > 1 and row.e > _LARGE}
+    large = {(row.module, row.direction) for row in errors.rows if row.ratio > 1 and row.e > _LARGE}
     with NoDropout():
         exact = _gradients(step.reference())
         own = _far(_gradients(step.as_run()), exact)
         found = []
-        for error in pairs.findings:
+        for error in errors.findings:
             if (error.module, error.direction) in large:
                 found.append(error)
                 continue
-            mended: dict[str, float] = {}
+            fixed: dict[str, float] = {}
             if error.module and step.format.half is not None:
                 with suppress(FormatError, RuntimeError):  # a module that cannot be in fp32 alone
-                    mended = _far(_gradients(step.as_run([*step.fp32_modules, error.module])), exact)
-            if any(e > _limit(exact[name]) and mended.get(name, 0.0) < e / 2 for name, e in own.items()):
+                    fixed = _far(_gradients(step.as_run([*step.fp32_modules, error.module])), exact)
+            if any(e > _limit(exact[name]) and fixed.get(name, 0.0) < e / 2 for name, e in own.items()):
                 found.append(error)
     return found
 
@@ -174,7 +188,7 @@ class WrongGradients:
     """Relative errors by parameter; an empty name: the loss."""
     finding: Finding | None = None
 
-    def mended(self, passes: Replay) -> bool:
+    def fixed_by(self, passes: Replay) -> bool:
         """Return whether other passes have them right, or half as wrong."""
         with NoDropout():
             other = _far(_gradients(passes), self.exact)
@@ -189,7 +203,7 @@ def wrong_gradients(step: Step) -> WrongGradients:
         exact = _gradients(reference)
         least = dict.fromkeys(exact, 0.0)
         for seed in range(_NUDGES):
-            for name, error in _far(_gradients(shaken(reference, number.unit_roundoff, seed)), exact).items():
+            for name, error in _far(_gradients(perturb(reference, number.unit_roundoff, seed)), exact).items():
                 least[name] = max(least[name], error)
         own = _far(_gradients(step.as_run()), exact)
     total = math.hypot(*(each.norm().item() for name, each in exact.items() if name))
@@ -213,10 +227,16 @@ def rounded_away(step: Step) -> str:
     """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
     passes = step.as_run()
     batch = passes.microbatches[0]
-    with _Rounded(batch) as cast:
+    cast: set[str] = set()
+
+    def note(op: Op) -> None:  # a loss is given copies of the tensors
+        if op.casts_to_half:
+            cast.update(name for name, tensor in batch.items() if torch.equal(tensor, op.args[0]))
+
+    with Trace(None, note):
         passes.loss(batch)
     for name, tensor in batch.items():
-        if name in cast.names and tensor.ndim and len(tensor) > 1:
+        if name in cast and tensor.ndim and len(tensor) > 1:
             exact = tensor.detach().double()
             varies = torch.linalg.vector_norm(exact - exact.mean(0, keepdim=True)).item()
             error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
@@ -226,22 +246,7 @@ def rounded_away(step: Step) -> str:
     return ""
 
 
-class _Rounded(TorchDispatchMode):
-    """Notes which tensors of a batch are cast to 16 bits, by name; a loss is given copies of them."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__()
-        self._batch = batch
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if str(func).startswith(CAST) and result.dtype.itemsize == 2:
-            self.names |= {name for name, each in self._batch.items() if torch.equal(each, args[0])}
-        return result
-
-
-def shaken(passes: Replay, unit: float, seed: int) -> Replay:
+def perturb(passes: Replay, unit: float, seed: int) -> Replay:
     """Return passes whose weights and inputs are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
     weights, batches = passes.step.weights, passes.step.microbatches
@@ -285,7 +290,7 @@ class _Comparison:
 
     def __init__(self, recording: Recording, number: Number, call: Call) -> None:
         self._recording, self._number, self._call = recording, number, call
-        self._products = _Products(number)
+        self._forward = self._backward = 0  # roundings of matmuls in series in the low precision
         self._sources = [value for _, value in call.sources()]
         self._targets = call.targets()
         self._cotangents = [value.gradient for _, value in self._targets]
@@ -329,8 +334,14 @@ class _Comparison:
     def _low(self, scale: float) -> Evaluated:
         sources = [_saturated(value.tensor, value.low) for value in self._sources]
         cotangents = [None if gradient is None else gradient * scale for gradient in self._cotangents]
-        with self._products:
+        roundings: Counter[bool] = Counter()
+
+        def count(op: Op) -> None:
+            roundings[op.in_backward] += _roundings(op, self._number)
+
+        with Trace(None, count):
             found = evaluate(self._recording.low, self._call, sources, cotangents)
+        self._forward, self._backward = roundings[False], roundings[True]
         # Divided in the reference's dtype, in which a small scale loses nothing.
         dtype = next(self._recording.reference.model.parameters()).dtype
         return found._replace(gradients={name: in_dtype(g, dtype) / scale for name, g in found.gradients.items()})
@@ -338,7 +349,7 @@ class _Comparison:
     def _rounded(self) -> Evaluated:
         """Round what the low precision rounds: its 16-bit tensors, and where there are matmuls all others, too."""
         number = self._number
-        everything = self._products.forward > 0
+        everything = self._forward > 0
 
         def as_low(tensor: Tensor, dtype: torch.dtype) -> Tensor:
             return rounded(tensor, number) if everything or dtype == number.dtype else tensor
@@ -351,13 +362,13 @@ class _Comparison:
             return evaluate(self._recording.reference, self._call, sources, cotangents)
 
     def _rows(self, exact: Evaluated, changed: Evaluated, low: Evaluated, scale: float) -> list[LocalError]:
-        forward, both = self._products.forward, self._products.forward + self._products.backward
+        both = self._forward + self._backward
         rows = []
         for number, (name, _) in enumerate(self._targets):
             if not exact.passed[number]:
                 result = low.targets[number]
                 expected, other = (_within(each.targets[number], result.dtype) for each in (exact, changed))
-                rows.append(self._row(FORWARD, name, expected, other, result, forward))
+                rows.append(self._row(FORWARD, name, expected, other, result, self._forward))
         for name, tensor in exact.gradients.items():
             if name in low.gradients and name in changed.gradients:
                 least = 0.0 if both else SUM * self._number.unit_roundoff * math.sqrt(self._rows_in_sum(name))
@@ -412,37 +423,21 @@ def _rounded_weights(module: nn.Module, number: Number) -> Iterator[None]:
             parameter.data = data
 
 
-class _Products(TorchDispatchMode):
-    """Counts the roundings of matmuls, in series: one each, fused attention has two; in fp32, each summand.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "convolution", "convolution_backward")
+_ATTENTION = "_scaled_dot_product"
+
+
+def _roundings(op: Op, number: Number) -> int:
+    """Return how many roundings in series a matmul makes: one, fused attention two; in fp32, one for each summand.
 
     The sums of 16-bit and TF32 numbers are in fp32, and do not matter.
     """
-
-    def __init__(self, number: Number) -> None:
-        super().__init__()
-        self._number = number
-        self.forward = self.backward = 0
-
-    def __enter__(self) -> Any:
-        self.forward = self.backward = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        name = func.__name__.partition(".")[0]
-        of = [tensor for tensor in tensors((args, kwargs)) if tensor.dtype == self._number.dtype]
-        count = 2 if name.startswith(_ATTENTION) else int(name in _PRODUCTS)
-        if count and of:
-            count *= _summands(name, of) if self._number is FP32 else 1
-            if torch._C._current_autograd_node() is None:
-                self.forward += count
-            else:
-                self.backward += count
-        return output
-
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "convolution", "convolution_backward")
-_ATTENTION = "_scaled_dot_product"
+    name = op.bare_name
+    count = 2 if name.startswith(_ATTENTION) else int(name in _PRODUCTS)
+    of = [tensor for tensor in op.inputs if tensor.dtype == number.dtype] if count else []
+    if not of:
+        return 0
+    return count * _summands(name, of) if number is FP32 else count
 
 
 def _summands(name: str, of: list[Tensor]) -> int:
@@ -467,3 +462,330 @@ def _within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     largest = torch.finfo(dtype).max
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
+
+
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, Enum)
+_NUMBERS = object()
+"""Stands for a floating-point tensor."""
+
+
+class Different(Exception):
+    """A call takes another way than in the reference."""
+
+
+@dataclass
+class Value:
+    """A floating-point tensor that a call is given or returns."""
+
+    tensor: Tensor
+    """Detached."""
+    differentiable: bool
+    version: int
+    """How often it had been changed in place."""
+    low: torch.dtype
+    """Its dtype in the low precision."""
+    gradient: Tensor | None = None
+    """Of the loss with respect to it; of an argument: through this call alone, filled when that is evaluated."""
+
+
+class _Object(NamedTuple):
+    """Something that is no tensor and no plain value, as it was."""
+
+    value: Any
+
+
+class Nested:
+    """The arguments of a call, or its results, with the floating-point tensors apart."""
+
+    def __init__(self, nested: Any) -> None:
+        leaves, self._structure = tree_flatten(nested)
+        self.strange = ""
+        """The type of an object that cannot be copied; empty: there is none."""
+        self._leaves = [_NUMBERS if _is_number(leaf) else self._kept(leaf) for leaf in leaves]
+        found = [leaf for leaf in leaves if _is_number(leaf)]
+        self.values = [Value(each.detach(), each.requires_grad, each._version, each.dtype) for each in found]
+
+    def _kept(self, leaf: Any) -> Any:
+        """Return a leaf as it is now: a call may change an object that it is given, such as a cache of keys."""
+        if isinstance(leaf, (Tensor, *_PLAIN)):
+            return leaf
+        try:
+            return _Object(copy.deepcopy(leaf))
+        except Exception:  # what cannot be copied says so in many ways
+            self.strange = f"an argument is a {type(leaf).__name__}"
+            return leaf
+
+    @property
+    def changed(self) -> bool:
+        """Whether a tensor was changed in place since."""
+        return any(value.tensor._version != value.version for value in self.values)
+
+    def with_tensors(self, tensors: list[Tensor]) -> Any:
+        """Return the nested value with other tensors."""
+        left = iter(tensors)
+        leaves = [copy.deepcopy(leaf.value) if isinstance(leaf, _Object) else leaf for leaf in self._leaves]
+        return tree_unflatten([next(left) if leaf is _NUMBERS else leaf for leaf in leaves], self._structure)
+
+
+@dataclass
+class Call:
+    """One call of a module."""
+
+    module: str
+    number: int
+    """Of this module's calls, from 0."""
+    given: Nested
+    autocast: torch.dtype | None
+    """The autocast dtype; None: off."""
+    in_fp32_module: bool
+    """Whether it is inside of an fp32 module, whose outermost alone casts its results back to 16 bits."""
+    returned: Nested = field(default_factory=lambda: Nested(None))
+    children: list[Call] = field(default_factory=list)
+    computes: bool = False
+    """Whether operators run in it that are in none of its submodules."""
+    overwritten: bool = False
+    """Its results were changed in place afterwards; the evaluation in the reference restores them."""
+    skipped: str = ""
+    """Why it cannot be evaluated."""
+    accumulated: float = math.nan
+    """The relative error of its results in the low precision's own run, with all that came before it."""
+
+    def sources(self) -> list[tuple[str, Value]]:
+        """Return what its own operators get, with names: its arguments, and the results of its submodules."""
+        inner = [(f"{self._of(child)}'s result", child.returned) for child in self.children]
+        return _numbered([("input", self.given), *inner])
+
+    def targets(self) -> list[tuple[str, Value]]:
+        """Return what its own operators compute, with names: its results, and the arguments of its submodules."""
+        inner = [(f"{self._of(child)}'s input", child.given) for child in self.children]
+        return _numbered([("result", self.returned), *inner])
+
+    def _of(self, child: Call) -> str:
+        return child.module.removeprefix(self.module).lstrip(".")
+
+
+def _numbered(parts: list[tuple[str, Nested]]) -> list[tuple[str, Value]]:
+    return [(f"{what} {number}", value) for what, nested in parts for number, value in enumerate(nested.values)]
+
+
+class Evaluated(NamedTuple):
+    """What the own operators of a call compute, and their vector-Jacobian product."""
+
+    targets: list[Tensor]
+    passed: list[bool]
+    """Whether a target is a source as it is."""
+    gradients: dict[str, Tensor]
+    """By name: those of the sources and of the parameters."""
+
+
+class Recording(NamedTuple):
+    """The calls of one step, each after its children, and the passes that took it."""
+
+    low: Replay
+    reference: Replay
+    calls: list[Call]
+
+
+def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None) -> Recording:
+    """Take a step in the run's format and in the reference's ``dtype``, without dropout, with a few samples."""
+    low = step.as_run(fp32_modules, recompute=False)
+    reference = step.reference(dtype, recompute=False)
+    for module in [*low.model.modules(), *reference.model.modules()]:
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+        if getattr(getattr(module, "config", None), "use_cache", False):  # of transformers: no call could be repeated
+            module.config.use_cache = False  # type: ignore[union-attr]
+    low.microbatches = reference.microbatches = step.first_samples()
+    calls = _calls(reference, reference.run)
+    low.start()
+    _compare(calls, _calls(low, lambda: low.loss(low.microbatches[0])))
+    return Recording(low, reference, calls)
+
+
+def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
+    """Return the calls that passes make without dropout, each after its children."""
+    calls: list[Call] = []
+    stack: list[Call] = []
+    numbers: Counter[str] = Counter()
+    device = passes.step.device.type
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        call = Call(name, numbers[name], Nested((args, kwargs)), autocast, islands.entered)
+        call.skipped = call.given.strange
+        numbers[name] += 1
+        if stack:
+            stack[-1].children.append(call)
+        stack.append(call)
+
+    def end(module: nn.Module, args: Any, result: Any) -> None:
+        call = stack.pop()
+        calls.append(call)
+        call.returned = Nested(result)
+        for value, tensor in zip(call.returned.values, numbers_in(result), strict=True):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(setattr, value, "gradient"))
+
+    def note(op: Op) -> None:
+        if stack and not op.is_view:
+            stack[-1].computes = True
+
+    with ExitStack() as hooks, NoDropout(), Trace(None, note):
+        for name, module in passes.model.named_modules():
+            if isinstance(module, nn.Identity):  # its result is its argument, which the caller may change in place
+                continue
+            first = functools.partial(begin, name)
+            hooks.callback(module.register_forward_pre_hook(first, prepend=True, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(end).remove)
+        take()
+    for call in calls:
+        if call.given.changed and not call.skipped:
+            call.skipped = "an argument was changed in place afterwards"
+        call.overwritten = call.returned.changed
+    return calls
+
+
+def _compare(calls: list[Call], low: list[Call]) -> None:
+    """Add to each call how it is called in the low precision, and its accumulated error."""
+    found = {(call.module, call.number): call for call in low}
+    for call in calls:
+        other = found.get((call.module, call.number))
+        parts = [(call.given, other.given), (call.returned, other.returned)] if other else []
+        if other is None or any(len(mine.values) != len(its.values) for mine, its in parts):
+            call.skipped = call.skipped or "the two precisions call it differently"
+            continue
+        for mine, its in parts:
+            for value, in_low in zip(mine.values, its.values, strict=True):
+                value.low = in_low.tensor.dtype
+        call.autocast, call.in_fp32_module = other.autocast, other.in_fp32_module
+        if not call.overwritten:
+            pairs = zip(other.returned.values, call.returned.values, strict=True)
+            errors = [relative_error(in_low.tensor, value.tensor) for in_low, value in pairs]
+            call.accumulated = max(errors, default=0.0)
+
+
+def evaluate(passes: Replay, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
+    """Run the own operators of a call, in the format of the passes and with the autocast of the call there.
+
+    Args:
+        passes: whose model is called, with the buffers that it had before the step.
+        call: of the recording.
+        given: its sources.
+        cotangents: the gradients of its targets; None: that target has none.
+
+    Raises:
+        Different: it does not call the submodules that it called in the reference.
+    """
+    module = passes.model.get_submodule(call.module)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(passes.step.buffers[f"{call.module}.{name}".lstrip(".")])
+    known = call.sources()
+    sources = [
+        each.detach().requires_grad_(value.differentiable) for each, (_, value) in zip(given, known, strict=True)
+    ]
+    own = len(call.given.values)
+    args, kwargs = call.given.with_tensors(sources[:own])
+    gradients: dict[str, Tensor] = {}
+    passes.step.restore_generators()
+    with _as_called(passes, call):
+        with _stubs(passes.model, call.children, sources[own:]) as inputs:
+            targets = [*numbers_in(module(*args, **kwargs)), *inputs]
+        wrt = {name: source for (name, _), source in zip(known, sources, strict=True) if source.requires_grad}
+        wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        used = [
+            (target, cotangent.to(target.dtype))
+            for target, cotangent in zip(targets, cotangents, strict=True)
+            if cotangent is not None and target.requires_grad
+        ]
+        if used and wrt:
+            outputs, weights = zip(*used, strict=True)
+            found = torch.autograd.grad(outputs, list(wrt.values()), weights, allow_unused=True)
+            gradients = {name: gradient for name, gradient in zip(wrt, found, strict=True) if gradient is not None}
+    passed = [any(target is source for source in sources) for target in targets]
+    return Evaluated([target.detach() for target in targets], passed, gradients)
+
+
+@contextmanager
+def _as_called(passes: Replay, call: Call) -> Iterator[None]:
+    """Return what the call ran in: the format's autocast or the call's own, and inside of fp32 modules or not."""
+    dtype = call.autocast if passes.format.half is not None else None
+    autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    islands.entered = call.in_fp32_module
+    try:
+        with passes.around(), passes.autocast(), autocast, NoDropout():
+            yield
+    finally:
+        islands.entered = False
+
+
+@contextmanager
+def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Let submodules return these results, in the order of their calls, and collect what they are given."""
+    left = iter(children)
+    results = list(results)
+    inputs: list[Tensor] = []
+
+    def stub(name: str, *args: Any, **kwargs: Any) -> Any:
+        child = next(left, None)
+        found = numbers_in((args, kwargs))
+        if child is None or child.module != name or len(found) != len(child.given.values):
+            raise Different
+        inputs.extend(found)
+        # Copies, as what follows may change them in place.
+        return child.returned.with_tensors([results.pop(0).clone() for _ in child.returned.values])
+
+    modules = {child.module: model.get_submodule(child.module) for child in children}
+    own: dict[str, Any] = {name: module.__dict__.get("forward") for name, module in modules.items()}
+    try:
+        for name, module in modules.items():
+            module.forward = functools.partial(stub, name)
+        yield inputs
+    finally:
+        for name, module in modules.items():
+            del module.forward
+            if own[name] is not None:
+                module.forward = own[name]
+    if next(left, None) is not None:
+        raise Different
+
+
+class NoDropout(TorchFunctionMode):
+    """Replaces random masks by their expectation, and random numbers by those of fp32."""
+
+    _drawn: Mapping[Any, Any] = {
+        torch.rand: torch.empty,
+        torch.rand_like: torch.empty_like,
+        torch.randn: torch.empty,
+        torch.randn_like: torch.empty_like,
+    }
+    _identity = frozenset(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
+    )
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in self._identity:
+            return args[0] if args else kwargs["input"]
+        if function in self._drawn:  # in every precision the same numbers, which depend on the dtype
+            generator = kwargs.get("generator")
+            like = self._drawn[function](*args, **{key: kwargs[key] for key in kwargs if key != "generator"})
+            with _disable_current_modes():  # a wider reference would draw wider ones
+                drawn = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+                draw = drawn.normal_ if function in (torch.randn, torch.randn_like) else drawn.uniform_
+                drawn = draw(generator=generator)
+            return drawn.to(like.dtype).requires_grad_(like.requires_grad)
+        if function is torch.bernoulli and len(args) == 1:
+            return args[0].detach().clone()
+        if function is torch.Tensor.bernoulli_:
+            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+        if function is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        elif function is F.multi_head_attention_forward:
+            args = (*args[:10], 0.0, *args[11:])
+        return function(*args, **kwargs)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.pairs import local_errors, rounded
+from mantissa.doctor.module_errors import local_errors, rounded
 from mantissa.formats import FP16, TF32
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, mean_square, step_of, step_of_run
 

@@ -1,0 +1,481 @@
+"""The cause of a step that is not finite, or that raises: which operator, at which line, and what kind of fault it is.
+
+The first operator whose result is not finite is often harmless: healthy T5 computes log(0) in its relative positions,
+healthy BERT casts masks to -inf, and both allocate memory that holds anything. So a tape is kept of all of them, and
+the slice of it that matters begins at what a step must not harm (the loss, the gradients, the buffers) and goes back
+from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mantissa.display import dtype_name
+from mantissa.doctor.samples import far, without, worth_a_word
+from mantissa.doctor.sweep import FP32, FP64
+from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
+from mantissa.step import Replay, batch_key, map_tensors
+from mantissa.tensors import finite, numbers_in
+from mantissa.trace import Line, Op, Trace, line_of_exception
+
+UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Operators that return memory as it is: it may hold anything, and does not matter before it is written."""
+_MIXING = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "convolution",
+    "native_layer_norm",
+    "native_batch_norm",
+)
+"""Operators that spread an infinity over all that they return: no mask is meant for them."""
+_MASKED = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "log_softmax", "softmax")
+"""Operators that masks of -inf are meant for; they are NaN where all is masked."""
+_CANDIDATES = 12
+"""Operators that are tried out, one pass each."""
+_DEPTH = 96
+"""Operators before one that divides by 0, among which one is looked for whose result became 0."""
+
+
+class Operator(NamedTuple):
+    """One operator that ran, and its result."""
+
+    op: str
+    module: str
+    """Name of the module that ran it; an empty string: the model itself, or the loss."""
+    direction: str
+    dtype: str
+    shape: tuple[int, ...]
+    line: Line | None = None
+
+    @classmethod
+    def of(cls, op: Op, result: Tensor) -> Operator:
+        """Describe an operator while it runs."""
+        return cls(op.name, *op.place, dtype_name(result.dtype), tuple(result.shape), op.line)
+
+    @property
+    def name(self) -> str:
+        """Operator's name without its namespace."""
+        return self.op.removeprefix("aten.")
+
+
+class Outside(NamedTuple):
+    """A tensor that comes from outside of the step and is not finite: a weight, a buffer, data."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether all that is not finite is -inf."""
+        return not bool((self.tensor.isnan() | (self.tensor == math.inf)).any())
+
+    @property
+    def rows(self) -> list[int]:
+        """Indices along the first dimension at which it is not finite."""
+        bad = ~self.tensor.detach().isfinite()
+        return bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist() if bad.ndim else []
+
+
+@dataclass(eq=False)
+class Node:
+    """An operator whose result was not finite."""
+
+    number: int
+    """Number among all operators of the passes, from 0: the same in every repetition."""
+    operator: Operator
+    given: bool
+    """Whether the infinities were asked for (a mask of -inf), and not computed."""
+    sources: list[Node] = field(default_factory=list)
+    """Operators that made its inputs that are not finite."""
+    outside: list[Outside] = field(default_factory=list)
+    """Inputs that are not finite and come from outside."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is the first computed operator of its chain."""
+        return not self.given and all(source.given for source in self.sources)
+
+    def roots(self) -> list[Outside]:
+        """Return what is not finite outside and reached it through operators that only passed it on."""
+        found = [*self.outside, *(each for source in self.sources if source.given for each in source.roots())]
+        return list({each.name: each for each in found}.values())
+
+
+class Tape:
+    """Records operators with results that are not finite, and what they were made from; it visits a trace with lines.
+
+    Results are found again by their storage: a view of one that is not finite leads to the operator that wrote it.
+
+    Args:
+        outside: tensors from outside by name (weights, buffers, data), to name those that are not finite.
+    """
+
+    def __init__(self, outside: Iterable[tuple[str, Tensor]] = ()) -> None:
+        outside = list(outside)
+        self._names = {storage(tensor): name for name, tensor in outside}
+        self._weights = {storage(tensor) for _, tensor in outside if isinstance(tensor, nn.Parameter)}
+        self.computed: list[Node] = []
+        """Operators that computed something not finite from finite inputs, harmful or not."""
+        self._written: dict[int, list[Node]] = {}
+        """Operators by the storage that they wrote. Whatever is written whole replaces the entry, so the address of
+        freed memory misleads nobody."""
+
+    def visit(self, op: Op) -> None:
+        """Record an operator."""
+        read = {storage(tensor) for tensor in op.inputs}
+        for result in op.results:
+            key = storage(result)
+            if not op.is_mutable and key in read:  # a view has no new values
+                continue
+            if op.bare_name in UNWRITTEN or finite(result):
+                if _is_whole(result):
+                    self._written.pop(key, None)
+                continue
+            node = self._node(op, result)
+            before = self._written.get(key, [])
+            if op.is_mutable:  # what was not finite before it was changed in place
+                node.sources += before
+            if node.computes:
+                self.computed.append(node)
+            self._written[key] = [*([] if _is_whole(result) else before), node]
+
+    def _node(self, op: Op, result: Tensor) -> Node:
+        sources: list[Node] = []
+        outside: list[Outside] = []
+        wrong_outside = False
+        for tensor in op.inputs:
+            key = storage(tensor)
+            if tensor is result or finite(tensor):
+                continue
+            if key in self._written:
+                sources += self._written[key]
+            else:
+                outside.append(Outside(self._names.get(key, "the data"), tensor))
+                wrong_outside |= key in self._weights or not outside[-1].is_mask
+        asked = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves((op.args, op.kwargs)))
+        passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
+        passed = passed and op.bare_name not in _MIXING
+        given = (asked or passed) and not bool(result.isnan().any())
+        return Node(op.number, Operator.of(op, result), given, sources, outside)
+
+    def behind(self, outputs: Iterable[Tensor]) -> list[Node]:
+        """Return the operators that wrote what is not finite in these tensors, and all that those were made from."""
+        found: set[Node] = set()
+        left = [node for tensor in outputs for node in self._written.get(storage(tensor), [])]
+        while left:
+            node = left.pop()
+            if node not in found:
+                found.add(node)
+                left += node.sources
+        return sorted(found, key=lambda node: node.number)
+
+
+def storage(tensor: Tensor) -> int:
+    """Return what a tensor shares with its views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.itemsize >= tensor.untyped_storage().nbytes()
+
+
+def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | None:
+    """Return the fault that makes this step not finite; None: the step is finite, or not by an operator.
+
+    The tape is sliced from the step's outputs that are not finite. Where the slice has several first operators, each is
+    repaired alone (its results that are not finite become ±1), and the one without which the outputs are finite is the
+    cause. Fused attention is looked into with torch's MATH kernel.
+
+    Args:
+        passes: of the step, at the loss scale that is not finite.
+        format: of the finding.
+        opened: whether the MATH kernel is in use.
+    """
+    data = [(batch_key(name), tensor) for batch in passes.microbatches for name, tensor in batch.items()]
+    tape = Tape([*passes.model.named_parameters(), *passes.model.named_buffers(), *data])
+    with Trace(passes.model, tape.visit, lines=True):
+        found = passes.run()
+    slice_ = tape.behind(found.outputs[name] for name in found.nonfinite)
+    if not slice_:
+        return None
+    starts = [node for node in slice_ if node.computes] or slice_[:1]
+    cause, alone = _cause(passes, starts)
+    path = _path(cause, slice_, found.nonfinite)
+
+    def finding(kind: str, at: Operator, detail: str) -> Finding:
+        line = str(at.line or "")
+        return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path, line=line)
+
+    operator = cause.operator
+    masks = [each for each in cause.roots() if each.is_mask]
+    if cause.roots() and (len(masks) < len(cause.roots()) or operator.name not in _MASKED):
+        return _of_input(passes, cause, finding(INPUT, operator, ""))
+    if "scaled_dot_product" in operator.op and not opened:
+        with sdpa_kernel(SDPBackend.MATH):
+            inside = find_origin(passes, format, opened=True)
+        if inside is not None:
+            inside.detail += f"; inside {operator.op}, opened (fused kernels keep the scores in fp32)"
+            return inside
+    kind, detail = _kind(passes, cause.number)
+    if kind == DOMAIN and format not in (FP32, FP64) and (source := _flushed(passes, cause.number)):
+        flushed, lost = source
+        return finding(UNDERFLOW, flushed, f"{lost}; {operator.op} then divides by 0 or takes a logarithm of it")
+    if masks:
+        detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
+    if kind == OVERFLOW and operator.direction == FORWARD:
+        sample = far(passes.microbatches)
+        if format == FP32 and sample is not None and _finite_without(passes):
+            result = finding(INPUT, operator, f"{detail}; {sample}")
+            result.module, result.tensor = "", sample.place
+            result.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
+            return result
+        detail += worth_a_word(passes.microbatches)
+    if not alone:
+        detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
+    return finding(kind, operator, detail)
+
+
+def _finite_without(passes: Replay) -> bool:
+    """Return whether the step is finite with usual samples in the place of those that are far larger."""
+    own = passes.microbatches
+    passes.microbatches = list(map(without, own))
+    try:
+        return not passes.run().nonfinite
+    finally:
+        passes.microbatches = own
+
+
+def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
+    """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
+    outside = min(cause.roots(), key=lambda each: not each.name.startswith("batch"))
+    name, rows = outside.name, outside.rows
+    bad = int((~outside.tensor.detach().isfinite()).sum())
+    stored = f"{dtype_name(outside.tensor.dtype)}, " if outside.tensor.dtype.itemsize == 2 else ""
+    finding.detail = f"{name} ({stored}{bad:,} of {outside.tensor.numel():,} elements) is not finite before the step"
+    finding.module, finding.tensor = ("", name) if name.startswith("batch") else (name.rpartition(".")[0], name)
+    batches, own, buffers = passes.microbatches, passes.weights, dict(passes.step.buffers)
+    size = len(outside.tensor) if outside.tensor.ndim else 0
+    if name.startswith("batch") and 0 < len(rows) < size:
+        samples = f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
+        finding.tensor += f", {samples}"
+        left = [row for row in range(size) if row not in rows]
+        passes.microbatches = [
+            map_tensors(batch, lambda tensor: tensor[left] if tensor.shape[:1] == (size,) else tensor)
+            for batch in batches
+        ]
+        cure = f"leave out {samples} of {name}: without, the step is finite"
+    else:
+        cure = f"finite values in {name}: with zeros in their place, the step is finite"
+        passes.microbatches = [map_tensors(batch, _without_infinities) for batch in batches]
+        passes.weights = {key: _without_infinities(tensor) for key, tensor in own.items()}
+        passes.step.buffers.update({key: _without_infinities(tensor) for key, tensor in passes.step.buffers.items()})
+    with suppress(RuntimeError):  # a batch of another size
+        finding.cure = [] if passes.run().nonfinite else [cure]
+    passes.microbatches, passes.weights = batches, own
+    passes.step.buffers.update(buffers)
+    return finding
+
+
+def _without_infinities(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
+
+
+def name_overflows(passes: Replay, errors: list[Finding]) -> list[Finding]:
+    """Return errors of modules, those that are overflows named so: their infinities harm nothing, 1/inf is 0.
+
+    Args:
+        passes: in the run's own format, in which the step is finite.
+        errors: of the kind ``ERROR``.
+    """
+    tape = Tape()
+    with Trace(passes.model, tape.visit, lines=True):
+        passes.run()
+    result = []
+    for error in errors:
+        place = error.module, error.direction
+        node = next((node for node in tape.computed if node.operator[1:3] == place), None)
+        if node is not None:
+            kind, detail = _kind(passes, node.number)
+            if kind == OVERFLOW:
+                at, detail = node.operator, f"{detail}; infinities here become finite again, and wrong"
+                error = replace(error, kind=kind, op=at.op, dtype=at.dtype, shape=at.shape, detail=detail)
+        result.append(error)
+    return result
+
+
+def _cause(passes: Replay, starts: list[Node]) -> tuple[Node, bool]:
+    """Return the operator whose repair alone makes the outputs finite; else the first, and False."""
+    distinct = list({node.number: node for node in starts}.values())
+    if len(distinct) == 1:
+        return distinct[0], True
+    for node in distinct[:_CANDIDATES]:
+
+        def repair(op: Op, number: int = node.number) -> None:
+            for result in numbers_in(op.result) if op.number == number else ():
+                result.copy_(torch.nan_to_num(result, nan=1.0, posinf=1.0, neginf=-1.0))
+
+        with Trace(None, repair):
+            found = passes.run()
+        if not found.nonfinite:
+            return node, True
+    return distinct[0], False
+
+
+def _path(cause: Node, slice_: Sequence[Node], nonfinite: list[str]) -> list[str]:
+    """Return what the fault passes through: the modules, or operators outside of them, and at last an output."""
+    if cause.operator.direction == FORWARD and "loss" in nonfinite:
+        slice_ = [node for node in slice_ if node.operator.direction == FORWARD]
+    ways = {cause: [cause]}  # from the cause to each operator that it reaches, in order
+    for node in slice_:
+        sources = [source for source in node.sources if source in ways]
+        if sources and node not in ways:
+            ways[node] = [*ways[sources[-1]], node]
+    _, *operators = [node.operator for node in list(ways.values())[-1]]
+    names = [name for name, _ in groupby(each.module or each.name for each in operators)]
+    if len(names) > 4:
+        names = [*names[:2], "…", names[-1]]
+    gradients = [name for name in nonfinite if name != "loss"]
+    output = "loss" if "loss" in nonfinite else f"gradient of {gradients[0]}" if gradients else nonfinite[0]
+    return [*names, output]
+
+
+def _in_fp64(op: Op) -> list[Tensor]:
+    """Return the floating-point results of an operator, computed in fp64 from its inputs; none if it cannot be."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().double() if value.is_floating_point() else value.detach().clone()
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    try:
+        return numbers_in(op.func(*tree_map(wide, op.args), **tree_map(wide, op.kwargs)))
+    except (RuntimeError, NotImplementedError):
+        return []
+
+
+def _kind(passes: Replay, number: int) -> tuple[str, str]:
+    """Return the kind of fault of the operator with a number, computed again in fp64, and the numbers that say so."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def compare(op: Op) -> Any:
+        if op.number != number:
+            return op.run()
+        wide = _in_fp64(op)  # before the operator, which may change its inputs
+        result = op.run()
+        pairs.extend(zip([tensor.detach().clone() for tensor in numbers_in(result)], wide, strict=False))
+        return result
+
+    with Trace(None, run=compare):
+        passes.run()
+    for low, wide in pairs:
+        bad = ~torch.isfinite(low)
+        if low.shape != wide.shape or not bool(bad.any()):
+            continue
+        reference = wide[bad]
+        count = f"{int(bad.sum()):,} of {low.numel():,} elements"
+        if bool(torch.isfinite(reference).all()):
+            amax, largest = reference.abs().max().item(), torch.finfo(low.dtype).max
+            if amax <= largest:
+                return OVERFLOW, f"an intermediate result overflows; the reference has at most {amax:.6g}, {count}"
+            return OVERFLOW, f"reference amax {amax:.6g} > {largest:.6g}, {count}"
+        shown = sorted({f"{value:g}" for value in reference[~reference.isfinite()].tolist()})
+        return DOMAIN, f"the reference is {', '.join(shown)} too, {count}"
+    return DOMAIN, "the operator could not be computed again in fp64"
+
+
+class _Written(NamedTuple):
+    """A result before the operator whose cause is sought."""
+
+    operator: Operator
+    read: set[int]
+    """Storages of the operator's inputs."""
+    storage: int
+    lost: str
+    """What became 0 in it that is not 0 in fp64, in words; empty: nothing."""
+
+
+def _flushed(passes: Replay, number: int) -> tuple[Operator, str] | None:
+    """Return the last operator before this one, and behind it, in whose result something became 0, and what."""
+    written: list[_Written] = []
+
+    def visit(op: Op) -> None:
+        if not number - _DEPTH <= op.number <= number or op.bare_name in UNWRITTEN:
+            return
+        read = {storage(tensor) for tensor in op.inputs}
+        wide = [] if op.is_mutable or op.number == number else _in_fp64(op)
+        for result, exact in zip_longest(numbers_in(op.result), wide):
+            if result is None or (storage(result) in read and not op.is_mutable):  # a view has no new values
+                continue
+            written.append(_Written(Operator.of(op, result), read, storage(result), _zeros(result, exact)))
+
+    with Trace(passes.model, visit, lines=True):
+        passes.run()
+    *before, last = written
+    needed = last.read
+    for result in reversed(before):
+        if result.storage in needed:
+            if result.lost:
+                return result.operator, result.lost
+            needed = needed - {result.storage} | result.read
+    return None
+
+
+def _zeros(result: Tensor, exact: Tensor | None) -> str:
+    """Return what is 0 and in fp64 not, in words; empty: nothing is."""
+    if exact is None or exact.shape != result.shape:
+        return ""
+    zero = (result == 0) & (exact != 0)
+    if not bool(zero.any()):
+        return ""
+    return f"{int(zero.sum()):,} of {zero.numel():,} up to {exact[zero].abs().max().item():.3g} became 0"
+
+
+def find_exception(passes: Replay, format: str) -> Finding | None:
+    """Take the passes of a step, and return what they raise: the module, the operator and the line; None: nothing."""
+    place, line, name, dtypes = ("", FORWARD), None, "", ""  # of the operator that ran last
+
+    def note(op: Op) -> Any:
+        nonlocal place, line, name, dtypes
+        place, line, name = op.place, op.line, op.name
+        dtypes = ", ".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in numbers_in(op.inputs)))
+        return op.run()
+
+    try:
+        with Trace(passes.model, run=note):
+            passes.run()
+    except Exception as error:  # whatever a model and a format can raise
+        raised_at = line_of_exception(error)
+        module, direction = place
+        if raised_at is not None and raised_at != line:  # raised before an operator ran
+            module, direction = _running(passes.model, error), FORWARD
+        if raised_at not in (None, line):
+            name = dtypes = ""
+        detail = f"{type(error).__name__}: " + str(error).strip().partition("\n")[0][:300]
+        return Finding(
+            EXCEPTION, direction, module, format, name, dtypes, detail=detail, line=str(raised_at or line or "")
+        )
+    return None
+
+
+def _running(model: nn.Module, error: BaseException) -> str:
+    """Return the innermost module in whose code an error was raised."""
+    names, found, trace = {id(module): name for name, module in model.named_modules()}, "", error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found

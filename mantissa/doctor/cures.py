@@ -1,0 +1,389 @@
+"""What cures a step: the fewest modules, or operators, that have to compute in fp32, and what they cost."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.display import size
+from mantissa.doctor.cause import UNWRITTEN, find_exception, find_origin
+from mantissa.doctor.dtypes import explicit_cast
+from mantissa.errors import FormatError
+from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
+from mantissa.formats import FP16
+from mantissa.step import Batch, Remedies, Replay, Step, Widened, map_tensors
+from mantissa.tensors import numbers_in, relative_error
+from mantissa.trace import DtypeRecorder, Line, Op, Trace, user_line
+
+CALLS = 40
+"""Trials, at most."""
+_OTHERS = 3
+"""Following steps, on whose first microbatch a cure must hold, too."""
+_TRAINED = 8
+"""Following steps that a cure must train."""
+_HEADROOM = 2.0
+"""Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
+_LEAST_SECONDS = 0.005
+"""Of a step whose time is compared: that of a shorter one is noise."""
+_PAIRS = 7
+"""Timed steps with and without the islands, after one of each that is not timed."""
+
+
+@dataclass
+class Islands:
+    """Modules whose computation in fp32 cures the step; 1-minimal: without any one of them it is not cured."""
+
+    modules: list[str] = field(default_factory=list)
+    cured: bool = False
+    minimal: bool = False
+    """Whether every module was tried to be left out."""
+    own: list[str] = field(default_factory=list)
+    """Of the run, which stay."""
+    calls: int = 0
+    time_ratio: float | None = None
+    """Of a step with the islands to one without; None: not measured."""
+    time_range: tuple[float, float] = (math.nan, math.nan)
+    """The smallest and the largest of the measured ratios."""
+    memory_bytes: int | None = None
+    """What they add to the peak of a step."""
+
+    @property
+    def fp32_modules(self) -> list[str]:
+        """All of them."""
+        return [*self.own, *self.modules]
+
+    @property
+    def cost(self) -> str:
+        """What they add to a step, as far as it was measured, and whether they may be more than needed."""
+        price = []
+        if self.time_ratio is not None:
+            low, high = self.time_range
+            price.append(f"{self.time_ratio - 1:+.0%} time [{low - 1:+.0%}, {high - 1:+.0%}]")
+        if self.memory_bytes is not None:
+            price.append(f"{'-' if self.memory_bytes < 0 else '+'}{size(abs(self.memory_bytes))}")
+        return ", ".join(price + ([] if self.minimal else ["not minimal: out of time"]))
+
+    def text(self, remedies: Remedies) -> str:
+        """Return what to set, and what it costs."""
+        return remedies.modules(self.fp32_modules) + (f"  ({self.cost})" if self.cost else "")
+
+
+def find_islands(
+    step: Step, finding: Finding, healthy: Callable[[list[str]], bool], time_left: Callable[[], float]
+) -> Islands:
+    """Return the islands that cure a finding.
+
+    They grow by diagnosis: the module of the finding, then that of what is found next; where a module in fp32 does
+    not help, the one that contains it. Then each is tried to be left out.
+
+    Args:
+        step: the step.
+        finding: in a module of it.
+        healthy: returns whether the step has no other fault with these ``fp32_modules``. (That it is finite is
+            checked here.)
+        time_left: seconds.
+    """
+    result = Islands(own=list(step.fp32_modules))
+    tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
+
+    def may_go_on() -> bool:
+        return result.calls < CALLS and time_left() > 0
+
+    def next_fault(modules: list[str]) -> str | None:
+        result.calls += 1
+        return _next_fault(step, modules, tried_on, healthy, finding.kind == OVERFLOW)
+
+    module: str | None = finding.module
+    while module and may_go_on():
+        result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]
+        module = next_fault(result.modules)
+        # In an island already: the module that contains the island.
+        inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
+        module = inside[0].rpartition(".")[0] if inside else module
+    if module is not None or not trains_with(step, lambda: step.as_run(result.fp32_modules)):
+        return result
+    result.cured = result.minimal = True
+    for name in list(result.modules):
+        others = [other for other in result.modules if other != name]
+        if not others:
+            break
+        if not may_go_on():
+            result.minimal = False
+            break
+        if next_fault(others) is None:
+            result.modules = others
+    return result
+
+
+def _next_fault(
+    step: Step, modules: list[str], tried_on: list[list[Batch]], healthy: Callable[[list[str]], bool], headroom: bool
+) -> str | None:
+    """Return the module of the next fault with these islands (empty: it is in none); None: there is no fault.
+
+    ``headroom``: a fault is also a result in fp16 that is within a factor of the largest number, and may be beyond it
+    in the next step.
+    """
+    fp32_modules = [*step.fp32_modules, *modules]
+    try:
+        passes = step.as_run(fp32_modules)
+    except FormatError:  # a module that is never called, such as the output projection of torch's attention
+        return modules[-1]
+    for microbatches in tried_on:
+        passes.microbatches = microbatches
+        near: list[str] = []
+        try:
+            with Trace(passes.model, functools.partial(_note_nearest, near)):
+                nonfinite = passes.run_with_backoff().nonfinite
+        except RuntimeError:
+            nonfinite, found = ["raises"], find_exception(passes, "")
+        else:
+            found = find_origin(passes, "") if nonfinite else None
+        if nonfinite:
+            return found.module if found is not None else ""
+        if headroom and near and near[0] and near[0] not in modules:
+            return near[0]
+    return None if healthy(fp32_modules) else modules[-1]
+
+
+def _note_nearest(near: list[str], op: Op) -> None:
+    """Note the first module with a forward result in fp16 that is too near to the largest number."""
+    if near or op.bare_name in UNWRITTEN:
+        return
+    for tensor in numbers_in(op.result):
+        if tensor.dtype == torch.float16 and tensor.numel() and op.place[1] == FORWARD:
+            size = tensor.detach().abs()
+            size = size[size < FP16.largest]  # a mask of the lowest number is meant
+            if size.numel() and size.max().item() > FP16.largest / _HEADROOM:
+                near.append(op.place[0])
+
+
+def trains_with(step: Step, build: Callable[[], Replay]) -> bool:
+    """Return whether a step is finite in other passes, and trains on: what follows is finite, too."""
+    try:
+        passes = build()
+        if passes.run_with_backoff([passes.scale, *step.scales[1:]]).nonfinite:
+            return False
+        scale = passes.scale
+        passes = build()
+        passes.scale = scale
+        return all(map(math.isfinite, passes.train(step.following(_TRAINED))))
+    except (FormatError, RuntimeError):
+        return False
+
+
+def measure_cost(step: Step, result: Islands) -> None:
+    """Measure what the islands cost: steps with and without them in turns, and the peak of a step's memory."""
+    sides = [step.as_run(), step.as_run(result.fp32_modules)]
+    without, with_them = [side.peak_bytes() for side in sides]
+    result.memory_bytes = with_them - without
+    ratios = []
+    for _ in range(_PAIRS):
+        seconds = []
+        for side in sides:
+            side.start()
+            began = time.perf_counter()
+            side.gradients(side.microbatches)
+            if step.device.type != "cpu":
+                torch.accelerator.synchronize(step.device)
+            seconds.append(time.perf_counter() - began)
+        if min(seconds) < _LEAST_SECONDS:
+            return
+        ratios.append(seconds[1] / seconds[0])
+    result.time_ratio, result.time_range = statistics.median(ratios), (min(ratios), max(ratios))
+
+
+_TRIALS = 40
+
+
+class _Search:
+    """Tries fp32 modules and operators, as long as there is time."""
+
+    def __init__(self, step: Step, mends: Callable[[Replay], bool], time_left: Callable[[], float]) -> None:
+        self.step, self._mends, self._time_left = step, mends, time_left
+        self._trials = 0
+
+    def with_modules(self, names: list[str], casts: bool = True) -> Replay:
+        """Return passes with these modules in fp32; without ``casts``, their explicit ones have no effect."""
+        return _without_casts(self.step.as_run([*self.step.fp32_modules, *names]), names, casts)
+
+    def with_operators(self, names: list[str]) -> Replay:
+        return self.step.as_run(fp32_ops=[*self.step.fp32_ops, *names])
+
+    def mended(self, build: Callable[..., Replay], *arguments: Any) -> bool:
+        """Return whether such passes mend it."""
+        self._trials += 1
+        if self._trials > _TRIALS or self._time_left() <= 0:
+            return False
+        try:
+            return self._mends(build(*arguments))
+        except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
+            return False
+
+    def cure(self, text: str, build: Callable[..., Replay], *arguments: Any) -> list[str]:
+        """Return what mends the step as a cure, if the steps that follow can be trained so, too."""
+        return [text] if trains_with(self.step, functools.partial(build, *arguments)) else []
+
+
+def locate(
+    step: Step,
+    finding: Finding,
+    mends: Callable[[Replay], bool],
+    time_left: Callable[[], float],
+) -> None:
+    """Name the place in a finding, and what mends it.
+
+    Args:
+        step: the step.
+        finding: whose place is not known.
+        mends: whether other passes of the step do not have the fault.
+        time_left: seconds.
+    """
+    search = _Search(step, mends, time_left)
+    model = step.as_run().model
+    outside = _in_half(step, outside=True)
+    by_operators = functools.partial(search.mended, search.with_operators)
+    if outside and by_operators(outside):
+        names = next(([name] for name in outside if len(outside) > 1 and by_operators([name])), outside)
+        finding.line = str(_line_of(step, names[0]) or "")
+        finding.cure += search.cure(step.remedies.operators(names), search.with_operators, names)
+        return
+    for casts in (True, False):
+        build = functools.partial(search.with_modules, casts=casts)
+        found = _fewest(model, functools.partial(search.mended, build))
+        if found:
+            finding.module = ", ".join(found)
+            finding.line = str(line_of_error(step, found[-1]) or "")
+            cure = step.remedies.modules(found)
+            if not casts and (cast := explicit_cast(step.replay("fp32"), found)):
+                finding.line, cure = str(cast.line), "no cast to 16 bits in this line"
+            finding.cure += search.cure(cure, build, found)
+            return
+    name = next((name for name in _in_half(step) if by_operators([name])), "")
+    if name:
+        finding.cure += search.cure(step.remedies.operators([name]), search.with_operators, [name])
+    cast = explicit_cast(step.replay("fp32"), [""])
+    finding.line = str((cast.line if cast else line_of_error(step, "")) or "")
+
+
+def in_update(step: Step, finding: Finding, mends: Callable[[Replay], bool]) -> bool:
+    """Name the line of the optimizer's step that casts to 16 bits, if the fault is gone without; return whether so."""
+    passes = step.as_run()
+    line: Line | None = None
+
+    def run(op: Op) -> Any:
+        nonlocal line
+        if line is None and op.asks_for_half:
+            line = user_line()
+        with Widened(torch.float32):
+            return op.run()
+
+    passes.updates = Trace(None, run=run)
+    if not mends(passes) or line is None:
+        return False
+    finding.direction, finding.tensor, finding.line = UPDATE, "the optimizer's step", str(line)
+    finding.cure = ["no cast to 16 bits in this line"]
+    return True
+
+
+def _fewest(model: nn.Module, mended: Callable[[list[str]], bool]) -> list[str]:
+    """Return the fewest and innermost submodules that mend it together; empty: all of them do not."""
+    found = [name for name, _ in model.named_children()]
+    if not found or not mended(found):
+        return []
+    while True:
+        alone = next((name for name in found if len(found) > 1 and mended([name])), None)
+        if alone is not None:
+            found = [alone]
+        elif len(found) > 1:
+            for name in list(found):
+                rest = [other for other in found if other != name]
+                if len(rest) and mended(rest):
+                    found = rest
+        if len(found) != 1:
+            return found
+        inner = [f"{found[0]}.{name}" for name, _ in model.get_submodule(found[0]).named_children()]
+        if not inner or not mended(inner):
+            return found
+        found = inner
+
+
+def _without_casts(passes: Replay, names: Iterable[str], casts: bool) -> Replay:
+    for module in () if casts else map(passes.model.get_submodule, names):
+        module.forward = functools.partial(_widened, module.forward)
+    return passes
+
+
+def _widened(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with Widened(torch.float32):
+        return forward(*args, **kwargs)
+
+
+def _in_half(step: Step, outside: bool = False) -> list[str]:
+    """Return the names of the operators that compute in 16 bits in the forward pass; ``outside``: in no submodule."""
+    passes = step.as_run()
+    with DtypeRecorder(passes.model) as recorder:
+        passes.loss(step.first_samples()[0])
+    rows = [(SPELLED.get(row.name, row.name).strip("_"), row.module) for row in recorder.rows() if row.in_half]
+    inside = {name for name, module in rows if module}
+    names = dict.fromkeys(name for name, _ in rows if not (outside and name in inside))
+    return [name for name in names if name not in _MOVES]
+
+
+_MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "transpose", "expand", "slice", "select")
+
+
+def _line_of(step: Step, operator: str) -> Line | None:
+    """Return the first line outside of all submodules that calls an operator."""
+    found = _results(step.as_run(), "", outside=True)
+    return next((line for name, line, _ in found if SPELLED.get(name, name).strip("_") == operator), None)
+
+
+SPELLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear", "_softmax": "softmax", "_log_softmax": "log_softmax"}
+
+
+def _results(passes: Replay, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
+    """Return what the operators of a module compute in the forward pass, but for views and casts."""
+    found: list[tuple[str, Line | None, Tensor]] = []
+    inside = "" if outside else f"{module}.".lstrip(".")
+
+    def note(op: Op) -> None:
+        place, name = trace.module(), op.name.removeprefix("aten.")
+        if place != module and (outside or not f"{place}.".startswith(inside)):
+            return
+        if not op.is_view and name.strip("_") not in _MOVES:
+            found.extend((name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
+
+    passes.start()
+    trace = Trace(passes.model, note)
+    with trace, passes.around():
+        passes.loss(map_tensors(passes.step.first_samples()[0], passes.widened))
+    return found
+
+
+def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None:
+    """Return the line of a module's forward pass at which the error against the reference jumps.
+
+    Args:
+        step: the step.
+        module: its name; an empty string: the whole model.
+        outside: whether its submodules are left out.
+    """
+    exact = step.reference(torch.float32 if step.format.half is not None else torch.float64)
+    sides = [_results(passes, module, outside) for passes in (step.as_run(), exact)]
+    worst, jump, before = None, 0.0, step.format.number.unit_roundoff
+    for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
+        if name != other or low.shape != exact.shape:
+            break
+        error = relative_error(low, exact)
+        if error / before > jump and line is not None:
+            worst, jump = line, error / before
+        before = max(before, 0.0 if math.isnan(error) else error)
+    return worst

@@ -1,0 +1,382 @@
+"""The operators of a model as they run: each with its module, its direction and its line of code.
+
+``Trace`` is the one dispatch mode that observes; whoever wants to know something of operators visits them through it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import linecache
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache, cached_property, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mantissa.display import dtype_name
+from mantissa.finding import BACKWARD, FORWARD
+from mantissa.tensors import numbers_in, tensors
+
+CAST = "aten._to_copy"
+LOSS = "(loss)"
+"""Stands for what is computed outside of the model."""
+HALF = (torch.float16, torch.bfloat16)
+_HALF_NAMES = {dtype_name(dtype) for dtype in HALF}
+_MOVES = {"_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view"}
+_FILLS = {"fill_", "zero_", "empty_like", "full_like", "ones_like", "zeros_like"}
+_EXCHANGES = {"c10d", "_c10d_functional", "fsdp"}
+_TORCH, _HERE = (str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+_CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
+_ENGINE = f"{_TORCH}autograd/graph.py"
+"""Which starts a backward pass: the frames outside of it belong to the loop, and not to the operator."""
+
+
+class Line(NamedTuple):
+    """A line of code."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+        return f"{shown}:{self.number}: {linecache.getline(self.file, self.number).strip()}"
+
+
+def user_line() -> Line | None:
+    """Return the innermost line that is neither torch's nor this library's; None: there is none in a backward pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (name := frame.f_code.co_filename) != _ENGINE:
+        if _is_user_code(name):
+            return Line(name, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def is_checkpointed() -> bool:
+    """Return whether activation checkpointing runs what runs now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
+
+
+def line_of_exception(error: BaseException) -> Line | None:
+    """Return the innermost line of the user's code at which an error was raised."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        found = Line(name, trace.tb_lineno) if _is_user_code(name) else found
+        trace = trace.tb_next
+    return found
+
+
+def is_raised_here(error: BaseException) -> bool:
+    """Return whether this library's own code raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE)
+
+
+@cache
+def _is_user_code(file: str) -> bool:
+    return not file.startswith((_TORCH, _HERE, "<frozen"))
+
+
+class Op:
+    """An operator of a trace. Its module, direction and line are known only while it runs, and in its visitors.
+
+    Args:
+        trace: that sees it.
+        func: torch's overload.
+        args: of the call.
+        kwargs: of the call.
+    """
+
+    def __init__(self, trace: Trace, func: Any, args: Any, kwargs: Any) -> None:
+        self.number = trace.count
+        """Number among all operators of the trace, from 0."""
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.result: Any = None
+        """What it returned; None: it has not run yet."""
+        self._trace = trace
+
+    def run(self) -> Any:
+        """Compute the result, as torch does."""
+        return self.func(*self.args, **self.kwargs)
+
+    @property
+    def name(self) -> str:
+        """Name with its namespace, such as ``aten.mm``."""
+        return str(self.func).rpartition(".")[0]
+
+    @property
+    def bare_name(self) -> str:
+        """Name alone, such as ``mm``."""
+        return str(self.func.__name__).partition(".")[0]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result has no values of its own."""
+        return getattr(self.func, "is_view", False)
+
+    @property
+    def is_mutable(self) -> bool:
+        """Whether it changes an input in place."""
+        return bool(self.func._schema.is_mutable)
+
+    @cached_property
+    def inputs(self) -> list[Tensor]:
+        """Tensors that it is given."""
+        return tensors((self.args, self.kwargs))
+
+    @property
+    def results(self) -> list[Tensor]:
+        """Tensors that it returned."""
+        return tensors(self.result)
+
+    @property
+    def asks_for_half(self) -> bool:
+        """Whether the call names a 16-bit dtype for the result."""
+        return self.kwargs.get("dtype") in HALF
+
+    @property
+    def casts_to_half(self) -> bool:
+        """Whether it is a cast to 16 bits."""
+        return self.name == CAST and self.asks_for_half
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward pass runs it, also to recompute the forward pass."""
+        return torch._C._current_autograd_node() is not None
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Module that runs it, and the direction; an empty name: the model itself, or the loss."""
+        return self._trace.place()
+
+    @property
+    def line(self) -> Line | None:
+        """Line of the forward code that it belongs to; of a backward operator only where the trace keeps lines."""
+        return self._trace.line()
+
+
+class Trace(TorchDispatchMode):
+    """Sees every operator that runs, and knows its module, its direction and its line of code.
+
+    Autograd numbers the nodes of a thread in the order of the forward pass. So the number at each begin and end of a
+    module says which nodes are its own, in any backward pass of those forward passes, whatever is recomputed.
+
+    Args:
+        model: whose modules are told apart; None: none are.
+        visit: is called with each operator after it ran.
+        run: runs an operator, in the place of ``Op.run``.
+        returned: is called with the name, the module and the result of each call of a module.
+        lines: whether the lines of all operators are kept, in which those of the backward pass are found.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        visit: Callable[[Op], None] | None = None,
+        *,
+        run: Callable[[Op], Any] = Op.run,
+        returned: Callable[[str, nn.Module, Any], None] | None = None,
+        lines: bool = False,
+    ) -> None:
+        super().__init__()
+        self.count = 0
+        """Number of operators so far."""
+        self._named = list(model.named_modules()) if model is not None else []
+        self._parameters = {id(each): name for name, each in model.named_parameters()} if model is not None else {}
+        self._visit, self._run, self._returned, self._keeps_lines = visit, run, returned, lines
+        self._stack: list[str] = []
+        """Names of the modules whose forward runs now."""
+        self._numbers: list[int] = []
+        """Numbers of autograd nodes at which another module begins to own them."""
+        self._owners: list[str] = []
+        """Names of those modules."""
+        self._lines: dict[int, Line] = {}
+        """Line of the forward code that made an autograd node, by the node's number."""
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Self:
+        for name, module in self._named:
+            before = module.register_forward_pre_hook(partial(self._begin, name), prepend=True)
+            self._hooks.callback(before.remove)
+            after = module.register_forward_hook(partial(self._end, name), always_call=True)
+            self._hooks.callback(after.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = Op(self, func, args, kwargs or {})
+        self.count += 1
+        if self._keeps_lines:
+            self.line()
+        op.result = self._run(op)
+        if self._visit is not None:
+            self._visit(op)
+        return op.result
+
+    def _begin(self, name: str, module: nn.Module, args: Any) -> None:
+        self._stack.append(name)
+        self._note_owner()
+
+    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:  # an error in a pre-hook ends modules that never began
+            self._stack.pop()
+        self._note_owner()
+        if self._returned is not None:
+            self._returned(name, module, output)
+
+    def _note_owner(self) -> None:
+        if torch._C._current_autograd_node() is None:  # what is recomputed in the backward pass makes no new nodes
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._owners.append(self.module())
+
+    @property
+    def inside(self) -> bool:
+        """Whether a module's forward runs now."""
+        return bool(self._stack)
+
+    def module(self) -> str:
+        """Return the name of the module whose forward runs now; an empty string: none, or the model itself."""
+        return self._stack[-1] if self._stack else ""
+
+    def place(self) -> tuple[str, str]:
+        """Return the module and the direction of the operator that runs now."""
+        node = torch._C._current_autograd_node()
+        if node is None or self._stack:
+            return self.module(), FORWARD
+        variable = getattr(node, "variable", None)
+        if variable is not None and user_line() is not None:  # a hook of a weight
+            return "", BACKWARD
+        if variable is not None:  # AccumulateGrad
+            return self._parameters.get(id(variable), "").rpartition(".")[0], BACKWARD
+        return self.owner_of(node), BACKWARD
+
+    def line(self) -> Line | None:
+        """Return the line of the forward code to which the operator belongs that runs now."""
+        node, line = torch._C._current_autograd_node(), user_line()
+        if node is not None:
+            return line or self.line_of(node)
+        if line is not None:
+            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
+        return line
+
+    def owner_of(self, node: Any) -> str:
+        """Return the module whose forward pass made an autograd node."""
+        position = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._owners[position] if position >= 0 else ""
+
+    def line_of(self, node: Any) -> Line | None:
+        """Return the line of the forward code that made an autograd node."""
+        return self._lines.get(node._sequence_nr())
+
+
+class Row(NamedTuple):
+    """How often an operator ran in one module, one direction and these formats."""
+
+    module: str
+    direction: str
+    op: str
+    inputs: str
+    """Floating-point dtypes of its inputs, without repetition."""
+    output: str
+    calls: int
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it is of the forward pass, with a result in 16 bits."""
+        return self.direction == FORWARD and _is_half(self.output)
+
+    @property
+    def name(self) -> str:
+        """Operator's name as in ``torch.nn.functional``."""
+        return self.op.removeprefix("aten.").removeprefix("_safe").removeprefix("native").strip("_")
+
+
+class DtypeRecorder(Trace):
+    """Records in which dtypes operators compute and modules return.
+
+    Args:
+        model: whose modules are told apart.
+        weights: names of those whose casts are followed, by address.
+    """
+
+    def __init__(self, model: nn.Module, weights: dict[int, str] | None = None) -> None:
+        super().__init__(model, self._note, returned=self._note_outputs)
+        self._weights = weights or {}
+        self._calls: Counter[tuple[str, str, str, str, str]] = Counter()
+        self._computed: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
+        self.outputs: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
+        """Dtypes of the floating-point tensors that modules return, by module."""
+        self.casts: dict[tuple[str, str], str] = {}
+        """Casts of weights to 16 bits in the forward pass: the weight's name, the module that casts, and the dtype."""
+
+    def _note(self, op: Op) -> None:
+        results = [] if op.is_view else numbers_in(op.result)
+        if not results:
+            return
+        name, given, dtypes = op.name, numbers_in(op.inputs), _names(results)
+        module, direction = op.place
+        self._calls[module, direction, name, _names(given), dtypes] += 1
+        if given and direction == FORWARD and _computes(name):
+            # An operator in fp8 has a result in another dtype.
+            dtype = given[0].dtype if given[0].itemsize == 1 else results[0].dtype
+            self._computed[module if self.inside else LOSS][dtype] += 1
+        if self._weights and name == CAST and direction == FORWARD and _is_half(dtypes):
+            weight = self._weights.get(op.args[0].data_ptr())
+            if weight is not None:
+                self.casts[weight, module] = dtypes
+
+    def _note_outputs(self, name: str, module: nn.Module, output: Any) -> None:
+        self.outputs[name].update(tensor.dtype for tensor in numbers_in(output))
+
+    def rows(self) -> list[Row]:
+        """Return what ran, in order of the first calls."""
+        return [Row(*key, calls) for key, calls in self._calls.items()]
+
+    def modules(self) -> list[dict[str, str]]:
+        """Return the modules that have weights or operators of their own (not through their children).
+
+        Each with its name, its type, and the dtypes of its own weights, of its own operators (most of them first; none
+        if it was not called), and of what it returns. An operator computes in the dtype of its result, or in fp8 where
+        its first input is. Views, copies, casts, fills and exchanges between ranks compute nothing; nor do operators
+        without a floating-point input and result.
+        """
+        rows = []
+        modules = [(name, type(module).__name__, module) for name, module in self._named]
+        for name, kind, module in [*modules, (LOSS, "", nn.Module())]:
+            weights = Counter(weight.dtype for weight in module.parameters(recurse=False))
+            if weights or self._computed[name]:
+                dtypes = {"weights": weights, "compute": self._computed[name], "output": self.outputs[name]}
+                named = {key: [dtype_name(dtype) for dtype, _ in found.most_common()] for key, found in dtypes.items()}
+                rows.append({"module": name, "type": kind} | {key: ", ".join(found) for key, found in named.items()})
+        return rows
+
+
+def _computes(operator: str) -> bool:
+    space, _, name = operator.partition(".")
+    return space not in _EXCHANGES and name not in _MOVES | _FILLS and not name.startswith("new_")
+
+
+def _names(found: list[Tensor]) -> str:
+    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found))
+
+
+def _is_half(dtypes: str) -> bool:
+    return not _HALF_NAMES.isdisjoint(dtypes.split(", "))
