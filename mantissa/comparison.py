@@ -15,7 +15,7 @@ from typing import TypeVar
 from mantissa import quality
 from mantissa.display import columns, loss
 from mantissa.errors import UsageError
-from mantissa.page import Section, page
+from mantissa.page import Report, Section
 from mantissa.quality import METHOD, NULL, PAIRS, Look, Quality
 from mantissa.statistics import EQUIVALENT, ratio_interval
 
@@ -121,7 +121,7 @@ class Comparison:
             Section("How it was measured", [*quality.told(self.looks), METHOD, _WALL]),
         ]
         title, origin = " / ".join(label for label in self.arms if label != NULL), f"Machine: {platform.platform()}."
-        html = page("Comparison", title, self._sentences(), command, origin, sections)
+        html = Report("Comparison", title, self._sentences(), command, origin, sections).html()
         texts = {"html": html, "txt": self.text() + "\n", "json": json.dumps(asdict(self), indent=1) + "\n"}
         Path(folder).mkdir(parents=True, exist_ok=True)
         for suffix, text in texts.items():

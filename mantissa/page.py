@@ -1,4 +1,4 @@
-"""A report as one self-contained page of HTML, for light and dark: styles and plots inside, no script, no address."""
+"""Reports: as text for a terminal, and as one self-contained page of HTML with styles and plots inside."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mantissa.display import columns
+
 INK, QUIET, RULE, PAPER, MARGIN, ALARM = "#202124", "#5f6368", "#dadce0", "#ffffff", "#e6f4ea", "#c5221f"
-"""The colours of plots: text, less important text, lines, background, what counts as equal, what is wrong."""
+"""Colours of plots: text, less important text, lines, background, what counts as equal, what is wrong."""
 Plot = tuple[str, Any]
 """A title and a matplotlib figure."""
 
@@ -19,52 +21,75 @@ _TONES = {
     **dict.fromkeys(("WORSE", "failed"), "bad"),
     **dict.fromkeys(("INCONCLUSIVE", "NOT JUDGED", "pruned"), "open"),
 }
-"""The style's class of a cell, by its text."""
+"""Class of a cell in the style, by its text."""
 _THEMED = {INK: "ink", QUIET: "quiet", RULE: "rule", MARGIN: "margin", PAPER: "paper", ALARM: "bad", "#000000": "ink"}
-"""The style's variable that stands for a colour of a plot, so that it follows light and dark."""
+"""Variable of the style that stands for a colour of a plot, so that it follows light and dark."""
 
 
 @dataclass
 class Section:
-    """A part of a page; what is empty is left out."""
+    """A part of a report; what is empty is left out."""
 
     title: str
     sentences: Sequence[str] = ()
     items: Sequence[str] = ()
     table: Sequence[Sequence[str]] = ()
-    """The head, and a row each; the first cell of a row names it."""
+    """Head, and a row each; the first cell of a row names it."""
     text: str = ""
-    """As a terminal shows it."""
+    """Lines as a terminal shows them."""
     plots: Sequence[Plot] = ()
     folded: bool = False
-    """Whether a click on the title shows the rest."""
+    """Whether the page shows it only after a click on its title, and the text not at all."""
+
+    def lines(self) -> list[str]:
+        """Return it as a terminal shows it, without plots and without its title."""
+        found = [columns(self.table)] if self.table else []
+        found += [*self.sentences, *(f"- {item}" for item in self.items)]
+        return [*found, self.text] if self.text else found
 
 
-def page(kind: str, title: str, answer: Sequence[str], command: str, origin: str, sections: Sequence[Section]) -> str:
-    """Return a page. All texts are escaped.
+@dataclass
+class Report:
+    """What was found, for a terminal and as a page; all texts are escaped in the page."""
 
-    Args:
-        kind: of the report.
-        title: what it is of.
-        answer: what one would tell a colleague, in sentences.
-        command: that made it.
-        origin: see ``measured_on``.
-        sections: the details.
-    """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    kind: str
+    title: str
+    """What it is of."""
+    answer: Sequence[str]
+    """What one would tell a colleague, in sentences."""
+    command: str
+    """Command that made it."""
+    origin: str
+    """Machine and versions in a sentence, see ``measured_on``."""
+    sections: Sequence[Section]
+    """Details."""
 
-    environment = Environment(
-        autoescape=True,
-        loader=FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters["svg"] = svg
-    template = environment.get_template("page.html")
-    return template.render(
-        kind=kind, title=title, answer=answer, command=command, origin=origin, sections=sections, tones=_TONES
-    )
+    def text(self) -> str:
+        """Return it for a terminal: the answer, then the sections that are not folded."""
+        shown = [section.lines() for section in self.sections if not section.folded]
+        return "\n\n".join("\n".join(lines) for lines in (self.answer, *shown) if lines)
+
+    def html(self) -> str:
+        """Return it as a page."""
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+        environment = Environment(
+            autoescape=True,
+            loader=FileSystemLoader(Path(__file__).parent),
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=StrictUndefined,
+        )
+        environment.filters["svg"] = svg
+        return environment.get_template("page.html").render(vars(self) | {"tones": _TONES})
+
+    def write(self, folder: Path, name: str = "report") -> Path:
+        """Write ``name.html`` and ``name.txt`` into a folder, which is made; return the path of the page."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.txt").write_text(self.text() + "\n", encoding="utf-8")
+        page = folder / f"{name}.html"
+        page.write_text(self.html(), encoding="utf-8")
+        return page
 
 
 def measured_on(hardware: Mapping[str, Any], versions: Mapping[str, Any], git: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from evidence.advice.commands import comparison, training
 from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, UNDECIDED, Advice, Entry
 from mantissa.display import duration, size
 from mantissa.ledger import MIB
-from mantissa.page import Plot, Section, measured_on, page
+from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.statistics import Interval
 from trainer.files import write_text
 from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
@@ -103,7 +103,7 @@ def write_report(advice: Advice, folder: Path) -> Path:
     plots = [drawn] if (drawn := plot(advice)) else []
     better = [Section("Does it train as well?", text=comparison(advice))] * (advice.winner != advice.baseline)
     notes = [*remarks(advice), *(f"Note: {note}." for note in advice.notes)]
-    text = page(
+    report = Report(
         "Advice",
         f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}",
         [f"{sentence(advice)}."],
@@ -115,7 +115,7 @@ def write_report(advice: Advice, folder: Path) -> Path:
             Section("What was measured", [_ended(advice)], notes, rows(advice), plots=plots),
         ],
     )
-    write_text(folder / "report.html", text)
+    write_text(folder / "report.html", report.html())
     return folder / "report.html"
 
 

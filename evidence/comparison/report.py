@@ -11,7 +11,7 @@ from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.measures import IN_USE
 from mantissa.display import columns, loss, mebibytes
-from mantissa.page import Plot, Section, measured_on, page
+from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.quality import METHOD, NOT_JUDGED, PAIRS, failed, percent, times, told, verdict_at
 from mantissa.statistics import Interval, mean_interval
 from trainer.devices import kind_of
@@ -187,7 +187,7 @@ def markdown(result: Result, command: list[str], images: str) -> str:
 
 
 def _page(result: Result, command: list[str], plots: list[Plot]) -> str:
-    return page(
+    report = Report(
         "Comparison",
         result.comparison.name,
         lead(result),
@@ -200,6 +200,7 @@ def _page(result: Result, command: list[str], plots: list[Plot]) -> str:
             Section("How it was measured", method(result)),
         ],
     )
+    return report.html()
 
 
 def _origin(result: Result) -> str:

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from evidence.search.space import overrides_of, shown
 from evidence.search.study import Search
 from mantissa.display import columns, loss
-from mantissa.page import Plot, Section, measured_on, page
+from mantissa.page import Plot, Report, Section, measured_on
 from trainer.config.schema import Config
 from trainer.errors import first_line
 from trainer.files import write_text
@@ -96,7 +96,7 @@ def write_report(
             Section(f"{metric} by option", plots=plots),
         ]
     weights = [f"{key}: {weight:.2f}" for key, weight in importance(search).items()]
-    text = page(
+    report = Report(
         "Search",
         search.study.study_name,
         [answer],
@@ -108,7 +108,7 @@ def write_report(
             Section("Trials", table=rows(search, metric)),
         ],
     )
-    write_text(search.folder / "report.html", text)
+    write_text(search.folder / "report.html", report.html())
     return search.folder / "report.html"
 
 

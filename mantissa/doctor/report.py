@@ -13,7 +13,7 @@ from typing import Any
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, TakenStep
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
-from mantissa.page import Plot, Section, measured_on, page
+from mantissa.page import Plot, Report, Section, measured_on
 
 PAGE, VERDICT = "report.html", "verdict.json"
 
@@ -121,7 +121,7 @@ def files_of(diagnosis: Diagnosis, subject: str, record: dict[str, Any], plots: 
     title = f"{diagnosis.verdict}: {subject} {replay.precision}, step {replay.step.number}"
     origin = measured_on(record["hardware"], record["versions"], record["git"])
     answer = [*found, *means] or [f"No fault: {opening(replay)}."]
-    texts = {PAGE: page("Doctor", title, answer, record["command"], origin, sections)}
+    texts = {PAGE: Report("Doctor", title, answer, record["command"], origin, sections).html()}
     texts |= {f"{name}.csv": _csv(rows) for name, rows in checked.items()}
     return texts | {VERDICT: json.dumps(facts(diagnosis) | record, indent=2)}
 
