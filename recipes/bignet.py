@@ -70,10 +70,6 @@ class BigNet(Recipe):
         """Batch 512 in one piece, long enough to see the loss fall."""
         return Sizes(steps=60 if not hardware.is_gpu else 500, batch_size=512, micro_batch_size=512)
 
-    def smaller(self) -> list[str]:
-        """Return half the width."""
-        return [f"recipe.width={self.width // 2}"] if self.width > 1 else []
-
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Vectors and the outputs of a fixed teacher network."""
         assert isinstance(data, Synthetic)

@@ -271,11 +271,6 @@ class SizedRecipe(Recipe):
     def sizes(self, hardware: Hardware) -> Sizes:
         return self.gpu_sizes if hardware.is_gpu else self.cpu_sizes
 
-    def smaller(self) -> list[str]:
-        names = list(self.shapes)
-        below = names[: names.index(self.size)] if self.size in names else []
-        return [f"recipe.size={name}" for name in reversed(below)]
-
     def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         if self.pretrained:
             return {"size": f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M pretrained"}

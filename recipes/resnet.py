@@ -115,10 +115,6 @@ class ResNet(Recipe):
             pretrained.check(recipe.arch, recipe.pretrained)
         return recipe, decisions
 
-    def smaller(self) -> list[str]:
-        """Return ResNet-18."""
-        return [] if self.arch == "resnet18" else ["recipe.arch=resnet18"]
-
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return some minutes of digits, at most, on two CPU cores; on a GPU, the published batch of 256."""
         if hardware.is_gpu:

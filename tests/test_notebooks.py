@@ -1,8 +1,7 @@
-"""The notebooks run in a real kernel, where progress stays in place and the stop button saves."""
+"""The notebooks run in a real kernel, where the stop button saves."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +33,23 @@ except KeyboardInterrupt as stopped:
 """
 
 
-def executed(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
-    """What its cells have printed, and the last text of every output that was shown in place."""
+def executed(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What its cells have printed."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MANTISSA_CACHE"):
         monkeypatch.setenv(name, str(folder / name))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    shown = [output.data["text/plain"] for output in outputs if output.output_type == "display_data"]
-    return "".join(output.get("text", "") for output in outputs), shown
+    return "".join(output.get("text", "") for output in outputs)
 
 
 @pytest.mark.parametrize("page", sorted((PROJECT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda page: page.stem)
 def test_a_notebook_runs_as_it_is_kept(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(page, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)  # measured elsewhere
-    _, shown = executed(notebook, tmp_path, monkeypatch)
-    assert shown
+    assert executed(notebook, tmp_path, monkeypatch)
 
 
-def test_progress_stays_in_place_and_the_stop_button_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, shown = executed(new_notebook(cells=[new_code_cell(STOPPED)]), tmp_path, monkeypatch)
+def test_the_stop_button_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = executed(new_notebook(cells=[new_code_cell(STOPPED)]), tmp_path, monkeypatch)
     assert "resumed after step" in printed
-    assert "samples/s  norm" not in printed  # no line for each step
-    assert len(shown) == 2  # one for each run
-    assert re.match(r"step (\d+)/\1  loss", shown[1])  # it was updated to the last step

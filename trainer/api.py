@@ -22,12 +22,11 @@ from mantissa.generators import random_state, set_random_state
 from trainer.config import compose as overrides
 from trainer.config.schema import Config
 from trainer.devices import best_type
-from trainer.errors import Interrupted, UserError, is_out_of_memory
+from trainer.errors import Interrupted, UserError
 from trainer.precision import attention, kernels
 from trainer.progress import shown_by
 from trainer.recipe import Own, Recipe
-from trainer.run.command import release_memory
-from trainer.run.memory.fit import out_of_memory
+from trainer.run.memory.fit import release_memory
 from trainer.run.run import Run
 from trainer.run.start import train as start
 from trainer.run.terminal import Terminal
@@ -60,7 +59,7 @@ def compose(*given: Recipe | str, **options: Any) -> Config:
     Raises:
         UserError: one of them is a mistake.
     """
-    return _composed(given, options)[0]
+    return _composed(given, options)
 
 
 def train(*given: Config | Recipe | str, **options: Any) -> Trained:
@@ -82,29 +81,26 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
     """
     runs: list[Run] = []
 
-    def begun(run: Run) -> None:
+    def begun(run: Run | None) -> None:
+        runs.clear()
+        if run is None:
+            return
         runs.append(run)
         own = "Recipe.of(…), " if isinstance(run.config.recipe, Own) else ""
         run.command = f'train({own}resume="{run.folder.path}")'
 
     with undisturbed():
-        config, typed = _composed(given, options)
+        config = _composed(given, options)
         try:
-            summary = start(config, typed, started=begun)
+            summary = start(config, started=begun)
             folder = runs[0].folder.path if runs else Path(config.output_dir).expanduser() / summary["run"]
             return Trained(summary, folder, config.recipe, _model(runs[0].trainer) if runs else None)
         except Interrupted as stopped:
             stopped.folder = runs[0].folder.path.absolute() if runs else None
             raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            shortage = error.with_traceback(None)  # which holds the run
-            shortage.__context__ = shortage.__cause__ = None
         finally:
             runs.clear()
             release_memory()
-        raise out_of_memory(shortage, typed)
 
 
 def _model(trainer: Trainer) -> nn.Module:
@@ -113,20 +109,18 @@ def _model(trainer: Trainer) -> nn.Module:
     return trainer.model.eval()
 
 
-def _composed(given: Sequence[object], options: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return the config, and the overrides from which something smaller can be composed, if there are any."""
+def _composed(given: Sequence[object], options: Mapping[str, Any]) -> Config:
     typed = [each for each in given if isinstance(each, str)] + as_overrides(options)
     objects = [each for each in given if not isinstance(each, str)]
     if not objects:
-        return overrides.compose(typed), typed
-    alone = [f"recipe={Own.name}"]
+        return overrides.compose(typed)
     if len(objects) == 1 and isinstance(objects[0], Config) and not typed:
-        return objects[0], alone
+        return objects[0]
     if len(objects) > 1 or not isinstance(objects[0], Recipe):
         raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
     if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
         raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
-    return replace(overrides.compose([*alone, *typed]), recipe=objects[0]), alone
+    return replace(overrides.compose([f"recipe={Own.name}", *typed]), recipe=objects[0])
 
 
 def as_overrides(options: Mapping[str, Any]) -> list[str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import graph
 
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.errors import NonFiniteError, RunError, UserError, first_line
+from trainer.errors import NonFiniteError, RunError, UserError, first_line, is_out_of_memory
 
 
 @dataclass
@@ -33,11 +34,11 @@ class Debug:
         """Return the context of one optimizer step."""
         return nullcontext()
 
-    def check(self, first: float, last: float, steps: int) -> str | None:
-        """Check the result of a complete run, and return the verdict if there is one.
+    def check(self, first: Callable[[], float], last: float, steps: int) -> str | None:
+        """Check the result of a complete run, and return the verdict if there is one. Every rank calls it.
 
         Args:
-            first: the loss of the first step.
+            first: returns the loss of the first step, over all ranks.
             last: the validation loss at the end.
             steps: optimizer steps done.
 
@@ -71,14 +72,15 @@ class Overfit(Debug):
         first = FirstSamples(datasets.train, min(batch_size, len(datasets.train)))
         return replace(datasets, train=first, valid=first, test=None)
 
-    def check(self, first: float, last: float, steps: int) -> str | None:
-        if not last <= self.target * first:
+    def check(self, first: Callable[[], float], last: float, steps: int) -> str | None:
+        loss = first()
+        if not last <= self.target * loss:
             raise RunError(
-                f"debug=overfit: after {steps} steps on one batch the loss is {last:.4g}, down from {first:.4g} at "
-                f"the first step; expected at most {self.target * first:.4g} (debug.target={self.target}). Try more "
+                f"debug=overfit: after {steps} steps on one batch the loss is {last:.4g}, down from {loss:.4g} at "
+                f"the first step; expected at most {self.target * loss:.4g} (debug.target={self.target}). Try more "
                 "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained"
             )
-        return f"debug=overfit: passed, the loss of one batch fell from {first:.4g} to {last:.4g} in {steps} steps"
+        return f"debug=overfit: passed, the loss of one batch fell from {loss:.4g} to {last:.4g} in {steps} steps"
 
 
 @dataclass
@@ -95,9 +97,10 @@ class Anomaly(Debug):
             try:
                 yield
             except RuntimeError as error:
-                if "returned nan values" not in str(error):
+                # torch warns of an operation that fails in the backward pass, with its line of the forward pass.
+                where = [str(warning.message) for warning in caught if warning.filename == graph.__file__]
+                if not where or is_out_of_memory(error):
                     raise
-                where = [str(each.message) for each in caught if "Traceback of forward call" in str(each.message)]
                 raise NonFiniteError("\n".join([f"debug=anomaly: {first_line(error)}", *where])) from error
 
 

@@ -44,11 +44,18 @@ class OutOfMemory(RunError):
 
 
 class MemoryRanOut(MemoryError):
-    """The allocator raised ``error``: it had no memory left for a run, which trained with ``micro_batch_size``."""
+    """The allocator raised ``error``: it had no memory left for a run.
 
-    def __init__(self, error: BaseException, micro_batch_size: int) -> None:
-        super().__init__(str(error))
-        self.micro_batch_size = micro_batch_size
+    Args:
+        error: of the allocator.
+        micro_batch_size: of the run.
+        smaller: at most half of that, such that the steps stay the same; 0: there is none.
+        retry: whether nothing was trained yet, so that the run can start again.
+    """
+
+    def __init__(self, error: BaseException, micro_batch_size: int, smaller: int, retry: bool) -> None:
+        super().__init__(str(error) or type(error).__name__)
+        self.micro_batch_size, self.smaller, self.retry = micro_batch_size, smaller, retry
 
 
 class Interrupted(KeyboardInterrupt):

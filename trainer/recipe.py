@@ -248,10 +248,6 @@ class Recipe:
         """Return options that are still ``auto``, with values that need less memory on a GPU, and more time."""
         return []
 
-    def smaller(self) -> list[str]:
-        """Return the overrides that choose smaller models of this family, the largest first."""
-        return []
-
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError

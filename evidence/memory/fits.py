@@ -35,7 +35,7 @@ def fitting(
             tried = merged(overrides, more)
             composed = compose(tried) if more else config
             resolved = composed.resolve(hardware)
-            fitted = fit_plan(composed, resolved, hardware, World(), datasets, tried)
+            fitted = fit_plan(composed, resolved, hardware, World(), datasets)
         except OutOfMemory as error:
             first = first or error
             continue

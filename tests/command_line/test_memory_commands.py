@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
 from torch import nn
@@ -19,13 +16,7 @@ from evidence.memory.command import max_batch, memory
 from evidence.memory.trial import Trial, trial
 from tests import forks
 from trainer.config.options import run
-from trainer.config.schema import Config
-from trainer.config.step import Resolved
-from trainer.data.contract import Batch
-from trainer.errors import MemoryRanOut, OutOfMemory
-from trainer.run import command
-from trainer.run.run import Run
-from trainer.trainer import StepRecord
+from trainer.run.memory.fit import release_memory
 
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
@@ -78,32 +69,6 @@ def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monk
     assert "not even micro_batch_size=1 fits into 972.8 KiB" in capsys.readouterr().err
 
 
-def test_the_report_is_of_the_microbatch_that_was_chosen(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What fits now is not what the failed run took."""
-    reported: list[object] = []
-
-    class Fails(Run):
-        def step(self, microbatches: list[Batch]) -> StepRecord:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes")
-
-    def report(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
-        reported.extend([*overrides, cast(MemoryRanOut, error).micro_batch_size])
-        return OutOfMemory(str(error))
-
-    def to_eight(config: Config, resolved: Resolved, *given: object) -> Resolved:
-        return resolved.with_micro_batch_size(8, "it fits")
-
-    monkeypatch.setattr("trainer.run.start.fit_plan", to_eight)
-    job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=16", "tracking=local"]
-    monkeypatch.setattr(sys, "argv", ["scripts/train.py", *job])
-    monkeypatch.setattr("trainer.run.memory.fit.out_of_memory", report)
-    assert command.main(Fails) == 4
-    assert reported == [*job, 8]
-    assert "not enough memory" in capsys.readouterr().err
-
-
 def test_a_model_that_holds_itself_is_released_after_its_run() -> None:
     """As every module does whose forward method was replaced; the next run of a sweep would count it."""
     layer = nn.Linear(2, 2)
@@ -113,7 +78,7 @@ def test_a_model_that_holds_itself_is_released_after_its_run() -> None:
     gc.disable()
     try:
         assert gone() is not None
-        command.release_memory()
+        release_memory()
     finally:
         gc.enable()
     assert gone() is None
@@ -124,6 +89,11 @@ import ctypes, resource, sys
 import torch
 from trainer.run.command import main
 from trainer.hardware import held_bytes
+from trainer.run.memory import fit
+fit.rough_bytes = lambda *given: None  # no forecast
+from recipes.bignet import BigNet
+from trainer.recipe import Sizes
+BigNet.sizes = lambda self, hardware: Sizes(2, 65536, 65536)
 ctypes.CDLL(None).mallopt(-3, 131072)  # a mapping for each tensor: the heap wastes as much again on a few MiB
 torch.ones(2**20).exp_()  # starts torch's threads
 resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 400 * 2**20, resource.RLIM_INFINITY))
@@ -132,25 +102,25 @@ sys.exit(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
-def test_a_run_out_of_memory_reports_what_fits_and_that_fits(folder: Path) -> None:
-    def train(*overrides: str) -> subprocess.CompletedProcess[str]:
-        job = ["recipe=bignet", "recipe.width=64", "recipe.layers=32", "data.samples=512", "device=cpu"]
-        common = [*job, "batch_size=65536", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]
-        return forks.run(
-            [sys.executable, "-c", LIMITED, *common, *overrides],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    failed = train("micro_batch_size=65536")
-    assert failed.returncode == 4, failed.stderr
-    assert "error: out of memory (tried to allocate " in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert rows(failed.stderr)["weights"][0] == "0.5"
-    summary = json.loads((folder / "outputs" / "bignet-fp32-s0" / "summary.json").read_text())
-    assert summary["status"] == "FAILED"
-    fitting = [line.strip() for line in failed.stderr.splitlines() if line.startswith("  ")]
-    assert fitting[0].startswith("micro_batch_size=")
-    done = train(fitting[0])
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_run_out_of_memory_halves_the_microbatch_or_says_so(auto: bool, folder: Path) -> None:
+    job = ["recipe=bignet", "recipe.width=64", "recipe.layers=32", "data.samples=512", "device=cpu"]
+    common = [*job, "batch_size=65536", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]
+    done = forks.run(
+        [sys.executable, "-c", LIMITED, *common, *([] if auto else ["micro_batch_size=65536"])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    runs = sorted((folder / "outputs").iterdir())
+    found = [json.loads((run / "summary.json").read_text())["status"] for run in runs]
+    assert "Traceback" not in done.stderr
+    if auto:
+        assert done.returncode == 0, done.stderr
+        assert "starting again with micro_batch_size=32768" in done.stdout
+        assert found[-1] == "FINISHED"
+    else:
+        assert done.returncode == 4, done.stderr
+        assert "error: out of memory with micro_batch_size=65536 (tried to allocate " in done.stderr
+        assert "; set micro_batch_size=32768, which takes the same steps in less memory" in done.stderr
+        assert found == ["FAILED"]

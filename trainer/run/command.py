@@ -5,7 +5,6 @@ It is composed and checked before torch is imported, which takes longer than a t
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import help
 from trainer.config.compose import checked_arguments
 from trainer.config.explain import explain
-from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory, redacted
+from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import completion, provenance
 from trainer.run.signals import OUTSIDE
@@ -108,7 +107,7 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
         from trainer.run.start import Run, train
 
         config = build(composed, overrides, kept)
-        return Ended(0, train(config, overrides, run_class or Run))
+        return Ended(0, train(config, run_class or Run))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared
         return Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)
@@ -117,24 +116,12 @@ def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]
     except KeyboardInterrupt:
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
-        if not is_out_of_memory(error):
-            return Ended(_report_bug(error), {}, launched_processes() > 1)
-        shortage = error.with_traceback(None)  # which holds the run
-        shortage.__context__ = shortage.__cause__ = None
+        return Ended(_report_bug(error), {}, launched_processes() > 1)
     finally:
-        release_memory()
-    from trainer.run.memory.fit import out_of_memory
+        if "torch" in sys.modules:
+            from trainer.run.memory.fit import release_memory
 
-    return Ended(_report(out_of_memory(shortage, overrides)), {}, launched_processes() > 1)
-
-
-def release_memory() -> None:
-    """Free the memory of a run, which the next one of a sweep would count as its own peak."""
-    gc.collect()  # models may hold themselves: every module whose forward method was replaced does
-    if "torch" in sys.modules:
-        from trainer.devices import empty_cache
-
-        empty_cache()
+            release_memory()
 
 
 def _report(error: RunError | Interrupted) -> int:

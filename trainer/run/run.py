@@ -178,10 +178,15 @@ class Run:
             raise Interrupted(message, self.stopped_by)
         if self.world.largest(len(missing)):
             raise report.unfinished(missing, trainer.step, self.folder, self.command)
-        first = math.nan if self.first is None else self.world.add(self.first.loss.reshape(1)).item()
-        if verdict := self.config.debug.check(first, self.scores.final.get("valid/loss", math.nan), trainer.step):
+        if verdict := self.config.debug.check(
+            self._first_loss, self.scores.final.get("valid/loss", math.nan), trainer.step
+        ):
             self.terminal.note(verdict)
         return summary
+
+    def _first_loss(self) -> float:
+        """Return the loss of the first step that this process took, over all ranks, each of which has to call this."""
+        return math.nan if self.first is None else self.world.add(self.first.loss.reshape(1)).item()
 
     @property
     def complete(self) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import nn
 
+from mantissa.display import size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
@@ -21,11 +23,9 @@ from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
 from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, final_status, in_use, read_object
 from trainer.hardware import detect, threads
-from trainer.optim.ema import WeightAverage
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
-from trainer.run.disk import check_disk
-from trainer.run.memory.fit import fit_plan
+from trainer.run.memory.fit import fit_plan, halved, train_in_memory
 from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
@@ -38,25 +38,25 @@ from trainer.tracking.tracker import finish_delivery
 
 
 def train(
-    config: Config,
-    overrides: Sequence[str] = (),
-    run_class: type[Run] = Run,
-    started: Callable[[Run], None] = lambda run: None,
+    config: Config, run_class: type[Run] = Run, started: Callable[[Run | None], None] = lambda run: None
 ) -> dict[str, Any]:
     """Train what the config describes and return the summary that is also in summary.json.
 
     Args:
         config: as composed.
-        overrides: the command line's overrides, to find what would fit if memory does not suffice.
         run_class: the class that trains; measurements use another one.
-        started: called with the run before its first step.
+        started: called with the run before its first step; with None where it had no memory, and is given up.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
-        OutOfMemory: not even microbatches of one sample are forecast to fit; nothing was written.
+        OutOfMemory: see ``fit_plan`` and ``train_in_memory``.
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
     """
+    return train_in_memory(config, partial(_train, run_class, started))
+
+
+def _train(run_class: type[Run], started: Callable[[Run | None], None], config: Config) -> dict[str, Any]:
     began = take_start_time()
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         kernels.clear()  # those of an earlier run in this process
@@ -87,13 +87,14 @@ def train(
         with work("opening the data"):
             datasets = opened or world.first_then_others(resolved.config.open_datasets)
         if folder is None:
-            resolved = fit_plan(config, resolved, hardware, world, datasets, overrides)
+            resolved = fit_plan(config, resolved, hardware, world, datasets)
         if gc.isenabled():  # else the program has only imported modules so far
             gc.collect()
         gc.enable()
         gc.freeze()  # else every look for garbage walks half a million objects, for half a second
         stack.callback(gc.unfreeze)
         terminal.note("building the model …")
+        run = None
         try:
             with work("building the model"):
                 trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
@@ -102,9 +103,7 @@ def train(
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
             with _written(resolved.config.output_dir):
                 if folder is None:
-                    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-                    averaged = isinstance(trainer.average, WeightAverage)
-                    world.on_first(partial(check_disk, config, resolved.plan, parameters, averaged))
+                    world.on_first(partial(_check_disk, config, trainer.model))
                     folder = world.on_first(partial(_begun, resolved, datasets, stack))
                 with work("preparing the run"):
                     run = run_class(
@@ -113,9 +112,25 @@ def train(
             started(run)
             return run.train()
         except Exception as error:
-            if is_out_of_memory(error):
-                raise MemoryRanOut(error, resolved.plan.batching.micro_batch_size) from error
-            raise
+            if not is_out_of_memory(error):
+                raise
+            started(None)
+            batching = resolved.plan.batching
+            retry = saved is None and world.size == 1 and (run is None or run.first is None)
+            smaller = halved(config, batching, batching.micro_batch_size)
+            raise MemoryRanOut(error, batching.micro_batch_size, smaller, retry) from error
+
+
+def _check_disk(config: Config, model: nn.Module) -> None:
+    """Raise UserError where there is no room for a checkpoint and the export; the writer reports what comes later."""
+    folder = Path(config.output_dir).expanduser().absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    needed = 2 * sum(weight.numel() * weight.element_size() for weight in model.parameters()) + store.SPARE_BYTES
+    if config.checkpoint.enabled and free < needed:
+        raise UserError(
+            f"output_dir={config.output_dir}: the disk has {size(free)} free, and a checkpoint and best/ need over "
+            f"{size(needed)}; free disk space, choose another with output_dir=…, or keep nothing with checkpoint=none"
+        )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the terminal shows: the start block, a progress line, the summary table."""
+"""What the terminal shows: the start block, the progress of work, the summary table."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import math
 import os
 import select
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
-from rich.live import Live
+from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from mantissa.display import duration, loss, quantity
@@ -22,29 +20,39 @@ from trainer.errors import redacted
 from trainer.progress import Advance, shown_by
 
 Rows = Iterable[tuple[str, str]]
+_SLOW_S = 2.0
+"""Seconds that work takes before a file shows its progress; and between two lines of the progress of training there."""
+_AGAIN_S = 20.0
+"""Seconds between two lines of the progress of one piece of work in a file."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on where nobody reads any more; rich would end the program."""
+        leave_unread()
 
 
 class Terminal:
-    """Writes to standard output; on a terminal and in a notebook the progress is one line that stays in place."""
+    """Writes to standard output. On a terminal, progress stays in place; in a file or a notebook it is a line each."""
 
     def __init__(self, console: Console | None = None, shown: bool = True, logged: bool = True) -> None:
         """Write to ``console`` (None: standard output), or nothing at all where another process does.
 
         With ``logged`` what other parts log is shown here, too.
         """
-        self._notebook = console is None and shown and Console().is_jupyter
-        # rich's own notebook display makes an output of every line, and needs ipywidgets to change one.
-        self.console = console or Console(highlight=False, quiet=not shown, force_jupyter=False)
-        self._live: Live | None = None
-        self._cell: Any = None
-        """The output of a notebook's cell that holds the progress."""
-        self._works: list[threading.Event] = []
+        self.console = console or _Console(highlight=False, quiet=not shown, force_jupyter=False)
+        self._in_place = self.console.is_terminal and not self.console.quiet
+        self._progress = Progress(
+            TextColumn("{task.description}", style="green", markup=False),
+            TimeElapsedColumn(),
+            console=self.console,
+            refresh_per_second=4,  # a refresh takes about a millisecond, which would slow the steps of a tiny model
+            transient=True,
+            redirect_stdout=not self.console.stderr,  # else what is printed would go there, too
+        )
+        self._training: TaskID | None = None
         self._shown = -math.inf
         self._metrics: dict[str, float] = {}
-        # A refresh takes about a millisecond, which would slow the steps of a tiny model.
-        self._interval_s = 0.2 if self.console.is_terminal else 2.0
-        self.patience_s, self.again_s = 2.0, 0.5 if self.console.is_terminal else 20.0
-        """Work that takes less is not shown; then it is shown again and again, see ``work``."""
         if logged:
             logger = logging.getLogger("mantissa")
             logger.handlers[:] = [_Shown(self)]
@@ -68,90 +76,78 @@ class Terminal:
         self.note(Text.assemble(("warning: ", "bold yellow"), message))
 
     def note(self, message: str | Text = "", style: str = "") -> None:
-        """Show a line as it is, above the progress line."""
+        """Show a line as it is, above the progress."""
         text = message if isinstance(message, Text) else Text(message, style)
-        self._show(self.console.print, text, soft_wrap=not self.console.is_terminal)  # a file has no line width
+        soft_wrap = not self.console.is_terminal  # a file has no line width
+        _unless_closed(lambda: self.console.print(text, soft_wrap=soft_wrap))
 
     def progress(self, step: int, steps: int, metrics: dict[str, float] | None, unit: str) -> None:
         """Show the progress of training, a few times a second at most; ``metrics`` is None within a log interval."""
         now = time.perf_counter()
-        interval_s = self._interval_s if metrics else 10 * self._interval_s
+        interval_s = 0.2 if self._in_place else _SLOW_S if metrics else 10 * _SLOW_S
         if now - self._shown < interval_s and (metrics is None or step not in (1, steps)):
             return
         if metrics:  # of the first step, the time says nothing about the others
             self._metrics = metrics | ({"step_time_s": math.nan} if step == 1 else {})
         self._shown = now
-        self._in_place(progress_line(step, steps, self._metrics, unit))
+        line = progress_line(step, steps, self._metrics, unit)
+        if not self._in_place:
+            self.note(line)
+        elif self._training is None:
+            self._training = self._begin(line)
+        else:
+            self._progress.update(self._training, description=line)
 
     @contextmanager
     def work(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
-        """Show the progress of other work (see ``progress.work``), once it has taken ``patience_s``.
+        """Show the progress of other work, see ``progress.work``."""
+        began = time.perf_counter()
+        due = began + _SLOW_S
+        task = self._begin(label) if self._in_place else None
 
-        A thread shows it: the work may be one long call. Of work within other work, the inner one is shown.
-        """
-        if self.console.quiet:
-            yield lambda done, total=None: None
-            return
-        began, done, ended = time.perf_counter(), 0.0, threading.Event()
+        def advance(done: float, of: float | None = None) -> None:
+            nonlocal due, total
+            total, now = of or total, time.perf_counter()
+            if task is not None:
+                self._progress.update(task, description=work_line(label, done, total, unit, now - began))
+            elif now >= due:
+                due = now + _AGAIN_S
+                self.note(work_line(label, done, total, unit, now - began))
 
-        def advance(now: float, of: float | None = None) -> None:
-            nonlocal done, total
-            done, total = now, of or total
-
-        def show() -> None:
-            wait_s = self.patience_s
-            while not ended.wait(wait_s):
-                if self._works[-1:] == [ended]:
-                    self._in_place(work_line(label, done, total, unit, time.perf_counter() - began))
-                wait_s = self.again_s
-
-        thread = threading.Thread(target=show, name="progress", daemon=True)
-        self._works.append(ended)
-        thread.start()
         try:
             yield advance
         finally:
-            self._works.remove(ended)
-            ended.set()
-            thread.join()
-            self.end_progress()
+            if task is not None:
+                self._progress.remove_task(task)
+                if not self._progress.tasks:
+                    self.end_progress()
 
-    def _in_place(self, line: str) -> None:
-        """Show a line in the place of the one before; in a file below it."""
-        if self._notebook:
-            from IPython.display import display
-
-            if self._cell is None:
-                self._cell = display({"text/plain": line}, raw=True, display_id=True)
-            else:
-                self._cell.update({"text/plain": line}, raw=True)
-            return
-        if not self.console.is_terminal:
-            self.note(line)
-            return
-        if self._live is None:
-            out = not self.console.stderr  # else what is printed would go there, too
-            self._live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=out)
-            self._show(self._live.start)
-        self._show(self._live.update, Text(line, style="green", no_wrap=True, overflow="ellipsis"), refresh=True)
+    def _begin(self, description: str) -> TaskID:
+        task = self._progress.add_task(description)
+        _unless_closed(self._progress.start)
+        return task
 
     def end_progress(self) -> None:
-        """Remove the progress line."""
-        if self._live is not None:
-            self._show(self._live.stop)
-            self._live = None
+        """Remove the progress of training."""
+        if self._training is not None:
+            self._progress.remove_task(self._training)
+            self._training = None
+        if self._in_place:  # elsewhere rich ends it by an empty line
+            _unless_closed(self._progress.stop)
 
-    def _show(self, write: Callable[..., object], *arguments: object, **options: object) -> None:
-        try:
-            write(*arguments, **options)
-        except OSError:  # nobody watches any more; training continues
-            leave_unread()
+
+def _unless_closed(write: Callable[[], None]) -> None:
+    """Write to the terminal; where it was closed, training continues."""
+    try:
+        write()
+    except OSError:
+        leave_unread()
 
 
 @contextmanager
 def on_error_stream() -> Iterator[None]:
     """Show the progress of work there: what a script prints may go to a file."""
-    with shown_by(Terminal(Console(stderr=True, highlight=False), logged=False).work):
+    with shown_by(Terminal(_Console(stderr=True, highlight=False), logged=False).work):
         yield
 
 
@@ -195,9 +191,10 @@ def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -
 
 
 def work_line(label: str, done: float, total: float | None, unit: str, seconds: float) -> str:
-    """Return ``evaluating  12/48 batches  eta 0:30``, or what is known of it and the time so far."""
+    """Return ``evaluating  12/48 batches  eta 0:30``, or what is known of it."""
     parts = [label]
     if done:
         parts.append(f"{quantity(done)}{f'/{quantity(total)}' if total else ''} {unit}".rstrip())
-    parts.append(f"eta {duration(seconds / done * (total - done))}" if total and done else duration(seconds))
+    if total and done:
+        parts.append(f"eta {duration(seconds / done * (total - done))}")
     return "  ".join(parts)

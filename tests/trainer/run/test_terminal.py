@@ -1,58 +1,70 @@
-"""The progress of work that is no training step (trainer/run/terminal.py)."""
+"""The progress of training and of other work (trainer/run/terminal.py)."""
 
 from __future__ import annotations
 
 import io
+import os
 import threading
 
 import pytest
 from rich.console import Console
 
 from trainer.progress import shown_by, work
+from trainer.run import terminal as module
 from trainer.run.terminal import Terminal
 
-
-class Shown(io.StringIO):
-    """Notes when something was written to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = threading.Event()
-
-    def write(self, text: str) -> int:
-        self.written.set()
-        return super().write(text)
+METRICS = {"loss": 2.5, "tokens_per_s": 12_300.0, "grad_norm": 1.2, "loss_scale": 65536.0, "skipped_steps": 1.0}
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_what_takes_long_shows_its_progress_also_in_a_thread_of_a_library(in_place: bool) -> None:
-    out = Shown()
-    terminal = Terminal(Console(file=out, force_terminal=in_place, width=80), logged=False)
-    terminal.patience_s = terminal.again_s = 0.001
-    with shown_by(terminal.work), work("opening the data"):
-        assert out.written.wait(300)
+def test_progress_stays_in_place_on_a_terminal_and_is_a_line_each_in_a_file(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLOW_S", 0.0)
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, force_terminal=in_place, width=120), logged=False)
+    terminal.progress(20, 300, METRICS | {"step_time_s": 0.15}, "tokens")
 
-        def tokenize() -> None:
-            with work("tokenizing", unit="MB") as advance:
-                advance(12, 48)
-                while "12/48" not in out.getvalue():
-                    out.written.clear()
-                    assert out.written.wait(300)
+    def tokenize() -> None:  # in a thread of a library
+        with work("tokenizing [all]", unit="MB") as advance:
+            advance(12, 48)
+            terminal._progress.refresh()
 
+    with shown_by(terminal.work):
         thread = threading.Thread(target=tokenize)
         thread.start()
         thread.join()
-    assert "opening the data  0:00" in out.getvalue()
-    assert "tokenizing  12/48 MB  eta 0:0" in out.getvalue()
-    assert ("\x1b[2K" in out.getvalue()) == in_place  # the line is erased
+    terminal.note("a line")
+    terminal.end_progress()
+    shown = out.getvalue()
+    step = "step  20/300  loss 2.5000  12.3k tokens/s  norm 1.2  scale 65536  skipped 1  eta 0:42"
+    work_shown = "tokenizing [all]  12/48 MB  eta 0:00"
+    assert ("\x1b[2K" in shown) == in_place  # the line is erased
+    if in_place:
+        assert step in shown
+        assert work_shown in shown
+    else:
+        assert shown.splitlines() == [step, work_shown, "a line"]
 
 
-def test_what_does_not_take_long_shows_nothing() -> None:
-    out = Shown()
+def test_what_does_not_take_long_leaves_no_line_in_a_file() -> None:
+    out = io.StringIO()
     terminal = Terminal(Console(file=out), logged=False)
-    terminal.patience_s = 1e6
     with terminal.work("evaluating", 48, "batches") as advance:
         advance(48)
     with work("nobody watches") as advance:
         advance(1)
-    assert not out.written.is_set()
+    terminal.end_progress()
+    assert out.getvalue() == ""
+
+
+def test_a_pipe_without_a_reader_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich raises SystemExit there."""
+    left: list[bool] = []
+    monkeypatch.setattr(module, "leave_unread", lambda: left.append(True))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as pipe:
+        Terminal(module._Console(file=pipe), logged=False).note("a line")
+        assert left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)

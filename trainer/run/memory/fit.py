@@ -1,42 +1,42 @@
-"""Whether a run fits into memory, by forecast: ``micro_batch_size=auto`` before it starts, and what fits instead."""
+"""Whether a run fits into memory: the microbatch is halved until a step is forecast to fit, or fits."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
+import gc
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from mantissa.formats import BASIC
 from mantissa.ledger import MIB, STEADY
-from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
-from trainer.errors import MemoryRanOut, OutOfMemory, UserError
-from trainer.hardware import Hardware, available_bytes, detect
+from trainer.devices import empty_cache
+from trainer.errors import MemoryRanOut, OutOfMemory, is_out_of_memory
+from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP
 from trainer.progress import work
 from trainer.recipe import Decision, Recipe
-from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
+from trainer.run.memory.forecast import forecast, required_bytes
 
 USABLE = 0.9
-"""Of what is free, since allocators waste some. A failed run needs too much, so what fits must need clearly less."""
+"""Share of the free memory that a run may need, since allocators waste some."""
 KEY = "micro_batch_size"
+REMEDY = "a smaller model, activation_checkpointing=blocks or precision=bf16 needs less"
 
 log = logging.getLogger("mantissa")
+T = TypeVar("T")
 
 
-def fit_plan(
-    config: Config, resolved: Resolved, hardware: Hardware, world: World, datasets: Datasets, overrides: Sequence[str]
-) -> Resolved:
+def fit_plan(config: Config, resolved: Resolved, hardware: Hardware, world: World, datasets: Datasets) -> Resolved:
     """Return the resolved config with a microbatch that is forecast to fit into the free memory.
 
     A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
@@ -49,7 +49,6 @@ def fit_plan(
         hardware: of this process.
         world: the processes that train together; all get the same plan.
         datasets: to train on.
-        overrides: of the command line, for what would fit instead.
 
     Raises:
         OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
@@ -58,32 +57,49 @@ def fit_plan(
     if world.size > 1 and not hardware.is_gpu:
         free //= launched_local_rank()[1]  # the processes of a machine share its memory
     free = -world.largest(-free)
-
-    def look() -> tuple[int, str, list[Decision]]:
-        batching, usable = resolved.plan.batching, int(USABLE * free)
-        rough = rough_bytes(resolved.config.recipe, datasets, batching.micro_batch_size)
-        if rough is None or rough < free / 2:
-            return batching.micro_batch_size, "", []
-        log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
-        with work("forecasting the memory of a step"):
-            saving = config.recipe.saving_memory() if hardware.is_gpu else []
-            if saving and _fits(config, batching, usable):
-                saving = []
-            frugal = replace(config, recipe=config.recipe.chosen(saving))
-            return *choose(frugal, batching, usable, overrides), saving
-
-    size, why, saving = world.on_first(look)
+    size, why, saving = world.on_first(partial(_fitting, config, resolved, hardware, datasets, free))
     chosen = replace(resolved.config, recipe=resolved.config.recipe.chosen(saving))
     found = resolved._replace(config=chosen, decisions=[*resolved.decisions, *saving])
     return found.with_micro_batch_size(size, why) if why else found
 
 
-def _fits(config: Config, batching: Batching, usable: int) -> bool:
-    """Return whether the microbatch of ``batching`` is forecast to fit; True where that cannot be forecast."""
+def _fitting(
+    config: Config, resolved: Resolved, hardware: Hardware, datasets: Datasets, free: int
+) -> tuple[int, str, list[Decision]]:
+    """Return the microbatch, why it is another one (empty: it is not), and the recipe's options that save memory."""
+    batching, usable = resolved.plan.batching, int(USABLE * free)
+    size, saving = batching.micro_batch_size, config.recipe.saving_memory() if hardware.is_gpu else []
+    rough = rough_bytes(resolved.config.recipe, datasets, size)
+    if rough is None or rough < free / 2:
+        return size, "", []
+    log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
     try:
-        return needed_bytes(config, batching, batching.micro_batch_size) <= usable
-    except Exception:  # ``choose`` says why
-        return True
+        with work("forecasting the memory of a step"):
+            need = needed_bytes(config, batching, size)
+            if need <= usable:
+                return size, "", []
+            if saving:
+                config = replace(config, recipe=config.recipe.chosen(saving))
+                need = needed_bytes(config, batching, size)
+            fitting = size if need <= usable else halved(config, batching, size)
+            while fitting and fitting < size and needed_bytes(config, batching, fitting) > usable:
+                fitting = halved(config, batching, fitting)
+    except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
+        log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
+        return size, "", []
+    if fitting == size:
+        return size, "", saving
+    needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {usable / MIB:,.0f} MiB can be used"
+    if config.micro_batch_size != "auto":
+        remedy = f"{KEY}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
+        log.warning("%s=%s; %s", KEY, needs, remedy)
+        return size, "", saving
+    if fitting:
+        return fitting, f"forecast to fit; {needs}", saving
+    raise OutOfMemory(
+        f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started. {REMEDY.capitalize()}; "
+        f"to start it anyway, set {KEY}=1"
+    )
 
 
 def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:
@@ -103,34 +119,6 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
     return 64 * sum(shape.numel() for shape in shapes) + micro_batch_size * a_sample
 
 
-def choose(config: Config, batching: Batching, usable: int, overrides: Sequence[str]) -> tuple[int, str]:
-    """Return the microbatch that is forecast to fit into ``usable`` bytes, and why, if it is not that of ``batching``.
-
-    Raises:
-        OutOfMemory: see ``fit_plan``.
-    """
-    size = batching.micro_batch_size
-    try:
-        need = needed_bytes(config, batching, size)
-        fitting = size if need <= usable else _largest(config, batching, usable)
-    except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
-        log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
-        return size, ""
-    needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {usable / MIB:,.0f} MiB can be used"
-    if fitting == size:
-        return size, ""
-    if config.micro_batch_size != "auto":
-        remedy = f"{KEY}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
-        log.warning("%s=%s; %s", KEY, needs, remedy)
-        return size, ""
-    if fitting:
-        return fitting, f"forecast to fit; {needs}"
-    raise OutOfMemory(
-        f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started.\n"
-        f"{what_fits(overrides, usable)}\nTo start it anyway, set {KEY}=1."
-    )
-
-
 def needed_bytes(config: Config, batching: Batching, size: int) -> int:
     """Return the forecast of what one rank needs with microbatches of ``size``: its passes are a single process's."""
     ranks = batching.ranks
@@ -142,93 +130,43 @@ def needed_bytes(config: Config, batching: Batching, size: int) -> int:
     return required_bytes(alone, ledger)
 
 
-def _largest(config: Config, batching: Batching, usable: float) -> int:
-    """Return the largest microbatch below that of ``batching`` which divides the batch and fits; 0 if none does."""
+def halved(config: Config, batching: Batching, size: int) -> int:
+    """Return the largest microbatch of at most half of ``size`` that divides a rank's batch; 0: there is none."""
     per_rank, least = batching.batch_size // batching.ranks, config.augment.micro_batch_multiple
-    sizes = [size for size in range(least, batching.micro_batch_size, least) if per_rank % size == 0]
-    fitting = bisect.bisect_right(sizes, usable, key=lambda size: needed_bytes(config, batching, size))
-    return sizes[fitting - 1] if fitting else 0
+    return max((half for half in range(least, size // 2 + 1, least) if per_rank % half == 0), default=0)
 
 
-def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
-    """Return the error to report in the place of ``error``, which the allocator raised: the forecast, and what fits.
+def train_in_memory(config: Config, train: Callable[[Config], T]) -> T:
+    """Return ``train(config)``; where memory ran out, start again with half the microbatch.
 
-    Call it when the run is gone: what is free then is what a new one would find.
+    That is done before the first step of a new run alone, and not in several processes: the others wait for the one
+    that has no memory. A microbatch that the user set is kept.
+
+    Raises:
+        OutOfMemory: it cannot be halved; names what to set instead.
     """
-    if isinstance(error, MemoryRanOut) and not any(each.startswith(f"{KEY}=") for each in overrides):
-        overrides = [*overrides, f"{KEY}={error.micro_batch_size}"]  # as it was chosen, not as it would be chosen now
-    text = str(error)
-    found = re.search(r"tried to allocate (\d+) bytes", text)  # the CPU's, between file names and error codes
-    words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else (text or type(error).__name__)
-    return OutOfMemory(f"out of memory ({words.splitlines()[0]})\n{what_fits(overrides)}")
-
-
-def what_fits(overrides: Sequence[str], usable: float | None = None) -> str:
-    """Return the forecast of a step that needs too much, beside smaller ones, and which overrides are forecast to fit.
-
-    Where no single change is enough: the first that is of those that leave the model as it is, all together.
-
-    Args:
-        overrides: of the command line.
-        usable: bytes, where no microbatch fits: single changes are then not tried, but smaller models of the recipe;
-            None: of what is free.
-    """
-    try:
-        config = compose(overrides)
-        hardware = detect(config.device)
-        resolved = config.resolve(hardware)
-        typed = forecast(config)
-        batching, least = resolved.plan.batching, config.augment.micro_batch_multiple
-        blocks = ["activation_checkpointing=blocks"] if config.activation_checkpointing.mode == "none" else []
-        alone, smaller_models = [], []
-        if usable is None:
-            usable = USABLE * min(available_bytes(hardware.device), required_bytes(config, typed))
-            if batching.micro_batch_size > least:
-                alone.append(f"{KEY}={_largest(config, batching, usable) or least}")
-            if hardware.is_gpu:
-                alone += [f"{each.key}={str(each.value).lower()}" for each in config.recipe.saving_memory()]
-            alone += [*blocks, *(["precision=bf16"] if config.precision.format.half is None else [])]
-        else:
-            smaller_models = [f"{smaller} {KEY}={least}" for smaller in resolved.config.recipe.smaller()]
-        tried = list(_options(alone, overrides))
-        fitting = [option.label for option in tried if option.bytes <= usable]
-        if not fitting:
-            background = ["checkpoint.background=false"] if copies_on_device(config) else []
-            precisions = ["bf16_master", "bf16_sr"] if config.precision.mode in BASIC else []
-            together = [f"{KEY}={least}", *background, *blocks]
-            same_model = [" ".join([*together, f"precision={mode}"]) for mode in precisions]
-            for labels in (same_model, smaller_models):
-                fits = (option.label for option in _options(labels, overrides) if option.bytes <= usable)
-                fitting += itertools.islice(fits, 1)
-    except Exception:  # no forecast for this model, several processes, or not enough memory for a forecast
-        return (
-            "To save memory, try half the micro_batch_size, activation_checkpointing=blocks, precision=bf16 or bf16_sr."
-        )
-    columns = table([Forecast("this run", typed), *tried])
-    free = f"the usable {usable / MIB:.0f} MiB"
-    found = [f"Forecast to fit into {free}:", *(f"  {label}" for label in fitting)]
-    if not fitting:
-        found = [f"Nothing that was tried is forecast to fit into {free}; train a smaller model."]
-    return "\n".join(["forecast peak memory of this step and of smaller alternatives:\n", columns, "", *found])
-
-
-@dataclass
-class _Option(Forecast):
-    """A run with further overrides."""
-
-    bytes: int = 0
-    """See ``required_bytes``."""
-
-
-def _options(labels: Iterable[str], overrides: Sequence[str]) -> Iterator[_Option]:
-    """Forecast the run with each of these further overrides; leave out what its recipe or this hardware has not got."""
-    for label in labels:
-        more = label.split()
-        changed = {override.partition("=")[0] for override in more}
-        kept = [override for override in overrides if override.partition("=")[0] not in changed]
+    auto = config.micro_batch_size == "auto"
+    while True:
         try:
-            config = compose([*kept, *more])
-            ledger = forecast(config)
-        except UserError:
-            continue
-        yield _Option(label, ledger, bytes=required_bytes(config, ledger))
+            return train(config)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            found = re.search(r"tried to allocate (\d+) bytes", str(error))  # the CPU's, between other numbers
+            words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else str(error).partition("\n")[0]
+            where, smaller, retry = "", 0, False
+            if isinstance(error, MemoryRanOut):
+                where, smaller, retry = f" with {KEY}={error.micro_batch_size}", error.smaller, auto and error.retry
+        release_memory()  # the error, which is gone here, held the run
+        ran_out = f"out of memory{where} ({words})"
+        if not retry or not smaller:
+            less = f"set {KEY}={smaller}, which takes the same steps in less memory; " if smaller else ""
+            raise OutOfMemory(f"{ran_out}; {less}{REMEDY}")
+        log.warning("%s; starting again with %s=%d", ran_out, KEY, smaller)
+        config = replace(config, micro_batch_size=smaller)
+
+
+def release_memory() -> None:
+    """Free the memory of a run, which the next one of a sweep would count as its own peak."""
+    gc.collect()  # models may hold themselves: every module whose forward method was replaced does
+    empty_cache()

@@ -1,4 +1,4 @@
-"""What is forecast to fit: ``micro_batch_size=auto`` before the start, and the advice where memory ran out."""
+"""The microbatch that fits: ``micro_batch_size=auto`` before the start, and where memory ran out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.helpers import compose
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.loader import Batching
-from trainer.errors import OutOfMemory, RunError
+from trainer.errors import MemoryRanOut, OutOfMemory, RunError
 from trainer.hardware import Hardware, detect
 from trainer.parallel.world import World
 from trainer.recipe import Decision
 from trainer.run.memory import fit
-from trainer.run.memory.fit import USABLE, choose, fit_plan, needed_bytes, out_of_memory, rough_bytes
+from trainer.run.memory.fit import USABLE, fit_plan, halved, needed_bytes, rough_bytes, train_in_memory
 from trainer.run.memory.forecast import forecast, required_bytes
 from trainer.run.resume import as_before
 from trainer.run_folder import RunFolder
@@ -35,7 +35,7 @@ def fitted(
     hardware = detect("cpu")
     resolved = config.resolve(hardware, world)
     datasets = resolved.config.recipe.datasets(resolved.config.data, 0)
-    fitting, plan, choices, _ = fit_plan(config, resolved, hardware, world or World(), datasets, overrides)
+    fitting, plan, choices, _ = fit_plan(config, resolved, hardware, world or World(), datasets)
     assert fitting.micro_batch_size == plan.batching.micro_batch_size
     return plan, [choice for choice in choices if choice.key == "micro_batch_size"]
 
@@ -45,7 +45,7 @@ def need_mib(*overrides: str) -> float:
     return required_bytes(config, forecast(config)) / MIB
 
 
-def test_auto_shrinks_to_the_largest_divisor_that_fits_and_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_halved_until_it_fits_and_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
     free = need_mib(*BIGNET, "micro_batch_size=128") / USABLE * 1.05
     plan, [choice] = fitted(monkeypatch, free, *BIGNET)
     assert (plan.batching.batch_size, plan.batching.micro_batch_size, choice.value) == (512, 128, 128)
@@ -89,62 +89,62 @@ def test_a_microbatch_set_by_the_user_is_kept_with_a_warning(
     assert second.endswith("; no smaller one is forecast to fit")
 
 
-def test_what_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = ["recipe=bignet", "recipe.layers=3", "recipe.width=1024", "data.samples=64"]
-    smaller = need_mib(*job[:2], "recipe.width=512", *job[3:], "micro_batch_size=1")
-    with pytest.raises(OutOfMemory) as caught:
-        fitted(monkeypatch, smaller * 1.3, *job)
-    text = str(caught.value)
-    assert "no smaller one is forecast to fit; nothing was started.\n" in text
-    assert options(text) == ["recipe.width=512 micro_batch_size=1"]
+def test_what_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutOfMemory, match=r"no smaller one is forecast to fit; nothing was started. A smaller model, "):
+        fitted(monkeypatch, 0.01, *BIGNET)
 
 
-def test_what_leaves_the_model_as_it_is_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = ["recipe=bignet", "recipe.layers=3", "recipe.width=512", "data.samples=64"]
-    together = ["micro_batch_size=1", "checkpoint.background=false", "activation_checkpointing=blocks"]
-    least = need_mib(*job, *together, "precision=bf16_master")
-    with pytest.raises(OutOfMemory) as caught:
-        fitted(monkeypatch, least / USABLE * 1.02, *job, "micro_batch_size=auto", "precision=fp32")
-    assert options(str(caught.value))[0] == f"{' '.join(together)} precision=bf16_master"
+NO_SPACE = "alloc_cpu.cpp: can't allocate memory: you tried to allocate 10485760 bytes. Error code 12"
 
 
-def options(text: str) -> list[str]:
-    """The overrides that a message says will fit."""
-    return [line.strip() for line in text.splitlines() if line.startswith("  ")]
+@pytest.mark.parametrize(
+    ("auto", "retry", "most", "taken"),
+    [
+        (True, True, 16, [64, 32, 16]),
+        (True, True, 1, [64, 32, 16, 8]),  # and the smallest
+        (True, False, 16, [64]),  # a step was taken
+        (False, True, 16, [64]),  # the user's own
+    ],
+)
+def test_the_microbatch_is_halved_where_memory_runs_out(
+    auto: bool, retry: bool, most: int, taken: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = compose(*BIGNET, "batch_size=64", f"micro_batch_size={'auto' if auto else 64}")
+    sizes: list[int] = []
+
+    def train(config: Config) -> str:
+        sizes.append(64 if config.micro_batch_size == "auto" else int(config.micro_batch_size))
+        if sizes[-1] <= most:
+            return "trained"
+        half = sizes[-1] // 2
+        raise MemoryRanOut(RuntimeError(NO_SPACE), sizes[-1], half if half > 4 else 0, retry)
+
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        if auto and retry and most == 16:
+            assert train_in_memory(config, train) == "trained"
+        else:
+            with pytest.raises(
+                OutOfMemory, match=r"out of memory with micro_batch_size=\d+ .tried to allocate 10.0 MiB.; "
+            ):
+                train_in_memory(config, train)
+    assert sizes == taken
+    told = [f"starting again with micro_batch_size={size}" for size in taken[1:]]
+    assert [record.getMessage().partition("; ")[2] for record in caplog.records] == told
 
 
-def advised(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str) -> str:
-    monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
-    error = RuntimeError("alloc_cpu.cpp: can't allocate memory: you tried to allocate 10485760 bytes. Error code 12")
-    ended = out_of_memory(error, [*BIGNET, "device=cpu", *overrides])
-    assert ended.exit_code == 4
-    assert str(ended).startswith("out of memory (tried to allocate 10.0 MiB)\n")
-    return str(ended)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryRanOut(RuntimeError(NO_SPACE), 64, 32, False), "; set micro_batch_size=32, which takes the same steps"),
+        (torch.OutOfMemoryError("Tried 2 GiB.\nmore"), r"out of memory \(Tried 2 GiB.\); a smaller model, "),
+    ],
+)
+def test_where_memory_ran_out_the_remedy_is_named(error: Exception, message: str) -> None:
+    def train(config: Config) -> None:
+        raise error
 
-
-def test_where_memory_ran_out_the_largest_microbatch_that_fits_keeps_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = advised(monkeypatch, 10, "batch_size=6000", "micro_batch_size=6000")
-    size = int(options(text)[0].removeprefix("micro_batch_size="))
-    assert 6000 % size == 0
-    peaks = next(line for line in text.splitlines() if line.startswith("peak")).split()
-    assert float(peaks[2]) < 0.9 * 10 < float(peaks[1])
-    assert size > 1000  # and not the smallest
-
-
-def test_checkpointing_and_bf16_are_offered_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = ["batch_size=4000", "micro_batch_size=4000", "recipe.layers=12"]
-    assert options(advised(monkeypatch, 10_000, *job))[1:] == ["activation_checkpointing=blocks", "precision=bf16"]
-    text = advised(monkeypatch, 10_000, *job, "activation_checkpointing=blocks", "precision=fp16")
-    assert [option.split("=")[0] for option in options(text)] == ["micro_batch_size"]
-    assert "precision=bf16" not in text
-    assert "Nothing that was tried is forecast to fit" in advised(monkeypatch, 0.01, "batch_size=512")
-
-
-def test_without_a_forecast_there_still_is_advice() -> None:
-    error = out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"), [*BIGNET, "parallel=ddp"])
-    assert str(error).startswith(
-        "out of memory (CUDA out of memory. Tried 2 GiB.)\nTo save memory, try half the micro_"
-    )
+    with pytest.raises(OutOfMemory, match=message):
+        train_in_memory(compose(*BIGNET), train)
 
 
 class Two(World):
@@ -205,7 +205,7 @@ def test_on_a_gpu_the_logits_are_whole_where_they_are_forecast_to_fit(
         config = compose(*job, *more, "device=cpu")
         resolved = config.resolve(detect("cpu"))
         datasets = resolved.config.recipe.datasets(resolved.config.data, 0)
-        fitted = fit_plan(config, resolved, detect("cpu"), World(), datasets, job)
+        fitted = fit_plan(config, resolved, detect("cpu"), World(), datasets)
         assert [each.value for each in fitted.decisions if each.key.endswith("loss")] == [True] * (free_mib < whole)
         before = {"recipe.chunked_loss": fitted.config.recipe.chunked_loss}  # a resumed run has its form again
         again = as_before(RunFolder(tmp_path), before, config, resolved)
@@ -230,9 +230,6 @@ def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mixup", "fitting"), [(0, 3), (0.2, 2)])
-def test_a_microbatch_divides_what_a_rank_has_and_is_even_for_mixed_images(
-    mixup: float, fitting: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fit, "needed_bytes", lambda config, batching, size: 100 * size)
+def test_a_microbatch_divides_what_a_rank_has_and_is_even_for_mixed_images(mixup: float, fitting: int) -> None:
     config = compose("recipe=resnet", f"augment.mixup={mixup}")
-    assert choose(config, Batching(12, 6, 2), 450, [])[0] == fitting  # 4 would fit, and divide the whole batch
+    assert halved(config, Batching(12, 6, 2), 6) == fitting
