@@ -33,7 +33,7 @@ from trainer.profiling.diagnostics import Numerics
 from trainer.trainer import Trainer
 
 BF16_TARGET = 1.8
-OPTIMIZERS = ("muon", "lion", "lamb", "adafactor", "schedulefree schedule=constant")
+OPTIMIZERS = ("muon", "lion", "lamb", "adafactor")
 """Choices of ``optimizer``, with what else they need, that are measured beside adamw."""
 PROCESSES = 2
 STEPS = 4

@@ -54,7 +54,6 @@ CASES: dict[str, list[str]] = {
     ],
     "average of weights": [f"{TRAIN} {RESNET} steps=6 ema=default ema.decay=0.9 precision=bf16"],
     "Muon": [f"{TRAIN} {GPT2} steps=6 optimizer=muon precision=bf16"],
-    "schedule-free": [f"{TRAIN} {GPT2} steps=6 optimizer=schedulefree schedule=constant"],
     "LAMB, Lion, Adafactor": [f"{SWEEP} {LLAMA} steps=4 optimizer=lamb,lion,adafactor precision=bf16_pure"],
     "schedules": [f"{SWEEP} {BIGNET} steps=8 schedule=linear,onecycle,wsd,constant optimizer=rmsprop,adam"],
     "frozen, layer decay": [f"{TRAIN} {GPT2} steps=6 freeze=[wte,wpe] optimizer.layer_decay=0.7"],

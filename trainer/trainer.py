@@ -20,8 +20,7 @@ from trainer.devices import select
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 from trainer.metrics import Metrics, averages, reported
-from trainer.optim.freeze import freeze
-from trainer.optim.groups import LR_FACTOR
+from trainer.optim.groups import LR_FACTOR, freeze
 from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.state import training_state
 from trainer.optim.update import Update
@@ -124,8 +123,6 @@ class Trainer(Generic[Config]):
         kept = dict(self.masters.held() if self.masters else ())
         self.average = config.ema.start(self.model, kept)
         """The averaged weights, which evaluation and the export use where there are any."""
-        if average := getattr(self.optimizer, "average", None):
-            self.average = average(self.model, changed.named_parameters(), kept)
         self.loss_scale = config.scaler.build(config.precision.format, self.device)
         self.update = self.update_class(
             self.optimizer,

@@ -18,7 +18,7 @@ from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
-from trainer.optim.classes import accepted_options, optimizer_class
+from trainer.optim.optimizer import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.precision.kernels import not_timed_here
 from trainer.profiling.rates import slowdown

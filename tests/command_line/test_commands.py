@@ -49,7 +49,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "experiment/resnet50_imagenet": (*IMAGES, "data.path=images"),
     "experiment/shakespeare_cpu": (*TEXT, "data.path=texts/0.txt"),
     "optimizer/rmsprop": ("optimizer.weight_decay=0.01",),
-    "optimizer/schedulefree": ("schedule=constant",),
     "precision/fp16": ("scaler.init=1024",),
     "profiler/torch": ("profiler.wait=0", "profiler.warmup=1", "profiler.active=1"),
     "scaler/dynamic": ("precision=fp16",),

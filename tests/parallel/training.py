@@ -37,8 +37,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "lion": ("optimizer=lion", "optimizer.lr=1e-3"),
     "lamb bf16_master": ("optimizer=lamb", "precision=bf16_master"),
     "adafactor": ("optimizer=adafactor",),
-    "schedulefree": ("optimizer=schedulefree", "schedule=constant"),
-    "schedulefree bf16_master": ("optimizer=schedulefree", "schedule=constant", "precision=bf16_master"),
     "average": ("ema=default", "ema.decay=0.5"),
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
     **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},

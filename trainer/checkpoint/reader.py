@@ -16,11 +16,10 @@ from mantissa.display import dimensions
 from trainer.checkpoint.schema import InvalidCheckpoint, Manifest, State, read_manifest, read_state
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
-from trainer.optim.ema import Average, schedule_free_average
+from trainer.optim.ema import Average
 from trainer.optim.masters import MasterWeights
 from trainer.optim.state import (
     AVERAGE,
-    MASTER,
     create_state,
     optimizer_state,
     parameter_names,
@@ -96,22 +95,10 @@ class CheckpointReader:
             result |= {f"rng/{rank}/{name}": tensor for name, tensor in (self.rng(rank) or {}).items()}
         return result
 
-    def evaluated(self, schedule_free: bool) -> dict[str, Tensor]:
-        """Return the weights as they were evaluated, and as an export has them: averaged where there is an average.
-
-        Args:
-            schedule_free: whether the optimizer averaged them, so that they follow from its state.
-        """
-        weights, state = self._weights.read(), self._moments.read()
-        weights = {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in weights.items()}
-        if not schedule_free:
-            return weights
-        (beta,) = {group["betas"][0] for group in self._state.groups}
-        masters = {name: state.get(f"{name}.{MASTER}", weight) for name, weight in weights.items()}
-        return {
-            name: schedule_free_average(masters[name], state[f"{name}.z"], beta) if f"{name}.z" in state else weight
-            for name, weight in weights.items()
-        }
+    def evaluated(self) -> dict[str, Tensor]:
+        """Return the weights as they were evaluated, and as an export has them: averaged where there is an average."""
+        state = self._moments.read()
+        return {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in self._weights.read().items()}
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from trainer.config.schema import Config
 from trainer.config.source import objects, real
 from trainer.errors import UserError
 from trainer.files import is_kept
-from trainer.optim.classes import accepted_options, optimizer_class
+from trainer.optim.optimizer import accepted_options, optimizer_class
 from trainer.recipe import Decision
 
 

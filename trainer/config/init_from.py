@@ -18,7 +18,6 @@ from trainer.config.source import real
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object, sha256
-from trainer.optim.classes import averages_itself
 from trainer.recipe import Decision, FirstWeights, Recipe
 from trainer.run_folder import RunFolder, to_continue
 
@@ -79,8 +78,7 @@ class InitFrom(FirstWeights):
         if self.exported:
             weights = recipe.exported(self.path / BEST)
         else:
-            saved = load(self.path / "checkpoints", self.step)
-            weights = saved.evaluated(averages_itself(str(self.config.get("optimizer.name"))))
+            weights = load(self.path / "checkpoints", self.step).evaluated()
         weights, decisions = recipe.fitted(weights, model, datasets, self.about())
         fill(model, weights, f"init_from={self.path}")
         return decisions

@@ -112,7 +112,7 @@ class StepConfig:
         self.scaler.check(self.precision.format)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)
-        self.optimizer.check(self.parallel.kind, self.schedule.kind, self.ema.kind)
+        self.optimizer.check(self.parallel.kind)
         self.data.augmented(self.augment)  # refuses what has no effect
         self.augment.check(self.recipe)
 

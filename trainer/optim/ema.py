@@ -63,22 +63,8 @@ class ExponentialMovingAverage(Ema):
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
-def schedule_free_average(weight: Tensor, fast: Tensor, beta: float) -> Tensor:
-    """Return x = y + (1 - 1/β₁) · (z - y), fp32: the average that a schedule-free optimizer evaluates.
-
-    Args:
-        weight: y, where gradients are taken; fp32 where there are masters.
-        fast: z, in the optimizer's state, of the same shape.
-        beta: β₁, the first of the optimizer's ``betas``.
-    """
-    return weight.float().lerp(fast.float(), 1 - 1 / beta)
-
-
 class Average:
     """No average: the model's own weights are evaluated and exported."""
-
-    from_optimizer: ClassVar[bool] = False
-    """Whether the averages follow from the optimizer's state, which has to be restored with them."""
 
     def update(self, step: int) -> None:
         """Move the averages towards the weights as they are after ``step`` steps."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import math
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,11 +15,7 @@ from torch import nn
 
 from trainer.devices import kind_of
 from trainer.errors import UserError, nearest
-from trainer.optim.blocks import layer_factors
-from trainer.optim.classes import accepted_options, averages_itself, optimizer_class
-from trainer.optim.decay import decayed
-from trainer.optim.fused import fused_is_sound, has_fused_kernel, start_momentum
-from trainer.optim.groups import check_patterns, parameter_groups
+from trainer.optim.groups import check_patterns, decayed, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
 
@@ -25,7 +25,7 @@ class Optimizer:
     """An optimizer's class and its options; a new choice is one YAML file."""
 
     name: str = "AdamW"
-    """Optimizer class: any of torch.optim, or Muon, Lion, Lamb, AdamWScheduleFree."""
+    """Optimizer class: any of torch.optim; Muon, Lion or Lamb; or package.Class of an installed package."""
     lr: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
@@ -72,8 +72,8 @@ class Optimizer:
     def _dampened(self) -> bool:
         return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
-    def check(self, parallel: str, schedule: str, ema: str) -> None:
-        """Check that it can train with these choices.
+    def check(self, parallel: str) -> None:
+        """Check that it can train with this choice of ``parallel``.
 
         Raises:
             UserError: it cannot.
@@ -83,13 +83,6 @@ class Optimizer:
                 "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute for "
                 "shards; use parallel=ddp, or another optimizer"
             )
-        if averages_itself(self.name) and schedule != "constant":
-            raise UserError(
-                f"optimizer.name={self.name} averages the weights instead of using a schedule; set schedule=constant, "
-                "which is its warm-up"
-            )
-        if averages_itself(self.name) and ema != "none":
-            raise UserError(f"ema={ema}: optimizer.name={self.name} averages the weights itself; use ema=none")
 
     def build(
         self, model: nn.Module | MasterWeights, device: torch.device, blocks: list[nn.Module] | None = None
@@ -125,7 +118,7 @@ class Optimizer:
                 f"6e-8 are 0; use {'optimizer.fused=auto' if helps else 'optimizer=adamw'}, or precision=fp16_master"
             )
         if self.name == "SGD" and "fused" in keywords:
-            start_momentum(optimizer)
+            _start_momentum(optimizer)
         return optimizer
 
     def _groups(
@@ -170,3 +163,95 @@ class Optimizer:
             )
         possible = has_fused_kernel(kernel, device) and not (self._dampened or sharded or unsound)
         return self.fused is True or (self.fused == "auto" and possible)
+
+
+_ELSEWHERE = {
+    "Lion": ("timm.optim", "timm>=1.0.20"),
+    "Lamb": ("timm.optim", "timm>=1.0.20"),
+    "Muon": ("trainer.optim.muon", "torch>=2.9"),
+}
+"""The module of an optimizer that torch does not have, and what pip installs for it."""
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class of ``optimizer.name``.
+
+    Raises:
+        UserError: there is none that can be used here.
+    """
+    if name in _ELSEWHERE:
+        module, package = _ELSEWHERE[name]
+        library = package.partition(">")[0]
+        if find_spec(library) is None:
+            raise UserError(
+                f"optimizer.name={name} needs {library}, which is not installed; pip install '{package}', or use "
+                "optimizer=adamw"
+            )
+        cls: Any = getattr(importlib.import_module(module), name)
+    elif "." in name:
+        module, _, own = name.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(module), own, None)
+        except ImportError as error:
+            raise UserError(f"optimizer.name={name} cannot be imported ({error}); install its package") from None
+    else:
+        cls = getattr(torch.optim, name, None)
+    if not _is_optimizer(cls):
+        names = [*filter(lambda each: _is_optimizer(getattr(torch.optim, each)), dir(torch.optim)), *_ELSEWHERE]
+        raise UserError(
+            f"optimizer.name={name} is no optimizer{nearest(name, names)} ({', '.join(names)}, or package.Class)"
+        )
+    if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        raise UserError(
+            f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has; "
+            "use another one, such as optimizer=adamw"
+        )
+    return cls
+
+
+def _is_optimizer(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+
+
+def accepted_options(cls: type[torch.optim.Optimizer]) -> set[str]:
+    """Return the names of the arguments of an optimizer, but for what it optimizes."""
+    return set(inspect.signature(cls).parameters) - {"params"}
+
+
+def has_fused_kernel(cls: type[torch.optim.Optimizer], device: torch.device) -> bool:
+    """Return whether this torch has a fused kernel of an optimizer for a device."""
+    name = f"_fused_{cls.__name__.lower()}_"
+    key = device.type.upper()
+    return hasattr(torch.ops.aten, name) and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+
+
+@functools.cache
+def fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype, device_type: str) -> bool:
+    """Test whether torch's fused form of an optimizer updates 16-bit weights on a device like fp32 weights.
+
+    The true gradient of the trial, 2^-30, is 0 in fp16. In torch 2.11 fused SGD does not update some vectors of weights
+    on a CPU and overruns its momentum buffer; fused Adagrad computes in 16 bits. On MPS the scale is ignored.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    updated = {}
+    with unset_fake_temporarily():  # also while memory is forecast
+        for kind, scale in ((torch.float32, 1.0), (dtype, 2.0**20)):
+            weight = nn.Parameter(torch.zeros(64, dtype=kind, device=device_type))
+            weight.grad = torch.full_like(weight, 2.0**-30 * scale)
+            optimizer: Any = cls([weight], lr=2.0**10, fused=True)  # type: ignore[call-arg]
+            optimizer.grad_scale = torch.tensor(scale)
+            optimizer.step()
+            updated[kind] = weight.detach().float()
+        return torch.allclose(updated[dtype], updated[torch.float32], rtol=2.0**-6, atol=0.0)
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give fused SGD momentum buffers of zeros, with which its first step is the same as without.
+
+    Torch's own first fused step allocates them without writing, and where that step is skipped for an overflow
+    they stay uninitialised: their content is then added to the weights.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

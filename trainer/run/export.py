@@ -50,10 +50,8 @@ def export_best(
     config, missing = trainer.config, []
     step = checkpoint.best_step(folder.checkpoints) if best is not None else None
     if step is not None:
-        optimizer = trainer.optimizer if trainer.average.from_optimizer else None
-        masters = None if optimizer is None else trainer.masters
         with terminal.work("loading the best weights"):
-            load(folder.checkpoints, step).restore(trainer.model, optimizer, masters, trainer.average)
+            load(folder.checkpoints, step).restore(trainer.model, None, None, trainer.average)
     test = {}
     if trainer.datasets.test is not None:
         with watched() as watch:

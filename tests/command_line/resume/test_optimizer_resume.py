@@ -22,7 +22,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "muon": (*BIGNET, "optimizer=muon", "precision=bf16_pure"),
     "adafactor": (*BIGNET, "optimizer=adafactor", "precision=bf16_master"),
     "lion": (*BIGNET, "optimizer=lion", "precision=bf16"),
-    "schedulefree": (*BIGNET, "optimizer=schedulefree", "precision=bf16_master"),
     "lamb": (*BIGNET, "optimizer=lamb", "precision=fp16"),
     "augment": (*DIGITS, "augment=randaugment", "augment.mixup=0.4"),
 }

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
-from trainer.optim import classes as optimizers
 from trainer.optim import muon as muon_module
+from trainer.optim import optimizer as optimizers
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer
 
@@ -109,7 +109,7 @@ def test_muon_is_refused_where_it_has_nothing_to_do() -> None:
 
 def test_a_library_that_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
-    for name, package in (("Lamb", "timm>=1.0.20"), ("AdamWScheduleFree", "schedulefree>=1.4")):
+    for name, package in (("Lamb", "timm>=1.0.20"),):
         with pytest.raises(UserError, match=rf"optimizer.name={name} needs .*; pip install '{package}', or use"):
             Optimizer(name)
 

@@ -8,7 +8,7 @@ from torch import nn
 from tests.helpers import NoData, SmallConvNet, copied, fit, same_bits, start
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.optim.freeze import freeze
+from trainer.optim.groups import freeze
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 

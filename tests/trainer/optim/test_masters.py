@@ -16,9 +16,8 @@ from mantissa.ledger import MemoryLedger
 from tests.helpers import KeptGradients, NoData, SmallConvNet, copied, fit, same_bits, start, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.optim.fused import fused_is_sound
 from trainer.optim.masters import StochasticWeights, masters_of, stochastic_round
-from trainer.optim.optimizer import Optimizer
+from trainer.optim.optimizer import Optimizer, fused_is_sound
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.manifest import dtypes_in_use, manifest_of

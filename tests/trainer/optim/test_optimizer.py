@@ -8,12 +8,10 @@ from torch import nn
 from mantissa.formats import FORMATS
 from tests.helpers import trainer_of
 from trainer.errors import UserError
-from trainer.optim.classes import optimizer_class
-from trainer.optim.decay import decayed
-from trainer.optim.fused import fused_is_sound
+from trainer.optim.groups import decayed
 from trainer.optim.masters import MasterWeights, masters_of
 from trainer.optim.muon import Muon
-from trainer.optim.optimizer import Optimizer
+from trainer.optim.optimizer import Optimizer, fused_is_sound, optimizer_class
 from trainer.optim.update import Clip, Update
 from trainer.precision.scaler import StaticLossScale
 

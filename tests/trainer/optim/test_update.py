@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tests.helpers import same_bits
 from trainer.errors import UserError
-from trainer.optim.fused import fused_is_sound
+from trainer.optim.optimizer import fused_is_sound
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.precision.scaler import LossScale, StaticLossScale
 

@@ -118,7 +118,6 @@ def test_the_table_compares_with_the_first_column_and_with_what_was_measured() -
         ("adafactor", "fp32"),
         ("lion", "bf16_master"),
         ("lamb", "fp32"),
-        ("schedulefree schedule=constant", "bf16_master"),
         ("adamw optimizer.name=ASGD optimizer.weight_decay=0", "fp32"),
     ],
 )
