@@ -90,7 +90,7 @@ def _training_block(bench: Bench, job: Job, precision: str) -> Callable[[], floa
 
     def block() -> float:
         kernels.clear()  # those of the block before
-        trainer.config.precision.apply(trainer.in_fp32_arithmetic)  # sets flags of the whole process
+        trainer.config.precision.apply(trainer.kernels)  # sets flags of the whole process
         return timed(job.steps)
 
     return block

@@ -37,12 +37,12 @@ class Setting:
     @property
     def not_timed(self) -> str | None:
         """Why its speed is not that of its format, see ``kernels.not_timed``."""
-        return kernels.not_timed(self.config.precision.mode, self._in_fp32_arithmetic, self.hardware)
+        return kernels.not_timed(self.config.precision.mode, self._kernels, self.hardware)
 
     @property
-    def _in_fp32_arithmetic(self) -> kernels.Forms:
+    def _kernels(self) -> str:
         config = self.config
-        return config.precision.in_fp32_arithmetic(self.hardware, config.deterministic, config.recipe.convolves)
+        return config.precision.kernels_here(self.hardware, config.deterministic, config.recipe.convolves)
 
     def with_data(self, datasets: Datasets) -> Setting:
         """Return the setting with what the open data decides."""
@@ -55,7 +55,7 @@ class Setting:
             UserError: see ``Precision.convert``.
         """
         config, device = self.config, self.hardware.device
-        config.precision.apply(self._in_fp32_arithmetic)
+        config.precision.apply(self._kernels)
         attention.allow_cudnn(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
         config.precision.convert(model.to(device), device)

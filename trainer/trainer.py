@@ -84,10 +84,10 @@ class Trainer(Generic[Config]):
         self.hardware = hardware
         self.device = hardware.device
         select(self.device)
-        in_fp32 = partial(config.precision.in_fp32_arithmetic, hardware, config.deterministic)
-        self.in_fp32_arithmetic = world.on_first(partial(in_fp32, config.recipe.convolves))
-        """The operators that multiply 16-bit operands in fp32 arithmetic, see ``precision.kernels``."""
-        config.precision.apply(self.in_fp32_arithmetic)
+        choose = partial(config.precision.kernels_here, hardware, config.deterministic, config.recipe.convolves)
+        self.kernels = world.on_first(choose)
+        """How 16-bit operands are multiplied on a CPU, see ``precision.kernels.choose``."""
+        config.precision.apply(self.kernels)
         attention.allow_cudnn(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)

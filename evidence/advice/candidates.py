@@ -177,12 +177,12 @@ def _precisions(space: Space, config: Config, hardware: Hardware, goal: str) -> 
 
 def _in_words(mode: str, config: Config, hardware: Hardware) -> str:
     """Return the name of a precision, with what its times are of where that is not its format."""
-    wide = not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves)
+    wide = not_timed_here(mode, hardware, config.precision.kernels)
     return f"{mode} (fp32 arithmetic)" if wide else mode
 
 
 def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:
-    if why := not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves):
+    if why := not_timed_here(mode, hardware, config.precision.kernels):
         return why
     times, number = slowdown(mode, hardware), FORMATS[mode].number.name
     return f"{number} matmuls are {about(times)}× slower than fp32 here" if times > SLOWER else None

@@ -22,7 +22,7 @@ def warning_if_slow(precision: Precision, hardware: Hardware, rates: dict[str, f
 
     ``rates`` are measured, of matmuls in 10^12 FLOP/s: of the mode's format and of fp32, see ``product_rates``.
     """
-    if hardware.support(precision.mode) != EMULATED or (precision.half and kernels.in_use(precision.half, "mm")):
+    if hardware.support(precision.mode) != EMULATED or (precision.half and kernels.in_use(precision.half)):
         return None
     name = precision.format.number.name
     text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "

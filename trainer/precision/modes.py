@@ -19,7 +19,6 @@ from mantissa.islands import cast, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision import kernels
-from trainer.precision.kernels import Forms
 from trainer.precision.names import matching
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
@@ -108,17 +107,17 @@ class Precision:
                     f"unset it for precision={self.mode} (unset {variable})"
                 )
 
-    def in_fp32_arithmetic(self, hardware: Hardware, deterministic: bool = False, convolves: bool = True) -> Forms:
-        """Return the operators that compute in fp32 arithmetic on 16-bit operands here, see ``kernels.choose``."""
-        return {} if self.half is None else kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
+    def kernels_here(self, hardware: Hardware, deterministic: bool = False, convolves: bool = True) -> str:
+        """Return how 16-bit operands are multiplied here, see ``kernels.choose``."""
+        return kernels.OWN if self.half is None else kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
 
-    def apply(self, in_fp32_arithmetic: Forms | None = None) -> None:
-        """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands.
+    def apply(self, chosen: str = kernels.OWN) -> None:
+        """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands (see ``kernels_here``).
 
         One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
         """
         if self.half is not None:
-            kernels.use(self.half, in_fp32_arithmetic or {})
+            kernels.use(self.half, chosen)
         tf32 = self.format.number is TF32
         fp32 = "tf32" if tf32 else "ieee"
         with warnings.catch_warnings():

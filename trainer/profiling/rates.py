@@ -44,7 +44,7 @@ def product_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[
     rates = {}
     for name in (name for name in numbers if hardware.support(name) != UNAVAILABLE):
         of, number = _of(hardware) | {"format": name}, NUMBERS[name]
-        if kernels.in_use(number.dtype, "mm"):
+        if kernels.in_use(number.dtype):
             of["arithmetic"] = "fp32"
         rates[name] = cached("products", of, partial(measure, number, hardware.device))
     return rates

@@ -15,7 +15,7 @@ from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import redacted
 from trainer.precision import attention
-from trainer.precision.kernels import sentence
+from trainer.precision.kernels import not_timed
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.flops import ModelFlops
@@ -51,9 +51,9 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled()} | config.precision.listed
-    effective["fp32_arithmetic"] = trainer.in_fp32_arithmetic
+    effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
-    effective["arithmetic"] = sentence(config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware) or own
+    effective["arithmetic"] = not_timed(config.precision.mode, trainer.kernels, trainer.hardware) or own
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))

@@ -116,7 +116,7 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
     """Return what will not be as the user expects: options without their effect, other kernels than before a resume."""
     found, plan = [], trainer.plan
     before = read_object(folder / "precision.json").get("effective")
-    if isinstance(before, dict) and before.get("fp32_arithmetic", {}) != trainer.in_fp32_arithmetic:
+    if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
         found.append(
             "operators that use fp32 arithmetic are not those from before the resume, because the processor or "
             "precision.kernels differs: results differ by rounding"

@@ -434,7 +434,7 @@ class Run:
             # Speed above, memory and checkpoints: since this process started or resumed the run.
             "peak_memory_bytes": peak_memory_bytes(self.trainer.device),
             "memory_is": "allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
-            "fp32_arithmetic": kernels.not_timed(config.precision.mode, self.trainer.in_fp32_arithmetic, self.hardware),
+            "fp32_arithmetic": kernels.not_timed(config.precision.mode, self.trainer.kernels, self.hardware),
             "parallel": config.parallel.kind,
             "processes": self.world.size,
             "checkpoints": self.writer.facts(),
