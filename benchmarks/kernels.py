@@ -1,10 +1,8 @@
 """fp32 arithmetic on 16-bit operands beside torch's own kernels: steps, operators, training, on this CPU.
 
   python benchmarks/kernels.py steps        time of a training step: formats × recipes × kernels, in turns
-  python benchmarks/kernels.py operators    time and error of each operator, by format and form of its operands
   python benchmarks/kernels.py training     200 steps with either kernels, from the same and from shaken weights
   python benchmarks/kernels.py memory       peak memory of a run in each format, each in a process of its own
-  python benchmarks/kernels.py places       what it costs in other places: a dispatch mode, an autograd function
 
   rounds=8         steps of each arm that are timed; native=2: of torch's own kernels, where they are slow
   only=gpt2        one recipe
@@ -20,16 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.statistics import ratio_interval
 from trainer.config.compose import compose
@@ -67,7 +60,7 @@ class Arm:
     def step(self) -> None:
         """Take a step with this arm's own kernels, and note its time."""
         kernels.clear()  # fp32 does not pay for kernels that it does not need
-        self.trainer.config.precision.apply(self.trainer.in_fp32_arithmetic)
+        self.trainer.config.precision.apply(self.trainer.kernels)
         batch = next(self.batches)
         began = time.perf_counter()
         self.trainer.train_step(batch).loss.item()
@@ -99,7 +92,7 @@ def steps(rounds: int, native: int, only: str) -> Iterator[dict[str, Any]]:
                 "command": f"python scripts/train.py {line} precision={precision}",
                 "precision": precision,
                 "kernels": setting,
-                "fp32_arithmetic": sorted(arm.trainer.in_fp32_arithmetic),
+                "arithmetic": arm.trainer.kernels,
                 "step_ms": [round(1e3 * each, 2) for each in times],
                 "over_fp32": round(statistics.median(ratios), 4),
                 "interval": interval and [round(interval.low, 4), round(interval.high, 4)],
@@ -120,39 +113,6 @@ def memory(_: int, __: int, only: str) -> Iterator[dict[str, Any]]:
         command = f"python scripts/train.py {' '.join(own)}"
         peak = round(summary["peak_memory_bytes"] / 2**20, 1)
         yield {"recipe": name, "command": command, "precision": precision, "peak_mib": peak}
-
-
-def operators(*_: Any) -> Iterator[dict[str, Any]]:
-    """Time each operator and form, and compare its largest error against fp64 with that of torch's kernel."""
-    for precision, dtype in FORMATS.items():
-        took = kernels.measure(dtype)
-        for name, operator in kernels.OPERATORS.items():
-            call = getattr(torch.ops.aten, operator.overloads[0]).default
-            for form, arguments in operator.examples().items():
-                narrow = [each.to(dtype) if isinstance(each, Tensor) else each for each in arguments]
-                narrow[operator.operands :] = arguments[operator.operands :]
-                exactly = call if operator.in_fp32 is None else partial(operator.in_fp32, call)
-                exact = exactly(*(each.double() if isinstance(each, Tensor) else each for each in narrow))
-                errors = {}
-                for way, forms in (("native", {}), ("fp32", {name: [form]})):
-                    kernels.use(dtype, forms)
-                    errors[way] = _error(call(*narrow), exact, dtype)
-                kernels.use(dtype, {})
-                ms = {f"{way}_ms": round(1e3 * seconds, 4) for way, seconds in took[name][form].items()}
-                yield {"precision": precision, "operator": name, "form": form, **ms} | {
-                    f"{way}_error": round(error, 4) for way, error in errors.items()
-                }
-
-
-def _error(result: Any, exact: Any, dtype: torch.dtype) -> float:
-    """Return the largest error in units of the format's spacing at the largest exact element."""
-    pairs = zip(result, exact, strict=True) if isinstance(result, tuple) else [(result, exact)]
-    errors = [
-        (one.double() - other).abs().max() / (torch.finfo(dtype).eps * 2.0 ** other.abs().max().log2().floor())
-        for one, other in pairs
-        if one is not None and one.dtype == dtype
-    ]
-    return float(max(errors))
 
 
 def training(_: int, __: int, only: str) -> Iterator[dict[str, Any]]:
@@ -192,65 +152,6 @@ def _shake(trainer: Trainer, dtype: torch.dtype) -> None:
         weight.mul_(1 + signs * torch.finfo(dtype).eps / 2)
 
 
-class _Mode(TorchDispatchMode):
-    """fp32 arithmetic as a dispatch mode."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.mm.default and args[0].dtype is torch.bfloat16:
-            return function(*(each.float() for each in args)).bfloat16()
-        return function(*args, **(kwargs or {}))
-
-
-class _Function(torch.autograd.Function):
-    """fp32 arithmetic as an autograd function, which a model has to call."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return (x.float() @ weight.float().t()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        (x, weight), wide = ctx.saved_tensors, upstream.float()
-        return (wide @ weight.float()).to(x.dtype), (wide.t() @ x.float()).to(x.dtype)
-
-
-def places(*_: Any) -> Iterator[dict[str, Any]]:
-    """Time small calls, of one thread: what each place costs a matmul in fp32, one in bf16, and any other operator."""
-    torch.set_num_threads(1)
-    x = torch.randn(32, 32)
-    half, weight = (torch.randn(32, 32).bfloat16().requires_grad_() for _ in range(2))
-    everything = kernels.choose(torch.bfloat16, "fp32", detect("cpu"))
-    ways: list[tuple[str, kernels.Forms, AbstractContextManager[Any], Callable[..., Tensor]]]
-    ways = [("torch's own", {}, nullcontext(), F.linear), ("dispatch key", everything, nullcontext(), F.linear)]
-    ways += [("dispatch mode", {}, _Mode(), F.linear), ("autograd function", {}, nullcontext(), _Function.apply)]
-    for place, forms, mode, linear in ways:
-
-        def step(linear: Any = linear) -> None:
-            y = half
-            for _ in range(4):
-                y = torch.relu(linear(y, weight))
-            torch.autograd.grad(y.sum(), (half, weight))
-
-        kernels.use(torch.bfloat16, forms)
-        calls: dict[str, Callable[[], Any]] = {"fp32 matmul": lambda: x @ x, "fp32 add": lambda: x + x}
-        with mode:
-            calls |= {"bf16 layer": partial(linear, half, weight), "step of four bf16 layers": step}
-            yield {"place": place} | {f"{name}, us": round(_us(call), 1) for name, call in calls.items()}
-        kernels.use(torch.bfloat16, {})
-
-
-def _us(call: Callable[[], Any]) -> float:
-    """Return the shortest of several times, in microseconds."""
-    blocks = []
-    for _ in range(9):
-        began = time.thread_time()
-        for _ in range(100):
-            call()
-        blocks.append((time.thread_time() - began) / 100)
-    return 1e6 * min(blocks)
-
-
 def _lacks(precision: str) -> bool:
     return detect("cpu").support(precision) != NATIVE
 
@@ -268,8 +169,7 @@ def _line(cells: Sequence[Any]) -> str:
 def _steps_table(rows: list[dict[str, Any]]) -> Table:
     yield "recipe", "precision", "kernels", "step, ms", "of the fp32 step"
     for row in rows:
-        wide = [name.replace("_", " ") for name in row["fp32_arithmetic"]]
-        kind = "fp32 arithmetic" if "mm" in wide else "torch's own" + f", except {' and '.join(wide)}" * bool(wide)
+        kind = "fp32 arithmetic" if row["arithmetic"] == kernels.WIDE else "torch's own"
         if row["precision"] != "fp32":
             kind = f"{row['kernels']}: {kind}"
         if row["kernels"] == "again":
@@ -278,13 +178,6 @@ def _steps_table(rows: list[dict[str, Any]]) -> Table:
         count = "" if len(row["step_ms"]) > 2 else f" ({len(row['step_ms'])} steps)"
         step = f"{statistics.median(row['step_ms']):,.0f}{count}"
         yield row["recipe"], row["precision"], kind, step, f"{row['over_fp32']:.3f}x{interval}"
-
-
-def _operators_table(rows: list[dict[str, Any]]) -> Table:
-    yield "operator", "operands", "precision", "torch's own, ms", "fp32 arithmetic, ms", "error, torch's own", "error"
-    for row in rows:
-        figures = [f"{row[f'{way}_{unit}']:.3f}" for unit in ("ms", "error") for way in ("native", "fp32")]
-        yield row["operator"].replace("_", " "), row["form"], row["precision"], *figures
 
 
 def _training_table(rows: list[dict[str, Any]]) -> Table:
@@ -307,19 +200,12 @@ def _memory_table(rows: list[dict[str, Any]]) -> Table:
         yield row["recipe"], row["precision"], row["peak_mib"], more
 
 
-def _places_table(rows: list[dict[str, Any]]) -> Table:
-    yield list(rows[0])
-    yield from (list(row.values()) for row in rows)
-
-
 _TABLES = {
     "steps": _steps_table,
-    "operators": _operators_table,
     "training": _training_table,
     "memory": _memory_table,
-    "places": _places_table,
 }
-MEASUREMENTS = {"steps": steps, "operators": operators, "training": training, "memory": memory, "places": places}
+MEASUREMENTS = {"steps": steps, "training": training, "memory": memory}
 
 
 def main(arguments: list[str]) -> int:

@@ -236,7 +236,6 @@ def test_two_hosts_connect_and_train_together(start: Start, tmp_path: Path) -> N
     [
         (0, ("parallel=ddp",), "error: this parallel mode needs several processes: start them with torchrun"),
         (2, ("parallel=ddp", "batch_size=6"), "use micro_batch_size=1 or 3, or batch_size=4 or 8"),
-        (0, ("parallel=fsdp", "parallel.param_dtype=bf16"), "parallel.param_dtype=bf16 with precision=fp32"),
     ],
 )
 def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, start: Start, tmp_path: Path) -> None:

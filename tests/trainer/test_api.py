@@ -70,7 +70,7 @@ def settings() -> dict[str, Any]:
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "logging": [logger.handlers[:], logger.level, logger.propagate, logging.root.handlers[:], logging.root.level],
         "torch": [torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()],
-        "kernels": kernels.in_use(torch.bfloat16, "mm"),
+        "kernels": kernels.in_use(torch.bfloat16),
         "fp32": [each.fp32_precision for each in FP32],
         "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark],
         "generators": [torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()],  # type: ignore[call-overload]

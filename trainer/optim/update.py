@@ -138,7 +138,6 @@ class Update:
         self._sharded = any(map(is_sharded, self.parameters))
         self._unscales_in_place = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
-        self._norm_dtype = kind_of(device).wide
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
         # and on some devices take the flag there. For all others the host has to read two flags: whether the
@@ -198,23 +197,13 @@ class Update:
         return UpdateResult(norm, skipped, scale)
 
     def _measure(self, gradients: list[Tensor], factor: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the total 2-norm of the true gradients, and whether any of them is not finite.
+        """Return the total 2-norm of the true gradients, and whether it is not finite.
 
-        If all gradients are finite, the norm is finite: where it would overflow, fp32's largest number.
+        A norm above 1.8e19, whose square no fp32 holds, counts as not finite: training is lost by then.
         """
         norm = self._total_norm(gradients, None if self._unscales_in_place else torch.float32)
         norm = norm if factor is None else norm * factor
-        overflow = ~(norm < math.inf)  # true for NaN too, and two kernels where isfinite takes four
-        # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. To avoid a wait,
-        # a GPU always does it (one more read of the gradients), but not in fp16, whose numbers end at 65504.
-        in_doubt = not self.loss_scale.recovers if self._takes_flag else self.read(overflow)
-        if not in_doubt:
-            return norm, overflow
-        wide = self._total_norm(gradients, self._norm_dtype)
-        wide = wide if factor is None else wide * factor
-        finite = wide < math.inf
-        largest = wide.clamp(max=torch.finfo(norm.dtype).max)
-        return torch.where(norm < math.inf, norm, torch.where(finite, largest, wide).to(norm.dtype)), ~finite
+        return norm, ~(norm < math.inf)  # true for NaN too, and two kernels where isfinite takes four
 
     def _total_norm(self, gradients: list[Tensor], dtype: torch.dtype | None) -> Tensor:
         """Return the 2-norm of all gradients as one vector, computed in ``dtype``; None: in theirs, as torch does."""

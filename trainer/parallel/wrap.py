@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mantissa.formats import BF16, FORMATS, FP16, STOCHASTIC
+from mantissa.formats import STOCHASTIC
 from trainer.devices import DEVICE_KINDS, best_type, kind_of
 from trainer.errors import Interrupted, RunError, UserError
 from trainer.parallel.shards import shard_again
@@ -199,10 +199,6 @@ class FSDP(SeveralProcesses):
     reshard_after_forward: bool = True
     """Free a block's gathered weights between forward and backward: less memory, one more all-gather. Weights outside
     of the blocks are gathered once for both passes."""
-    param_dtype: str | None = None
-    """``bf16`` or ``fp16``: FSDP2's mixed-precision policy, which gathers all weights in that dtype and computes in it,
-    norms and embeddings included (gradients are still reduced in fp32). null: autocast decides, as elsewhere; from
-    torch 2.15 on, weights that it rounds to 16 bits are gathered in 16 bits: the same numbers for half the traffic."""
 
     def check(self, precision: Precision) -> None:
         if precision.format.half_weights and precision.fp32_modules:
@@ -215,19 +211,9 @@ class FSDP(SeveralProcesses):
                 f"precision={precision.mode} rounds whole weights, but parallel=fsdp shards them; "
                 "use precision=bf16_master, or parallel=ddp"
             )
-        if self.param_dtype is None:
-            return
-        usable = precision.format.number in (BF16, FP16) and not precision.format.half_weights
-        if not usable or self.param_dtype != precision.mode:
-            raise UserError(
-                f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the two must be equal, bf16 "
-                "or fp16; remove it, or change one of them"
-            )
-        if precision.fp32_modules:
-            raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; remove one")
 
     def effective(self) -> dict[str, Any]:
-        return {"gathered_weights_dtype": self.param_dtype or "16-bit operands of autocast; others as weights_dtype"}
+        return {"gathered_weights_dtype": "16-bit operands of autocast; others as weights_dtype"}
 
     def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """Return the blocks: gathering their weights happens between them, outside of what is compiled."""
@@ -249,11 +235,9 @@ class FSDP(SeveralProcesses):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         # FSDP2 accumulates microbatches, and sums over the ranks, in this dtype.
         policy = MixedPrecisionPolicy(reduce_dtype=accumulation)
-        if self.param_dtype is not None:
-            # Inputs are left to autocast: a batch of token ids or pixels has its own dtype.
-            dtype = FORMATS[self.param_dtype].autocast
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        elif rounded is not None and "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__:
+        if rounded is not None and "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__:
+            # Weights that autocast rounds anyway are gathered in 16 bits: the same numbers for half the traffic. Inputs
+            # are left to autocast: a batch of token ids or pixels has its own dtype.
             operands = _operands(model)
             own: Any = {"param_dtype_override_fn": lambda each: None if each in operands else each.dtype}  # torch 2.15
             policy = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False, **own)

@@ -28,10 +28,10 @@ from trainer.cache import cached
 from trainer.hardware import NATIVE, Hardware, processor, threads
 
 AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
-"""auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic in every operator."""
+"""auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic."""
 UNSEEN = "native, but fp32 for taps that see only padding"
-"""torch's own kernels, but for convolutions' gradients that oneDNN computes wrongly in 16 bits, of taps that lie outside
-of the image at every position: docs/onednn-conv-gradients.md."""
+"""torch's own kernels, but for gradients of convolutions that oneDNN computes wrongly in 16 bits: those of taps that
+lie outside of the image at every position (docs/onednn-conv-gradients.md)."""
 _NAMES = {number.dtype: number.name for number in (BF16, FP16)}
 _MANY = 8
 """Rows from which a matmul is one of many rows: with fewer, widening the other factor takes longer than the matmul."""
@@ -190,7 +190,7 @@ def _replacement(operator: Operator, overload: str) -> Callable[..., Any]:
         if (
             chosen is None
             or any(operand is not None and operand.dtype is not dtype for operand in (*args[: operator.operands], out))
-            or (chosen == UNSEEN and not has_unseen_taps(args))
+            or (chosen == UNSEEN and not (overload == "convolution_backward" and has_unseen_taps(args)))
             or (is_matmul and _generates_text(*args[-2:]))
         ):
             return own.call_boxed(keyset, *args, **kwargs)
@@ -238,7 +238,7 @@ def _image_layout(input: Tensor, weight: Tensor, *options: Any) -> torch.memory_
 
 
 def has_unseen_taps(args: Sequence[Any]) -> bool:
-    """Return whether some tap of a convolution lies outside of the image at every position; ``args`` of its backward."""
+    """Return whether some tap of a convolution sees only padding; ``args`` are those of its backward pass."""
     upstream, x, weight, _, stride, padding, dilation, transposed, *_ = args
     outer, inner = (upstream, x) if transposed else (x, upstream)
     for dim, (image, positions, taps) in enumerate(

@@ -19,6 +19,7 @@ from mantissa.islands import cast, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision import kernels
+from trainer.precision.kernels import OWN
 from trainer.precision.names import matching
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
@@ -109,9 +110,13 @@ class Precision:
 
     def kernels_here(self, hardware: Hardware, deterministic: bool = False, convolves: bool = True) -> str:
         """Return how 16-bit operands are multiplied here, see ``kernels.choose``."""
-        return kernels.OWN if self.half is None else kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
+        return (
+            kernels.OWN
+            if self.half is None
+            else kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
+        )
 
-    def apply(self, chosen: str = kernels.OWN) -> None:
+    def apply(self, chosen: str = OWN) -> None:
         """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands (see ``kernels_here``).
 
         One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.

@@ -44,7 +44,7 @@ def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Return whether a key may differ between a run (``before``, by dotted keys) and its continuation."""
     if key in ("loader", "debug"):  # those that repeat a single batch are other training data
         return not {before.get(key), now.get(key)} & {OnDeviceLoader.kind, Overfit.kind}
-    if key in ("parallel.param_dtype", "checkpoint.best"):  # a precision of its own; another measure of quality
+    if key == "checkpoint.best":  # another measure of quality
         return False
     if key in ("micro_batch_size", "precision.kernels"):  # rounding; and of the first what batch norm sees
         return not now.get("deterministic")

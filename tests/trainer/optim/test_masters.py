@@ -346,8 +346,6 @@ def test_the_trainer_rounds_every_step_by_its_number(monkeypatch: pytest.MonkeyP
 def test_contradictions_are_refused() -> None:
     with pytest.raises(UserError, match=r"precision=bf16_sr.*parallel=fsdp.*use precision=bf16_master"):
         FSDP().check(Precision("bf16_sr"))
-    with pytest.raises(UserError, match=r"param_dtype=bf16 with precision=bf16_pure"):
-        FSDP(param_dtype="bf16").check(Precision("bf16_pure"))
     with pytest.raises(UserError, match=r"fp32_modules with precision=fp16_master: parallel=fsdp"):
         FSDP().check(Precision("fp16_master", ["bn"]))
     for mode in MODES:
