@@ -199,7 +199,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if not _is_optimizer(cls):
         names = [*filter(lambda each: _is_optimizer(getattr(torch.optim, each)), dir(torch.optim)), *_ELSEWHERE]
         raise UserError(
-            f"optimizer.name={name} is no optimizer{nearest(name, names)} ({', '.join(names)}, or package.Class)"
+            f"optimizer.name={name} is not in torch.optim{nearest(name, names)} ({', '.join(names)}, or package.Class)"
         )
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         raise UserError(

@@ -204,3 +204,11 @@ def test_muon_takes_the_sides_of_conv1d_as_those_of_a_linear_layer(
             reference.step()
     for matrix, weight in zip(matrices, linear, strict=True):
         torch.testing.assert_close(matrix.detach().T, weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_of_any_package_is_named_with_its_module() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = Optimizer("torch.optim.rprop.Rprop").build(nn.ParameterList([weight]), torch.device("cpu"))
+    assert type(optimizer) is torch.optim.Rprop
+    with pytest.raises(UserError, match=r"optimizer.name=no.Such cannot be imported .*; install its package"):
+        Optimizer("no.Such")
