@@ -13,7 +13,6 @@ from mantissa.quality import NULL_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.recorded import options_of
 from trainer.config.registration import choices
-from trainer.config.source import outline
 from trainer.config.text import fraction, listed, unquoted
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
@@ -107,10 +106,11 @@ class DoctorOptions(Overriding):
     budget_s: int = 60
 
     def __post_init__(self) -> None:
-        checks = outline("mantissa.doctor.diagnosis", "CHECKS")
-        if unknown := [name for name in self.check if name not in (*checks, "all")]:
-            near = nearest(unknown[0], checks)
-            raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(checks)})")
+        from mantissa.doctor.diagnosis import CHECKS
+
+        if unknown := [name for name in self.check if name not in (*CHECKS, "all")]:
+            near = nearest(unknown[0], CHECKS)
+            raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(CHECKS)})")
         if self.check == ["islands"]:
             raise UserError("check=islands cures what another check finds; set check=formats,islands, or check=all")
 

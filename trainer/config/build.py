@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainer.config.init_from import adopt
 from trainer.config.registration import CONF, by_key, check
 from trainer.config.schema import Config
-from trainer.config.source import objects, real
 from trainer.errors import UserError
 from trainer.files import is_kept
 from trainer.optim.optimizer import accepted_options, optimizer_class
@@ -41,7 +40,8 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for
     source, kept = adopt(composed, given)
     kept += _fine_tuned(composed, given)
-    config: Config = objects(OmegaConf.to_object(composed))
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
 
 
@@ -72,7 +72,7 @@ def _of_another_class(composed: DictConfig, typed: Mapping[str, str], recorded: 
 
 def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Decision]:
     """Lower the learning rate for pretrained weights or adapters, if it is the optimizer's default."""
-    cls = real(OmegaConf.get_type(composed.recipe))
+    cls: Any = OmegaConf.get_type(composed.recipe)
     rank = OmegaConf.select(composed, "recipe.lora.rank")
     started = composed.init_from is not None or OmegaConf.select(composed, "recipe.pretrained") is not None
     pretrained = str(OmegaConf.select(composed, "recipe.pretrained"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,31 +10,26 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import outside
+from trainer.config import external_recipes
 from trainer.config.explain import explain, intended_key, is_text
 from trainer.config.recorded import base
 from trainer.config.registration import CONF as CONF
 from trainer.config.registration import by_key, check, choices
 from trainer.config.text import unquoted
-from trainer.errors import LARGEST, UserError
+from trainer.errors import UserError, nearest
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
     from trainer.config.schema import Config
 
 _MULTIRUN = ("-m", "--multirun")
-# Hydra's flags. Their values are not checked, because none begins with a dash.
-_FLAGS = {
-    *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run"),
-    *(*_MULTIRUN, "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
-    *("-cd", "--config-dir", "--experimental-rerun", "-i", "--info"),
-}
 
 
 def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None) -> Config:
@@ -124,32 +120,29 @@ def quoted(text: str) -> str:
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """Return a command line that Hydra's grammar can read: paths with other characters are quoted.
 
+    What can be read is compared with the names in ``conf/`` before the classes of the options are imported, which takes
+    seconds.
+
     Raises:
-        UserError: an argument without a key, with dashes before the key, or a choice that is no name.
+        UserError: an argument without a key, with dashes before the key, or a name that no group or choice has.
     """
+    flags = get_args_parser()._option_string_actions
     path = unquoted(by_key(arguments).get("recipe_path", "null"))
-    outside.use(None if path == "null" else path)
+    external_recipes.use_folder(None if path == "null" else path)
     readable = []
     for number, argument in enumerate(arguments):
         key, equals, typed = argument.lstrip("+").partition("=")
         if argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
-        if argument.startswith("-") and argument.partition("=")[0] not in _FLAGS:
+        if argument.startswith("-") and argument.partition("=")[0] not in flags:
             following = "".join(arguments[number + 1 : number + 2])
             value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
             raise UserError(
                 f"{argument}: write {intended_key(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
             )
-        if typed.lstrip("+-").isdecimal() and len(typed) > 20:  # of some, Python refuses to make a number
-            raise UserError(f"{key}={typed:.20}… must be at most {LARGEST}")
         override = _parsed(argument) if equals else None
-        if override and (CONF / key).is_dir() and not isinstance(override.value(), str | Sweep):
-            if not isinstance(override.value(), list):
-                raise UserError(f"{key}={typed} is not a choice ({', '.join(choices(key))})")
-            if key != "experiment":  # experiment=[one,two] is Hydra's way to take both
-                raise UserError(
-                    f"{key}={typed}: a run has one {key}; to run one after the other, add -m and no brackets"
-                )
+        if override:
+            _check_names(override)
         named = argument.partition("=")[0]
         if is_tag := key.startswith("tags."):  # of which any can be set without a +
             named = f"++{key}"
@@ -159,6 +152,35 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
             typed = _in_quotes(typed)
         readable.append(f"{named}{equals}{typed}")
     return sorted(readable, key=lambda argument: argument not in _MULTIRUN)  # argparse wants flags first
+
+
+def _check_names(override: Override) -> None:
+    """Refuse a key that is nearly a group's name, and a choice that its group does not have."""
+    key, groups = override.key_or_group, {path.name for path in CONF.iterdir() if path.is_dir()}
+    if key not in groups:
+        head = key.partition(".")[0]
+        near = [] if head in groups else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
+        if near:
+            raise UserError(
+                f"{head} is not a key of the config; did you mean {near[0]!r}?; --cfg job shows all of them"
+            )
+        return
+    known, value = choices(key), override.value()
+    if isinstance(value, ChoiceSweep):
+        chosen = [unquoted(text) for text in override.sweep_string_iterator()]
+    elif isinstance(value, list) and key == "experiment":  # Hydra's way to take several
+        chosen = [*map(str, value)]
+    elif isinstance(value, list):
+        raise UserError(
+            f"{override.input_line}: a run has one {key}; to run one after the other, add -m and no brackets"
+        )
+    else:
+        chosen = [] if value is None or isinstance(value, Sweep) else [str(value)]
+    if key == "recipe":  # one may be a class without a YAML, which is not imported here
+        chosen = [name for name in chosen if name != "own" and not external_recipes.find_modules()]
+    for name in chosen:
+        if name not in known:
+            raise UserError(f"{key}={name} is not a choice{nearest(name, known)} ({', '.join(known)})")
 
 
 def _parsed(argument: str) -> Override | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import itertools
 import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from enum import EnumType
+from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.config import outside, source
+from trainer.config import external_recipes
 from trainer.config.compose import checked_arguments, composed
 from trainer.config.explain import intended_key, known_options
 from trainer.config.registration import CONF, by_key, choices, groups, options, root
@@ -104,10 +107,26 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _definition(cls: type) -> ast.ClassDef:
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    return node
+
+
+def documented(cls: type) -> dict[str, str]:
+    """Return what the docstrings below the fields of a dataclass say, by field."""
+    found = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        for entry, following in itertools.pairwise(_definition(base).body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(following, ast.Expr):
+                found[ast.unparse(entry.target)] = inspect.cleandoc(ast.literal_eval(following.value))
+    return found
+
+
 def keys(node: DictConfig, prefix: str = "") -> list[Key]:
     """Return the keys of a composed config: those of no group, then each group and its keys."""
     cls: Any = OmegaConf.get_type(node)
-    meanings, found, inner = source.documented(cls), [], []
+    meanings, types, found, inner = documented(cls), get_type_hints(cls), [], []
     for entry in options(cls):
         meaning = re.sub(r"\s+", " ", meanings.get(entry.name, "").replace("``", ""))
         key = Key(f"{prefix}{entry.name}", "", meaning, "")
@@ -118,7 +137,12 @@ def keys(node: DictConfig, prefix: str = "") -> list[Key]:
             inner += [key._replace(value=choice), *keys(child, f"{key.name}.")]
         else:
             value = OmegaConf.to_container(child) if OmegaConf.is_config(child) else node[entry.name]
-            found.append(key._replace(type=_type(entry.type), value=_shown(value)))
+            found.append(
+                key._replace(
+                    type=_type(types[entry.name] if isinstance(types[entry.name], EnumType) else entry.type),
+                    value=_shown(value),
+                )
+            )
     return found + inner
 
 
@@ -150,7 +174,7 @@ def _cell(text: str) -> str:
 
 def _groups() -> dict[str, str]:
     """Return the config groups and what each of them is."""
-    meanings = source.documented(root()) | {"experiment": "A published setting: the options of all other groups."}
+    meanings = documented(root()) | {"experiment": "A published setting: the options of all other groups."}
     return {path.name: meanings[path.name] for path in sorted(CONF.iterdir()) if path.is_dir()}
 
 
@@ -166,8 +190,10 @@ def _group(name: str, width: int, choice: str = "") -> str:
 def _choices(group: str) -> list[tuple[str, str]]:
     """Return the choices of a group, each with the first sentence of its YAML's comment, or of its class."""
     classes = groups()["recipe"].items() if group == "recipe" else ()
-    found = {name: source.summary(cls) for name, cls in classes if name != "own"}  # which only Python can give
-    for path in [path for conf in (CONF, *outside.configs()) for path in (conf / group).glob("*.yaml")]:
+    found = {
+        name: (ast.get_docstring(_definition(cls)) or "").partition("\n")[0] for name, cls in classes if name != "own"
+    }  # which only Python can give
+    for path in [path for conf in (CONF, *external_recipes.config_folders()) for path in (conf / group).glob("*.yaml")]:
         text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
         if head := re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text):
             about = head[0].removeprefix("# ").replace("\n# ", " ").strip()

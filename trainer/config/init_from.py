@@ -14,7 +14,6 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.weights import fill
 from trainer.config.registration import name_of_composed
-from trainer.config.source import real
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object, sha256
@@ -122,7 +121,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in NO_FOLDER:
         return None, []
-    cls = real(OmegaConf.get_type(composed.recipe))
+    cls: Any = OmegaConf.get_type(composed.recipe)
     options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
     if own := to_continue(composed.output_dir, name_of_composed(composed), resume):
         recorded = own.config()

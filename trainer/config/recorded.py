@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import outside
+from trainer.config import external_recipes
 from trainer.config.explain import explain
 from trainer.config.registration import CONF, by_key, groups, register, root
 from trainer.config.registration import options as fields_of
@@ -48,14 +48,14 @@ def base(
         options = {key: value for key, value in options_of(folder).items() if not (longer and key == "steps")}
         recorded = options | {"resume": str(folder.path)}
     if by_key(arguments).get("recipe_path") is None and recorded is not None:
-        outside.use(recorded.get("recipe_path"))
+        external_recipes.use_folder(recorded.get("recipe_path"))
     register()
     if folder is not None and recorded is not None:
         keys = [argument.partition("=")[0] for argument in arguments]
         if "experiment" not in keys:  # which may choose, too; of several choices the last counts
             pairs = zip(keys, arguments, strict=True)
             kept = [each for key, each in pairs if keys.count(key) > 1 or not _is_recorded(each, recorded)]
-    if searched := outside.configs():
+    if searched := external_recipes.config_folders():
         kept.append(f"hydra.searchpath={[f'file://{path}' for path in searched]}")
     if recorded is None:
         return "config", {}, kept

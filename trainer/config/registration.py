@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import outside, source
-from trainer.errors import LARGEST, UserError, nearest
+from trainer.config import external_recipes
+from trainer.config.external_recipes import module_of
+from trainer.errors import UserError, nearest
 from trainer.files import PROJECT, default_name
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
 
 CONF = PROJECT / "conf"
 """The folder of Hydra's YAML."""
@@ -23,33 +27,47 @@ _ELSEWHERE = ("trainer.parallel.wrap",)
 
 
 def groups() -> dict[str, dict[str, type]]:
-    """Return the outlines of every config group by name; those of what is trained are found in ``recipes/``.
+    """Return the classes of every config group by name; those of what is trained are found in ``recipes/``.
 
     A group is a field of ``Config`` with a folder in conf/; its classes are the field's type and those below it that
     have a ``kind`` (a recipe: a ``name``) of their own.
     """
     bases = {group: base for group, base in get_type_hints(root()).items() if (CONF / group).is_dir()}
-    modules = dict.fromkeys(source.origin(base) for base in bases.values())
-    files = {module: PROJECT / f"{module.replace('.', '/')}.py" for module in (*modules, *_ELSEWHERE)}
-    files |= {source.module_of(file, PROJECT): file for file in (PROJECT / "recipes").rglob("*.py")} | outside.modules()
-    found = [cls for module, file in files.items() for cls in source.choices(module, file)]
-    every: dict[str, dict[str, type]] = {}
+    modules = [*(base.__module__ for base in bases.values()), *_ELSEWHERE, *external_recipes.import_modules()]
+    modules += [module_of(file, PROJECT) for file in (PROJECT / "recipes").rglob("*.py")]
+    for module in modules:
+        importlib.import_module(module)
+    found: dict[str, dict[str, type]] = {}
     for group, base in bases.items():
-        key = "name" if base.__name__ == "Recipe" else "kind"
+        key = "name" if group == "recipe" else "kind"
         kinds: dict[str, type] = {}
-        for cls in found:
-            if issubclass(cls, base) and (name := vars(cls).get(key)):
-                if name in kinds and key == "name":  # a choice of augment is refined for images
-                    both = f"{source.origin(kinds[name])} and {source.origin(cls)}"
-                    raise UserError(f"recipe={name} is defined twice, in {both}; rename one of them")
-                kinds[name] = cls
-        every[group] = kinds or {group: base}
-    return every
+        for cls in _with_subclasses(base):
+            name = vars(cls).get(key)
+            if not name or cls.__module__ not in modules:
+                continue
+            before = kinds.get(name, cls)
+            # A choice of augment is refined for images.
+            if before is not cls and (group == "recipe" or not issubclass(cls, before)):
+                both = f"{before.__module__} and {cls.__module__}"
+                raise UserError(f"{group}={name} is defined twice, in {both}; rename one of them")
+            kinds[name] = cls
+        found[group] = kinds or {group: base}
+    return found
 
 
-def root() -> Any:
-    """Return the outline of ``Config``."""
-    return source.outline("trainer.config.schema", "Config")
+def _with_subclasses(cls: type) -> Iterator[type]:
+    """Yield a class and all classes below it."""
+    yield cls
+    below: type
+    for below in cls.__subclasses__():
+        yield from _with_subclasses(below)
+
+
+def root() -> type[Config]:
+    """Return the class of the whole config; the import takes torch."""
+    from trainer.config.schema import Config
+
+    return Config
 
 
 def register() -> None:
@@ -73,7 +91,9 @@ def register() -> None:
 
 def choices(group: str) -> list[str]:
     """Return the names of the YAML files of a config group."""
-    return sorted(path.stem for conf in (CONF, *outside.configs()) for path in (conf / group).glob("*.yaml"))
+    return sorted(
+        path.stem for conf in (CONF, *external_recipes.config_folders()) for path in (conf / group).glob("*.yaml")
+    )
 
 
 _registered: dict[tuple[str | None, str], type] = {}
@@ -81,42 +101,14 @@ _registered: dict[tuple[str | None, str], type] = {}
 
 
 def check(composed: DictConfig) -> None:
-    """Check what Hydra composed of the root's schema, as far as that needs no component.
+    """Check the keys of what Hydra composed.
 
     Raises:
-        UserError: a key that no component has (``+typo=1``), a required one that is missing, an absurd number.
+        UserError: a key that no component has (``+typo=1``), or a required one that is missing.
     """
     _refuse_unknown(composed, root(), "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
-    check_largest(flatten(OmegaConf.to_object(composed)))
-
-
-_MOST = {
-    "threads": 1024,
-    "loader.workers": 1024,
-    "loader.prefetch": 1024,
-    "parallel.bucket_mb": 2**16,
-    "batch_size": 2**24,
-    "micro_batch_size": 2**24,
-    "epochs": 1e6,
-    "seed": 2**32 - 1,
-    "recipe.layers": 4096,
-    "recipe.width": 2**16,
-    "recipe.context": 2**24,
-    "recipe.image_size": 2**14,
-    "tracking.flush_every_s": 86400,
-    "tracking.patience_s": 1e7,
-}
-"""What more of, or larger, starves or overflows any machine, before its memory can be forecast."""
-
-
-def check_largest(options: Mapping[str, object]) -> None:
-    """Raise UserError where an option, by its dotted key, is absurdly large."""
-    for key, value in options.items():
-        most = _MOST.get(key, LARGEST if type(value) is int else math.inf)
-        if isinstance(value, int | float) and value > most:
-            raise UserError(f"{key}={value!s:.20} must be at most {most:.0f}")
 
 
 def name_of_composed(composed: DictConfig) -> str:

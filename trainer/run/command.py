@@ -1,6 +1,7 @@
 """The command line of scripts/train.py: Hydra's, with errors in one sentence and an exit code for each kind.
 
-It is composed and checked before torch is imported, which takes longer than a typing mistake should be waited for.
+Names of groups and choices are checked before torch is imported, which takes longer than a typing mistake should be
+waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainer.config.compose import checked_arguments
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
-from trainer.run import completion, provenance
+from trainer.run import provenance
 from trainer.run.signals import OUTSIDE
 from trainer.run.sweep import Begin, Ended, Sweep
 from trainer.run.terminal import leave_unread
@@ -41,15 +42,11 @@ def main(run_class: type[Run] | None = None) -> int:
     if "--version" in sys.argv[1:]:
         print(provenance.environment())
         return 0
-    if "install=bash" in sys.argv[1:]:
-        print(completion.INSTALL)
-        return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
     attempt = partial(_attempt, run_class)
     try:
         arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
-        with completion.offering(arguments):
-            codes = _sweep(Sweep(arguments), attempt)
+        codes = _sweep(Sweep(arguments), attempt)
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:

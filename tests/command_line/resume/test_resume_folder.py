@@ -180,12 +180,12 @@ def test_a_full_disk_at_the_start_is_one_sentence(
 @pytest.mark.parametrize(
     "absurd",
     [
-        "threads=1000000", "loader.workers=100000", "steps=1000000000", "steps=" + "9" * 5000, "batch_size=1000000000",
-        "epochs=1e300", "checkpoint.keep=100000000000", "recipe.layers=1000000", "log_every=10000000000",
-        "tracking.flush_every_s=1e300", "eval_samples=1000000000000", "early_stopping.patience=1000000000",
+        "steps=1000000000",
+        "batch_size=1000000000",
+        "eval_samples=1000000000000",
         "output_dir=" + "a" * 300,
     ],
-)  # fmt: skip
+)
 def test_absurd_values_are_refused_before_anything_is_made(absurd: str, train: Train, folder: Path) -> None:
     kept = [each for each in RUN if not (absurd.startswith("epochs") and each.startswith("steps="))]
     done = train(*kept, absurd)

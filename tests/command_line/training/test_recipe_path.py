@@ -9,7 +9,7 @@ import pytest
 
 from inference.evaluate import evaluate
 from tests.command_line.conftest import Result, Train, only_run
-from trainer.config import options, outside
+from trainer.config import external_recipes, options
 from trainer.files import read_object
 
 RECIPE = """
@@ -67,7 +67,7 @@ def write(folder: Path, name: str, width: str = "3", imports: str = "") -> None:
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(outside, "_used", [])
+    monkeypatch.setattr(external_recipes, "_folder", [])
 
 
 def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
@@ -88,10 +88,10 @@ def test_a_recipe_without_yaml_is_found_resumed_and_evaluated(
     assert config["recipe.act"] == read_object(run / "best" / "config.json")["options"]["act"] == "gelu"
     (elsewhere := folder.parent / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
-    outside._used.clear()
+    external_recipes._folder.clear()
     succeed(f"resume={run}", "steps=6")
     assert read_object(run / "summary.json")["step"] == 6
-    outside._used.clear()
+    external_recipes._folder.clear()
     assert options.run(evaluate, None, [f"run={run}"]) == 0
     assert "loss" in capsys.readouterr().out
 
@@ -119,16 +119,16 @@ def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monke
     (site / "brought" / "recipes" / "base.py").write_text("WIDTH = 4\n")
     (metadata := site / "brought-1.dist-info").mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[{outside.ENTRY_POINTS}]\nours = brought.recipes\n")
+    (metadata / "entry_points.txt").write_text(f"[{external_recipes.ENTRY_POINTS}]\nours = brought.recipes\n")
     monkeypatch.syspath_prepend(site)
-    outside._installed.cache_clear()
+    external_recipes._installed.cache_clear()
     try:
         succeed("recipe=installed", *FAST)
         config = read_object(only_run(folder) / "config.json")
         assert (config["recipe"], config["recipe.width"]) == ("installed", 4)
     finally:
         monkeypatch.undo()
-        outside._installed.cache_clear()
+        external_recipes._installed.cache_clear()
 
 
 def test_an_error_in_a_recipe_is_shown_with_its_line_and_a_sweep_continues(folder: Path, train: Train) -> None:
