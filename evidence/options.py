@@ -1,22 +1,18 @@
-"""Options of the scripts that make many runs, read without torch."""
+"""Options of the scripts that make many runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
-from evidence.runs import merged
 from mantissa.quality import NULL_SHIFT
-from trainer.config.options import ONE_PROCESS, Overriding, check_keys
-from trainer.config.recorded import options_of
+from trainer.config.compose import combinations
+from trainer.config.options import ONE_PROCESS, Overriding, check_choice, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
-from trainer.run_folder import RunFolder
 
 FIRST = 10
 """Steps of a learning-rate range test from which nothing is suggested: its loss is the mean of few batches."""
@@ -30,15 +26,16 @@ class AdviseOptions(Overriding):
     fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
 
     budget_minutes: float = 5.0
-    goal: Literal["speed", "memory"] = "speed"
+    goal: str = "speed"
     fresh: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("goal", self.goal, ("speed", "memory"))
         if not (math.isfinite(self.budget_minutes) and self.budget_minutes > 0):
             raise UserError(f"budget_minutes={self.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
 
     def commands(self, overrides: list[str]) -> list[list[str]]:
-        if len(found := list(super().commands(overrides))) > 1:
+        if len(found := list(combinations(overrides).values())) > 1:
             raise UserError(
                 "an option has several values, but advise.py chooses what it tries; set one value, or leave it out"
             )
@@ -90,10 +87,6 @@ class CompareOptions(Overriding):
             )
         return common, arms
 
-    def commands(self, overrides: list[str]) -> list[list[str]]:
-        common, arms = self.split(overrides)
-        return [merged(common, own) for _, own in arms]
-
 
 @dataclass
 class DoctorOptions(Overriding):
@@ -102,20 +95,18 @@ class DoctorOptions(Overriding):
     resume: str = ""
     step: int = 0
     check: list[str] = field(default_factory=lambda: ["all"])
-    reference: Literal["auto", "fp32", "fp64"] = "auto"
+    reference: str = "auto"
     budget_s: int = 60
 
     def __post_init__(self) -> None:
         from mantissa.doctor.diagnosis import CHECKS
 
+        check_choice("reference", self.reference, ("auto", "fp32", "fp64"))
         if unknown := [name for name in self.check if name not in (*CHECKS, "all")]:
             near = nearest(unknown[0], CHECKS)
             raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(CHECKS)})")
         if self.check == ["islands"]:
             raise UserError("check=islands cures what another check finds; set check=formats,islands, or check=all")
-
-    def recorded(self) -> Mapping[str, Any] | None:
-        return options_of(RunFolder.open("resume", self.resume, "outputs")) if self.resume else None
 
 
 @dataclass

@@ -1,16 +1,16 @@
-"""Options of the scripts that use a trained model, read without torch."""
+"""Options of the scripts that use a trained model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.config.options import Overriding
+from trainer.config.options import Overriding, check_choice
 from trainer.errors import UserError
-from trainer.run_folder import RunFolder, run_of
+from trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from inference.exported import Exported
@@ -24,8 +24,6 @@ class RunOptions(Overriding):
     """Which weights: options of every script that uses a trained model."""
 
     takes: ClassVar[Collection[str]] = ("precision", "loader", "device", "deterministic")
-    with_data: ClassVar[bool] = False
-    """Whether it uses the data of a recipe."""
 
     run: str = ""
     """A run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``."""
@@ -43,16 +41,6 @@ class RunOptions(Overriding):
     @property
     def _in_mlflow(self) -> bool:
         return self.run.startswith(("mlflow:", "runs:/"))
-
-    @property
-    def _run(self) -> RunFolder | None:
-        return None if self._in_mlflow else run_of(Path(self.run).expanduser())
-
-    def commands(self, overrides: list[str]) -> Iterable[list[str]]:
-        return super().commands([each for each in overrides if each != "-m"]) if self._run else ()
-
-    def recorded(self) -> Mapping[str, Any] | None:
-        return recorded_of(self._run, {}, not self.with_data, self.with_data, "valid") if self._run else None
 
     def find(self) -> Exported:
         """Return the weights that ``run`` names.
@@ -75,10 +63,13 @@ class EvaluateOptions(RunOptions):
     """Of scripts/evaluate.py."""
 
     takes = (*_KEYS, *_GROUPS, "-m")
-    with_data = True
 
-    split: Literal["valid", "test", "train", "all"] = "valid"
+    split: str = "valid"
     output: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("split", self.split, ("valid", "test", "train", "all"))
 
 
 @dataclass

@@ -24,4 +24,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.advice.command:main", __doc__, options="evidence.options:AdviseOptions", continues=True))
+    sys.exit(run("evidence.advice.command:main", __doc__, continues=True))

@@ -17,6 +17,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(
-        run("evidence.comparison.command:main", __doc__, options="evidence.options:CompareOptions", continues=True)
-    )
+    sys.exit(run("evidence.comparison.command:main", __doc__, continues=True))

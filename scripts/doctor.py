@@ -15,4 +15,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.doctor.command:main", __doc__, options="evidence.options:DoctorOptions"))
+    sys.exit(run("evidence.doctor.command:main", __doc__))

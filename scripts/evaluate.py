@@ -16,4 +16,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("inference.evaluate:evaluate", __doc__, options="inference.options:EvaluateOptions"))
+    sys.exit(run("inference.evaluate:evaluate", __doc__))

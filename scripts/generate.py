@@ -20,4 +20,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("inference.generate:generate", __doc__, options="inference.options:GenerateOptions"))
+    sys.exit(run("inference.generate:generate", __doc__))

@@ -14,4 +14,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.search.lr_range:main", __doc__, options="evidence.options:RangeOptions"))
+    sys.exit(run("evidence.search.lr_range:main", __doc__))

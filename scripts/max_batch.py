@@ -12,4 +12,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.memory.command:max_batch", __doc__, options="evidence.options:MaxBatchOptions"))
+    sys.exit(run("evidence.memory.command:max_batch", __doc__))

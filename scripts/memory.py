@@ -11,4 +11,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.memory.command:memory", __doc__, options="evidence.options:MemoryOptions"))
+    sys.exit(run("evidence.memory.command:memory", __doc__))

@@ -17,4 +17,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("inference.predict:predict", __doc__, options="inference.options:PredictOptions"))
+    sys.exit(run("inference.predict:predict", __doc__))

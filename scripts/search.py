@@ -15,4 +15,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.search.search:main", __doc__, options="evidence.search.space:SearchOptions", continues=True))
+    sys.exit(run("evidence.search.search:main", __doc__, continues=True))

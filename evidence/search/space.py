@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from trainer.config.compose import combinations, compose, key_of
-from trainer.config.options import ONE_PROCESS, Overriding
+from trainer.config.options import ONE_PROCESS, Overriding, check_choice
 from trainer.config.text import unquoted
 from trainer.errors import UserError
 
@@ -42,16 +42,14 @@ class SearchOptions(Overriding):
     )
 
     trials: int = 20
-    pruner: Literal["median", "hyperband", "none"] = "median"
+    pruner: str = "median"
     metric: str = "valid/loss"
     study: str = ""
 
     def __post_init__(self) -> None:
+        check_choice("pruner", self.pruner, ("median", "hyperband", "none"))
         if "/" in self.study or self.study in (".", ".."):
             raise UserError(f"study={self.study} must be the name of a folder, without a slash")
-
-    def commands(self, overrides: list[str]) -> list[list[str]]:
-        return corners(*parse_space(overrides))
 
 
 def shown(value: Any) -> str:

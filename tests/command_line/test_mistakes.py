@@ -154,8 +154,6 @@ IN_OTHERS = {
     "doctor recipe=gpt2 check=format": "check=format is not a check; did you mean 'formats'?",
     "evaluate": "missing required option: run",
     "evaluate run=nowhere": "run=nowhere: there is no such folder",
-    "evaluate run=run -m precision=fp32,bf61": "precision=bf61 is not a choice",
-    "evaluate run=run recipe.sise=mini": "did you mean 'recipe.size'?",
     "generate run=run": "missing required option: prompt",
     "generate run=run prompt=a precison=bf16": "did you mean 'precision'?",
     "lr_range recipe=gpt2 schedule.final=0": "schedule.final=0 has no effect: the test sets it itself",

@@ -62,13 +62,6 @@ def composed(overrides: Sequence[str]) -> DictConfig:
         return hydra.compose(name, overrides)
 
 
-def check_overrides(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None) -> None:
-    """Raise UserError where ``compose`` would, as far as that needs no torch."""
-    with _explained():
-        name, _, overrides = base(checked_arguments(overrides), recorded)
-        check(hydra.compose(name, overrides))
-
-
 @contextmanager
 def _explained() -> Iterator[None]:
     """Let Hydra compose configs, and make one sentence of its errors."""

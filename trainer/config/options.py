@@ -6,12 +6,15 @@ import dataclasses
 import pkgutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
 
 from trainer.config.text import listed, unquoted
-from trainer.errors import LARGEST, RunError, UserError, nearest, redacted
+from trainer.errors import RunError, UserError, first_line, nearest, redacted
 from trainer.parallel.world import launched_processes
 
 if TYPE_CHECKING:
@@ -24,22 +27,12 @@ ONE_PROCESS = {"parallel": "each run has one process"}
 
 @dataclasses.dataclass
 class Overriding:
-    """Options of a script that also takes those of train.py. A subclass is imported without torch."""
+    """Options of a script that also takes those of train.py."""
 
     takes: ClassVar[Collection[str]] = ()
     """The keys, groups and flags of train.py's that have an effect; empty: all."""
     fixed: ClassVar[Mapping[str, str]] = {}
     """Keys and groups that have none, and why."""
-
-    def commands(self, overrides: list[str]) -> Iterable[list[str]]:
-        """Return the overrides of each config that the script composes."""
-        from trainer.config.compose import combinations
-
-        return combinations(overrides).values()
-
-    def recorded(self) -> Mapping[str, Any] | None:
-        """Return the options that they are composed on, see ``compose``."""
-        return None
 
 
 def run(
@@ -47,32 +40,24 @@ def run(
     usage: str | None,
     arguments: Sequence[str] | None = None,
     *,
-    options: str = "",
     continues: bool = False,
 ) -> int:
     """Run a script and return its exit code: that of ``main``, of a ``RunError``, or 130 for Ctrl-C and SIGTERM.
 
     Args:
         main: takes the arguments; or, where its imports take seconds, its name as ``module:function``, so that
-            ``--help``, mistakes and Ctrl-C are answered at once.
+            ``--help`` and Ctrl-C are answered at once.
         usage: what ``--help`` prints: the script's docstring.
         arguments: of the command line (default: ``sys.argv``).
-        options: the class of the script's options, as ``module:class``.
-        continues: whether the same command, run again, continues where it was interrupted.
+        continues: whether the same command goes on where Ctrl-C stopped it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if any(each.partition("=")[0] in ("-h", "--help") for each in given):
+    if any(argument.partition("=")[0] in ("-h", "--help") for argument in given):
         print(usage)
         return 0
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a file or a pipe
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if options:
-            from trainer.config.compose import check_overrides
-
-            own, overrides = parse(given, pkgutil.resolve_name(options), "overrides")
-            for command in own.commands(overrides) if isinstance(own, Overriding) else ():
-                check_overrides(command, own.recorded())
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except RunError as error:
@@ -95,8 +80,8 @@ def parse(
 
     Args:
         arguments: of the command line.
-        options: its fields are the keys, each of type str, Literal, Path, bool, int, float or list[str], and with a
-            default. An int is at least 1, or at least 0 where that is the default.
+        options: its fields are the keys, each of type str, Path, bool, int, float or list[str], and with a default. An
+            int is at least 1, or at least 0 where that is the default.
         others: what else is allowed: nothing, overrides for train.py (``key=value`` with other keys), or paths.
         given: options that are not typed.
 
@@ -107,32 +92,33 @@ def parse(
         UserError: an option with dashes, an unknown key (of overrides: one that is near an option, or has no effect),
             a key without a value, or a value of another type.
     """
-    types, defaults = get_type_hints(options), {entry.name: entry.default for entry in dataclasses.fields(options)}
-    values, takes, rest = {}, getattr(options, "takes", ()), []
+    names = [entry.name for entry in dataclasses.fields(options)]
+    values: dict[str, Any] = {}
+    takes, rest = getattr(options, "takes", ()), []
     for argument in arguments:
         key, equals, text = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
         dashes = argument.startswith("-")
         if dashes and argument in takes:
             rest.append(argument)
-        elif dashes and (name in defaults or others == "overrides"):
+        elif dashes and (name in names or others == "overrides"):
             raise UserError(f"{argument}: write {name}={text or '…'}, without dashes")
-        elif equals and key in defaults:
+        elif equals and key in names:
             if not text:
                 raise UserError(f"{key}= has no value; write {key}=…")
-            values[key] = _value(key, unquoted(text), types[key], defaults[key])
+            values[key] = _value(options, key, unquoted(text))
         elif ((equals or key.startswith("~")) and others == "overrides") or (
             others == "paths" and not dashes and (not equals or Path(argument).exists())
         ):
             rest.append(argument)
         elif equals or dashes:
-            raise UserError(f"{argument}: {name} is not an option{nearest(name, defaults)} ({', '.join(defaults)})")
+            raise UserError(f"{argument}: {name} is not an option{nearest(name, names)} ({', '.join(names)})")
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
     if "parallel" in getattr(options, "fixed", ()) and launched_processes():
         raise UserError("each run has one process; leave out torchrun")
     if others == "overrides":
-        check_keys([each for each in rest if each not in takes], options)
+        check_keys([argument for argument in rest if argument not in takes], options)
     return options(**values | given), rest
 
 
@@ -145,44 +131,40 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
     from trainer.config.explain import intended_key, known_options
 
     own = [*(entry.name for entry in dataclasses.fields(options)), *getattr(options, "takes", ())]
+    takes, fixed = getattr(options, "takes", ()), getattr(options, "fixed", {})
     known = {"experiment", *known_options()}
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
+        group = key.partition(".")[0]
         unknown = "." not in key and key not in known and intended_key(key) == key
         if unknown and (near := nearest(key, own)):
             raise UserError(f"{key} is not an option{near} ({', '.join(own)})")
-        if why := without_effect(key, options):
-            raise UserError(f"{override} has no effect{why}; leave it out")
+        if why := fixed.get(key) or fixed.get(group):
+            raise UserError(f"{override} has no effect: {why}; leave it out")
+        if takes and not {key, group} & {*takes}:
+            raise UserError(f"{override} has no effect on a model that is trained; leave it out")
 
 
-def without_effect(key: str, options: type) -> str:
-    """Return why a key of train.py's has no effect in the script that has these options; empty: it has one."""
-    names, fixed = {key, key.partition(".")[0]}, getattr(options, "fixed", {})
-    if why := [fixed[name] for name in names if name in fixed]:
-        return f": {why[0]}"
-    takes = getattr(options, "takes", ())
-    return "" if not takes or names & {*takes} else " on a model that is trained"
+def check_choice(key: str, text: str, known: Sequence[str]) -> None:
+    """Raise UserError where the value of an option is not one of these."""
+    if text not in known:
+        raise UserError(f"{key}={text} is not one of {', '.join(known)}{nearest(text, known)}")
 
 
-def _value(key: str, text: str, wanted: Any, default: Any) -> Any:
-    if get_origin(wanted) is Literal:
-        if text not in (known := get_args(wanted)):
-            raise UserError(f"{key}={text} is not one of {', '.join(known)}{nearest(text, known)}")
+def _value(options: type[Options], key: str, text: str) -> Any:
+    """Return the value that a text means for the type of the field ``key``."""
+    wanted, typed = get_type_hints(options)[key], OmegaConf.structured(options)
+    if wanted is Path:
+        return Path(text).expanduser()
+    if wanted == list[str]:
+        return listed(text)
+    if wanted is str:  # OmegaConf would look up the ${…} in it
         return text
-    if wanted is bool:
-        if text.lower() not in ("true", "false"):
-            raise UserError(f"{key}={text} must be true or false")
-        return text.lower() == "true"
-    if wanted is int:
-        least = min(1, default)
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise UserError(f"{key}={text} must be a whole number of at least {least}")
-        if len(text) > len(str(LARGEST)):
-            raise UserError(f"{key}={text:.20} must be at most {LARGEST}")
-        return int(text)
-    if wanted is float:
-        try:
-            return float(text)
-        except ValueError:
-            raise UserError(f"{key}={text} must be a number") from None
-    return Path(text).expanduser() if wanted is Path else listed(text) if wanted == list[str] else text
+    least = min(1, typed[key]) if wanted is int else None
+    try:
+        typed[key] = text
+    except ValidationError as error:
+        raise UserError(f"{key}={text}: {first_line(error)}") from error
+    if least is not None and typed[key] < least:
+        raise UserError(f"{key}={text} must be a whole number of at least {least}")
+    return typed[key]
