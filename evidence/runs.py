@@ -20,7 +20,8 @@ import psutil
 from mantissa import shell
 from mantissa.comparison import in_turns
 from mantissa.display import duration
-from trainer.config.compose import key_of, quoted
+from trainer.config.command_line import quoted
+from trainer.config.compose import key_of
 from trainer.errors import UserError, redacted
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_json, read_object, remove_folder, write_json
 from trainer.tracking.plots import Series, read_series

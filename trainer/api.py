@@ -20,6 +20,7 @@ from torch import nn
 
 from mantissa.generators import random_state, set_random_state
 from trainer.config import compose as overrides
+from trainer.config.command_line import quoted
 from trainer.config.schema import Config
 from trainer.devices import best_type
 from trainer.errors import Interrupted, UserError
@@ -147,7 +148,7 @@ def _text(key: str, value: object) -> str:
     if isinstance(value, str | PathLike):
         text = fspath(value)
         plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in ("null", "true", "false", "inf", "nan")
-        return text if plain else overrides.quoted(text)
+        return text if plain else quoted(text)
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{inner}:{_text(key, each)}' for inner, each in value.items())}}}"
     if isinstance(value, Iterable):

@@ -12,7 +12,8 @@ from typing import Any
 from evidence.runs import in_a_process, merged
 from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
 from mantissa.doctor.report import VERDICT
-from trainer.config.compose import compose, quoted
+from trainer.config.command_line import quoted
+from trainer.config.compose import compose
 from trainer.files import PROJECT, read_object
 from trainer.hardware import Hardware
 

@@ -19,6 +19,7 @@ from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from tests import forks
 from tests.command_line.conftest import Train
 from tests.tracked import asked
+from trainer.config.command_line import CommandLine
 from trainer.run import command
 from trainer.run import run as run_module
 from trainer.run.sweep import Sweep
@@ -208,8 +209,8 @@ def in_processes(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SweepElsewhere(Sweep):
-    def __init__(self, arguments: Sequence[str]) -> None:
-        super().__init__(arguments)
+    def __init__(self, line: CommandLine) -> None:
+        super().__init__(line)
         self.elsewhere = True
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer.config.init_from import adopt
-from trainer.config.registration import CONF, by_key, check
+from trainer.config.registration import CONF, by_key, check, name_of_composed
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import is_kept
@@ -38,7 +38,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     dropped = _of_another_class(composed, typed, str(recorded.get("optimizer.name", "")))
     given = {*typed, *recorded}
     composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for
-    source, kept = adopt(composed, given)
+    source, kept = adopt(composed, given, name_of_composed(composed))
     kept += _fine_tuned(composed, given)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)

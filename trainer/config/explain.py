@@ -6,25 +6,12 @@ import re
 from dataclasses import Field, is_dataclass
 from typing import Any
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from trainer.config import registration as config
 from trainer.errors import nearest
-
-# Parts of OmegaConf's messages, and what the value must be.
-_WANTED = (
-    ("converted to Integer", "a whole number"),
-    ("converted to Float", "a number"),
-    ("is not a valid bool", "true or false"),
-    ("Union[int, str]", "a whole number, or auto"),
-    ("Union[bool, str]", "true, false or auto"),
-    ("to string", "one word or text"),
-    ("is not Optional", "given a value"),
-    ("not a ListConfig", "a list, such as '[a,b]', in quotes for the shell"),
-    ("to Dict[", "options by name, such as {a: 1}"),
-)
 
 
 def explain(error: BaseException) -> str:
@@ -45,21 +32,10 @@ def explain(error: BaseException) -> str:
             )
         offered = re.search(r"append to your config use \+\S+?=(.*)", text)
         return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "")
-    if unread := [each.override for each in chain if isinstance(each, OverrideParseException)]:
-        return f"{unread[0]!r} is not an override; write key=value, such as steps=100 or precision=bf16"
-    if found := re.search(r"Ambiguous value for argument '\+*(.*)'", text):
-        return f"{found[1]} has several values; add -m to run one after the other"
-    if found := re.search(r"Multiple values for (\S+)\.|An item is already at '(.*)'", text):
-        there = found[1] or found[2]
-        return f"{there} already has a value; set it with {there}=…, without the +"
     override = re.search(r"Error merging override \+*(.*)", text)
     typed = override[1] if override else getattr(cause, "full_key", None) or ""
     if own := [name for name in known_options() if name.startswith(f"{typed.partition('=')[0]}.")]:
         return f"{typed}: set one of its options: {', '.join(own)}"
-    file = re.search(r"In '([^']+)': \w+ raised while composing", text)
-    for words, wanted in _WANTED:
-        if typed and words in text:
-            return f"{typed} must be {wanted}" + (f" (in conf/{file[1]}.yaml)" if file else "")
     first = str(cause).strip().partition("\n")[0]
     return f"{typed}: {first}" if typed else first
 

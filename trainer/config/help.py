@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config import external_recipes
-from trainer.config.compose import checked_arguments, composed
+from trainer.config.command_line import read
+from trainer.config.compose import composed
 from trainer.config.explain import intended_key, known_options
 from trainer.config.registration import CONF, by_key, choices, groups, options, root
 from trainer.errors import UserError, nearest
@@ -55,7 +56,7 @@ def page(arguments: Sequence[str]) -> str:
     overrides = [argument for argument in arguments if "=" in argument]
     words = [intended_key(argument) for argument in arguments if "=" not in argument and argument[:1] != "-"]
     if not words and by_key(overrides).keys() <= {"recipe_path"}:
-        checked_arguments(overrides)
+        read(overrides)
         return "\n".join([USAGE, *(_group(name, width) for name in _groups())])
     found, known, typed = keys(composed(overrides)), known_options(), by_key(overrides)
     for word in words:

@@ -13,7 +13,6 @@ from torch import nn
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.weights import fill
-from trainer.config.registration import name_of_composed
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object, sha256
@@ -102,7 +101,7 @@ class InitFrom(FirstWeights):
         }
 
 
-def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None, list[Decision]]:
+def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[InitFrom | None, list[Decision]]:
     """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
 
     A new run that has a checkpoint, and is continued (``resume=auto``, or torchrun's restart), has those options
@@ -111,6 +110,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None
     Args:
         composed: by Hydra; changed in place.
         typed: the keys of the command line, which are not changed.
+        name: the name of the run.
 
     Returns:
         The run, and the options taken over; None: a run from random weights, or one that is resumed.
@@ -123,7 +123,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None
         return None, []
     cls: Any = OmegaConf.get_type(composed.recipe)
     options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
-    if own := to_continue(composed.output_dir, name_of_composed(composed), resume):
+    if own := to_continue(composed.output_dir, name, resume):
         recorded = own.config()
         for key in {*options, "data.tokenizer"} & recorded.keys() - set(typed):
             group, _, option = key.partition(".")
@@ -131,9 +131,9 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[InitFrom | None
                 OmegaConf.update(composed, key, recorded[key])
         return None, []
     source = InitFrom.open(given, composed.output_dir, composed.tracking.uri)
-    name = source.config["recipe"]
-    if name != cls.name:
-        raise UserError(f"init_from={given} is a run of recipe={name}, not of recipe={cls.name}; set recipe={name}")
+    recipe = source.config["recipe"]
+    if recipe != cls.name:
+        raise UserError(f"init_from={given} is a run of recipe={recipe}, not of recipe={cls.name}; set recipe={recipe}")
     if "recipe.pretrained" in typed and composed.recipe.pretrained is not None:
         raise UserError("init_from and recipe.pretrained both bring weights; remove one of them")
     kept: dict[str, Any] = {}

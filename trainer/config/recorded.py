@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import external_recipes
+from trainer.config.command_line import CommandLine
 from trainer.config.explain import explain
-from trainer.config.registration import CONF, by_key, groups, register, root
+from trainer.config.registration import CONF, groups, register, root
 from trainer.config.registration import options as fields_of
 from trainer.errors import UserError
 from trainer.files import NO_FOLDER
@@ -23,13 +23,11 @@ if TYPE_CHECKING:  # it takes torch, for which a command line without resume=FOL
 _NAME = "recorded"
 
 
-def base(
-    arguments: Sequence[str], recorded: Mapping[str, Any] | None = None
-) -> tuple[str, Mapping[str, Any], list[str]]:
+def base(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> tuple[str, Mapping[str, Any], list[str]]:
     """Register what a command line is composed on; every process of a job does so before they know each other.
 
     Args:
-        arguments: of the command line; with ``resume=FOLDER`` they are composed on what that run has recorded.
+        line: the command line; with ``resume=FOLDER`` it is composed on what that run has recorded.
         recorded: options to compose on in the place of the defaults, by dotted key; those of a group all together.
 
     Returns:
@@ -37,23 +35,25 @@ def base(
         with ``resume=FOLDER`` without the choices that are the recorded ones, whose YAML would bring its defaults.
 
     Raises:
-        HydraException: an argument is no override.
         UserError: ``resume`` names no run to continue, or the options are not those of this version.
     """
-    folder, kept = _resumed(arguments), list(arguments)
+    folder, kept = _resumed(line), list(line.arguments)
+    for override in line.overrides:
+        if override.is_sweep_override() and not line.is_multirun:
+            raise UserError(f"{override.input_line} has several values; add -m to run one after the other")
     if folder is not None:
-        if {"-m", "--multirun"} & set(arguments):
+        if line.is_multirun:
             raise UserError(f"resume={folder.path} continues one run, but -m starts several; remove -m")
-        longer = any(each.startswith("epochs=") for each in arguments)
+        longer = line.value("epochs") is not None
         options = {key: value for key, value in options_of(folder).items() if not (longer and key == "steps")}
         recorded = options | {"resume": str(folder.path)}
-    if by_key(arguments).get("recipe_path") is None and recorded is not None:
+    if line.value("recipe_path") is None and recorded is not None:
         external_recipes.use_folder(recorded.get("recipe_path"))
     register()
     if folder is not None and recorded is not None:
-        keys = [argument.partition("=")[0] for argument in arguments]
+        keys = [argument.partition("=")[0] for argument in line.arguments]
         if "experiment" not in keys:  # which may choose, too; of several choices the last counts
-            pairs = zip(keys, arguments, strict=True)
+            pairs = zip(keys, line.arguments, strict=True)
             kept = [each for key, each in pairs if keys.count(key) > 1 or not _is_recorded(each, recorded)]
     if searched := external_recipes.config_folders():
         kept.append(f"hydra.searchpath={[f'file://{path}' for path in searched]}")
@@ -73,16 +73,15 @@ def options_of(folder: RunFolder) -> dict[str, Any]:
     return kept | {"output_dir": str(folder.path.absolute().parent)}
 
 
-def _resumed(arguments: Sequence[str]) -> RunFolder | None:
+def _resumed(line: CommandLine) -> RunFolder | None:
     """Return the run that ``resume=FOLDER`` on this command line names; None: it names none."""
-    needed = [each for each in arguments if each.startswith(("resume=", "output_dir=", "tracking.uri="))]
-    parsed = OverridesParser.create().parse_overrides(needed)
-    typed = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
-    if (resume := typed.get("resume")) in NO_FOLDER:
+    resume = line.value("resume")
+    if resume in NO_FOLDER:
         return None
     from trainer.run_folder import RunFolder
 
-    return RunFolder.open("resume", str(resume), str(typed.get("output_dir", "outputs")), typed.get("tracking.uri"))
+    output_dir = line.value("output_dir", "outputs")
+    return RunFolder.open("resume", str(resume), str(output_dir), line.value("tracking.uri"))
 
 
 def _is_recorded(argument: str, recorded: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import help
-from trainer.config.compose import checked_arguments
+from trainer.config.command_line import read
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
@@ -45,8 +45,7 @@ def main(run_class: type[Run] | None = None) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
     attempt = partial(_attempt, run_class)
     try:
-        arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
-        codes = _sweep(Sweep(arguments), attempt)
+        codes = _sweep(Sweep(read(sys.argv[1:])), attempt)
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import mantissa
-from trainer.config.compose import quoted
+from trainer.config.command_line import quoted
 from trainer.files import PROJECT
 from trainer.parallel.world import launched_processes
 

@@ -17,32 +17,19 @@ from typing import Any, NamedTuple, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from mantissa.display import columns, loss, quantity, size
+from trainer.config.command_line import CommandLine
 from trainer.config.compose import CONF, combinations
 from trainer.config.recorded import base
-from trainer.config.registration import by_key, check, name_of_composed
-from trainer.config.text import unquoted
+from trainer.config.registration import by_key, name_of_composed
 from trainer.files import SAME
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
 """Characters of a name; file systems take 255 bytes, and a folder that exists gets a number."""
-
-
-def swept_keys(arguments: Sequence[str]) -> list[str]:
-    """Return the keys with several values on this command line, in its order; none without ``-m``.
-
-    Raises:
-        HydraException: an argument is no override.
-    """
-    if not {"-m", "--multirun"} & set(arguments):
-        return []
-    parsed = OverridesParser.create().parse_overrides([each for each in arguments if not each.startswith("-")])
-    return list(dict.fromkeys(each.get_key_element().lstrip("+") for each in parsed if each.is_sweep_override()))
 
 
 def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
@@ -155,12 +142,12 @@ Raises UserError: it is a mistake.
 class Sweep:
     """The runs of one command line, which may be a single one; Hydra begins them."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.arguments = list(arguments)
-        self.keys = swept_keys(arguments)
+    def __init__(self, line: CommandLine) -> None:
+        self.line = line
+        self.keys = line.swept_keys
         """What is swept."""
         self.rows: list[Row] = []
-        self.elsewhere = by_key(arguments).get("hydra/launcher", "basic") != "basic"
+        self.elsewhere = line.value("hydra/launcher", "basic") != "basic"
         """Whether Hydra's launcher starts the runs as jobs on other machines; else they are in this process."""
         self.jobs: Path | None = None
         """Where those jobs leave what they print, and their rows."""
@@ -176,7 +163,7 @@ class Sweep:
             Exception: whatever the launcher of jobs elsewhere raises.
         """
         ended = Ended(0, {})
-        name, kept, sys.argv[1:] = base(self.arguments)
+        name, kept, sys.argv[1:] = base(self.line)
 
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def task(composed: DictConfig) -> None:
@@ -203,7 +190,7 @@ class Sweep:
             with tempfile.TemporaryDirectory(prefix="mantissa-") as path:
                 yield path
             return
-        folder = Path(unquoted(by_key(self.arguments).get("output_dir", "outputs"))).expanduser().absolute() / ".jobs"
+        folder = Path(str(self.line.value("output_dir", "outputs"))).expanduser().absolute() / ".jobs"
         folder.mkdir(parents=True, exist_ok=True)
         self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=folder))
         yield str(self.jobs)
@@ -221,7 +208,6 @@ class Sweep:
             name = name_of(name_of_composed(composed), values, composed.run_name is not None)
             self.rows[-1].name = composed.run_name = name
             composed.resume = composed.resume or SAME
-        check(composed)
         return composed
 
     def end(self, number: int, ended: Ended) -> None:
@@ -236,7 +222,7 @@ class Sweep:
         if self.jobs is None:
             return
         left = {int(path.stem): Row(**json.loads(path.read_text())) for path in self.jobs.glob("*.json")}
-        typed = by_key(self.arguments)
+        typed = by_key(self.line.arguments)
         try:
             runs = list(combinations([f"{key}={typed[key]}" for key in self.keys]).values())
         except HydraException:  # glob(…) needs Hydra's own search for choices

@@ -12,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from tests.helpers import CONF
-from trainer.config.compose import checked_arguments, combinations, compose, quoted
+from trainer.config.command_line import quoted, read
+from trainer.config.compose import combinations, compose
 from trainer.config.recorded import base
 from trainer.config.registration import flatten
 from trainer.errors import UserError
@@ -57,8 +58,8 @@ def test_what_hydra_can_read_is_not_changed() -> None:
         "+optimizer.options.eps=1",
         "~clip",
     ]
-    assert checked_arguments(typed) == typed
-    assert checked_arguments(["seed=1,2", "-m"]) == ["-m", "seed=1,2"]  # argparse takes flags first only
+    assert read(typed).arguments == typed
+    assert read(["seed=1,2", "-m"]).arguments == ["-m", "seed=1,2"]  # argparse takes flags first only
     assert list(combinations(["run_name=ü ü", "seed=1,2"])) == ["seed=1", "seed=2"]
 
 
@@ -155,4 +156,4 @@ def test_of_two_choices_of_one_optimizer_neither_is_taken_for_the_recorded_one(
     shutil.copy(CONF / "optimizer" / "adamw.yaml", tmp_path / "conf" / "optimizer" / "mine.yaml")
     for conf, left in ((CONF, []), (tmp_path / "conf", ["optimizer=adamw"])):
         monkeypatch.setattr("trainer.config.recorded.CONF", conf)
-        assert base([f"resume={tmp_path}", "optimizer=adamw"])[2] == [f"resume={tmp_path}", *left]
+        assert base(read([f"resume={tmp_path}", "optimizer=adamw"]))[2] == [f"resume={tmp_path}", *left]

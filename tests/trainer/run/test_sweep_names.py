@@ -13,16 +13,17 @@ from omegaconf import DictConfig
 
 from mantissa.display import loss
 from tests.helpers import CONF, compose
+from trainer.config.command_line import read
 from trainer.config.registration import register
-from trainer.run.sweep import Ended, Sweep, name_of, swept_keys
+from trainer.run.sweep import Ended, Sweep, name_of
 
 
 def test_the_swept_keys_are_those_of_the_command_line() -> None:
     line = ["-m", "recipe=bignet", "optimizer=adamw,sgd", "optimizer.lr=1e-3,3e-3", "optimizer.betas=[0.9,0.95]"]
-    assert swept_keys(line) == ["optimizer", "optimizer.lr"]
-    assert swept_keys(["--multirun", "+seed=range(0,3)"]) == ["seed"]
-    assert swept_keys(line[1:]) == []
-    assert swept_keys(["-m", "seed=0,1", "seed=2,3"]) == ["seed"]
+    assert read(line).swept_keys == ["optimizer", "optimizer.lr"]
+    assert read(["--multirun", "+seed=range(0,3)"]).swept_keys == ["seed"]
+    assert read(line[1:]).swept_keys == []
+    assert read(["-m", "seed=0,1", "seed=2,3"]).swept_keys == ["seed"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
         common = {"status": "FINISHED", "best": {"step": 20.0, "value": best}, "final": {"valid/loss": 2 * best}}
         return common | {"unit": "tokens", "units_per_s": 12_345.0, "peak_memory_bytes": 3 * 2**20} | more
 
-    sweep = Sweep(["-m", "optimizer.lr=1,2,3"])
+    sweep = Sweep(read(["-m", "optimizer.lr=1,2,3"]))
     for value, result in (("1", {}), ("2", summary(0.5)), ("3", summary(1.2e-5, run="bignet-fp32-s0-lr_3-2"))):
         sweep.begin(composed(), ["steps=3", f"optimizer.lr={value}"])
         sweep.end(0, Ended(0 if result else 3, result))
@@ -68,11 +69,11 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
     assert " ".join(lines[1]) == "bignet-fp32-s0-lr_3-2 3 1.2e-05 20 2.4e-05 12.3k tokens/s 3.0 MiB finished"
     assert [line[1] for line in lines] == ["optimizer.lr", "3", "2", "1"]
     assert lines[3] == ["bignet-fp32-s0-lr_1", "1", "failed"]
-    assert Sweep([]).table() == ""
+    assert Sweep(read([])).table() == ""
 
 
 def test_seeds_are_averaged_for_each_combination_of_the_rest_and_labels_that_differ_are_columns() -> None:
-    sweep = Sweep(["-m", "precision=fp32,bf16", "seed=0,1,2"])
+    sweep = Sweep(read(["-m", "precision=fp32,bf16", "seed=0,1,2"]))
     results = {("fp32", 0): 4.0, ("bf16", 0): 1.0, ("fp32", 1): 2.0, ("bf16", 1): 3.0, ("fp32", 2): 9.0}
     for (precision, seed), best in results.items():
         sweep.begin(composed(), [f"precision={precision}", f"seed={seed}"])
@@ -96,7 +97,7 @@ def test_small_losses_keep_their_digits() -> None:
 
 def test_what_jobs_leave_is_in_the_table_of_the_command(tmp_path: Path) -> None:
     own = ["recipe=bignet", "seed=0,1,2", "seed=3,4,5", f"output_dir='{tmp_path}/my runs'"]
-    sweep = Sweep(["-m", "hydra/launcher=submitit_slurm", *own])
+    sweep = Sweep(read(["-m", "hydra/launcher=submitit_slurm", *own]))
     with sweep.scratch() as scratch:
         pass
     assert sweep.jobs == Path(scratch)

@@ -1,0 +1,154 @@
+"""A command line of Hydra's, read once: what cannot be read or names no group and no choice is refused at once."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
+from hydra.errors import HydraException
+
+from trainer.config import external_recipes
+from trainer.config.explain import intended_key, is_text
+from trainer.config.registration import CONF, by_key, choices
+from trainer.config.text import unquoted
+from trainer.errors import UserError, nearest
+
+_MULTIRUN = {"-m", "--multirun"}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line that Hydra's grammar can read."""
+
+    arguments: list[str]
+    """Flags first; paths with characters that the grammar has a meaning for are in quotes."""
+    overrides: list[Override]
+    """Those of the arguments that are no flags, parsed."""
+
+    @property
+    def is_multirun(self) -> bool:
+        """Whether it may start several runs."""
+        return bool(_MULTIRUN & {*self.arguments})
+
+    @property
+    def swept_keys(self) -> list[str]:
+        """Keys with several values, in their order; none without ``-m``."""
+        swept = [override for override in self.overrides if self.is_multirun and override.is_sweep_override()]
+        return list(dict.fromkeys(override.get_key_element().lstrip("+") for override in swept))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or the default where it is not set or has several."""
+        given = [each for each in self.overrides if each.key_or_group == key and not each.is_sweep_override()]
+        return given[-1].value() if given else default
+
+
+def read(arguments: Sequence[str]) -> CommandLine:
+    """Read a command line; a folder that ``recipe_path`` names is used from now on.
+
+    The names of groups and choices are compared with those in ``conf/`` before the classes of the options are imported,
+    which takes seconds.
+
+    Raises:
+        UserError: an argument without a key, with dashes before the key, or a name that no group or choice has.
+    """
+    flags = get_args_parser()._option_string_actions
+    path = unquoted(by_key(arguments).get("recipe_path", "null"))
+    external_recipes.use_folder(None if path == "null" else path)
+    readable, overrides = [], []
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if argument[:1] in ("=", "@"):
+            raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
+        if argument.startswith("-") and argument.partition("=")[0] not in flags:
+            raise UserError(_without_dashes(argument, following))
+        is_value = "=" not in argument and readable[-1:] and readable[-1].startswith("-")
+        if argument.startswith("-") or is_value:  # a flag, or its value
+            readable.append(argument)
+            continue
+        override = _parsed(argument)
+        if override is None or override.key_or_group == "note" or override.key_or_group.startswith("tags."):
+            argument = _quoted_text(argument, override)
+            override = _parsed(argument)
+        if override is None:
+            raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
+        _check_names(override)
+        readable.append(argument)
+        overrides.append(override)
+    # argparse wants flags first
+    return CommandLine(sorted(readable, key=lambda argument: argument not in _MULTIRUN), overrides)
+
+
+def _without_dashes(argument: str, following: str) -> str:
+    """Return what to write in the place of an option with dashes, whose value may be the next argument."""
+    key, equals, typed = argument.partition("=")
+    value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
+    return f"{argument}: write {intended_key(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
+
+
+def _quoted_text(argument: str, override: Override | None) -> str:
+    """Return an override with its text in quotes where the grammar would not read it as text."""
+    named, equals, typed = argument.partition("=")
+    key = named.lstrip("+")
+    if is_tag := key.startswith("tags."):  # of which any can be set without a +
+        named = f"++{key}"
+    if key == "note" and typed != "null" and typed[:1] not in ("'", '"'):
+        typed = quoted(typed)  # a sentence may have commas
+    elif equals and override is None and (is_tag or is_text(key)):
+        typed = _in_quotes(typed)
+    return f"{named}{equals}{typed}"
+
+
+def _check_names(override: Override) -> None:
+    """Refuse a key that is nearly a group's name, and a choice that its group does not have."""
+    key, groups = override.key_or_group, {path.name for path in CONF.iterdir() if path.is_dir()}
+    if key not in groups:
+        head = key.partition(".")[0]
+        near = [] if head in groups else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
+        if near:
+            raise UserError(
+                f"{head} is not a key of the config; did you mean {near[0]!r}?; --cfg job shows all of them"
+            )
+        return
+    if override.is_add():
+        raise UserError(f"{key} already has a value; set it with {key}=…, without the +")
+    known, value = choices(key), override.value()
+    if isinstance(value, ChoiceSweep):
+        chosen = [unquoted(text) for text in override.sweep_string_iterator()]
+    elif isinstance(value, list) and key == "experiment":  # Hydra's way to take several
+        chosen = [*map(str, value)]
+    elif isinstance(value, list):
+        raise UserError(
+            f"{override.input_line}: a run has one {key}; to run one after the other, add -m and no brackets"
+        )
+    else:
+        chosen = [] if value is None or isinstance(value, Sweep) else [str(value)]
+    if key == "recipe":  # one may be a class without a YAML, which is not imported here
+        chosen = [name for name in chosen if name != "own" and not external_recipes.find_modules()]
+    for name in chosen:
+        if name not in known:
+            raise UserError(f"{key}={name} is not a choice{nearest(name, known)} ({', '.join(known)})")
+
+
+def _parsed(argument: str) -> Override | None:
+    """Return what Hydra's grammar makes of an argument; None: nothing."""
+    with suppress(HydraException):
+        return OverridesParser.create().parse_override(argument)
+    return None
+
+
+def quoted(text: str) -> str:
+    """Return text as Hydra reads it in an override, whatever it looks like."""
+    return _in_quotes(text.replace("${", "\\${"))  # which OmegaConf would look up
+
+
+def _in_quotes(text: str) -> str:
+    """Put text in quotes, as Hydra's grammar wants them: backslashes count only before a quote."""
+    escaped = re.sub(r"(\\*)(\'|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
