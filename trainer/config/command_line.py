@@ -62,7 +62,8 @@ def read(arguments: Sequence[str]) -> CommandLine:
     flags = get_args_parser()._option_string_actions
     path = unquoted(by_key(arguments).get("recipe_path", "null"))
     external_recipes.use_folder(None if path == "null" else path)
-    readable, overrides = [], []
+    readable: list[str] = []
+    overrides: list[Override] = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
