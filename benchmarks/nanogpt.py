@@ -24,7 +24,7 @@ from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
 from benchmarks.rows import ENDLESS, Bench, Row, ratios
 from evidence.turns import Block, steps_of, stopwatch
 from mantissa.comparison import in_turns
-from recipes.data.text.source import TextDatasets
+from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device

@@ -12,7 +12,7 @@ from inference.exported import Exported
 from inference.setting import Setting
 from recipes.data.images.source import ImageDatasets
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.source import TextDatasets
+from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
 from trainer.recipe import DataSource

@@ -15,7 +15,7 @@ from torch import Tensor
 from inference.data import open_data, part_of
 from inference.exported import Exported
 from inference.setting import Setting
-from recipes.data.text.source import TextDatasets, TokenData
+from recipes.data.text.tokens import TextDatasets, TokenData
 from recipes.language import LanguageRecipe, TokenWindows
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.data.text.source import TextDatasets
+from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.recipe import DataSource, LossOutput, Sizes

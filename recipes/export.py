@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipes.data.text.source import Tokenizer
+from recipes.data.text.tokenizers import Tokenizer
 from recipes.lora import merged_state
 
 log = logging.getLogger("mantissa")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.pretrained import Pretrained, located
-from recipes.data.text.source import TextDatasets, TextSource, TokenData, Tokenizer
-from recipes.data.text.tokenizers import OWN_BPE
+from recipes.data.text.tokenizers import OWN_BPE, Pretrained, Tokenizer, opening
+from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
 from recipes.export import save_model, save_tokenizer, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
-from trainer.errors import UserError, first_line, nearest
+from trainer.errors import UserError, nearest
 from trainer.files import is_kept
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
@@ -145,15 +144,10 @@ class SizedRecipe(Recipe):
                 layer.weight[own:] = layer.weight[:own].mean(0)
         return model
 
-    @contextmanager
-    def _opening(self) -> Iterator[dict[str, Any]]:
+    def _opening(self) -> AbstractContextManager[dict[str, Any]]:
         """Give the arguments of ``from_pretrained``, whose errors become the user's."""
-        key = f"recipe.pretrained={self.pretrained}"
-        place = located(str(self.pretrained), key, _REMEDY)
-        try:
-            yield place
-        except (OSError, ValueError) as error:
-            raise UserError(f"{key} cannot be opened as a {self.name} ({first_line(error)}); {_REMEDY}") from error
+        key, failure = f"recipe.pretrained={self.pretrained}", f"cannot be opened as a {self.name}"
+        return opening(str(self.pretrained), key, failure, _REMEDY)
 
     def cut(
         self,

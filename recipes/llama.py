@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from recipes.data.text.source import TextDatasets
+from recipes.data.text.tokens import TextDatasets
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.errors import UserError
 from trainer.hardware import Hardware

@@ -14,9 +14,8 @@ import torch
 
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.pretrained import hub_reachable
-from recipes.data.text.split import READINGS, Corpus, Split, joint_of, split_rows, spread
+from recipes.data.text.corpus import READINGS, Corpus, Split, TokenizedText, joint_of, split
+from recipes.data.text.tokenizers import hub_reachable
 from trainer.data.apart import check_apart
 from trainer.errors import UserError, first_line
 
@@ -67,12 +66,12 @@ class Hub(TokenizedText, ImageSource):
         return self.name
 
     def splits(self) -> tuple[Split, Split]:
-        """Return the column of text, of the dataset's own splits or of one that is divided (see ``split_rows``)."""
+        """Return the column of text, of the dataset's own splits or of one that is divided (see ``split``)."""
         self.refuse_augment()
         train = self._corpus("train_split", self.train_split)
         names = self._valid_splits(self._splits)
         if not names:
-            return split_rows(train, self.valid_fraction, self.rows)
+            return split(train, self.valid_fraction)
         valid = self._corpus("valid_split", names[0])
         return Split.whole(train), Split.whole(valid, f"the dataset's split {names[0]}")
 
@@ -141,19 +140,20 @@ class Hub(TokenizedText, ImageSource):
         note = "each row a document" if joint is None else "rows are lines: joined, without a token between them"
         name, texts = self._texts(key, choice)
 
-        def read(rows: Sequence[int]) -> Iterator[str]:
+        def read(rows: Sequence[int]) -> Iterator[list[str]]:
             for batch in texts.select(rows).iter(1000):
-                yield from (text or "" for text in batch[name])
+                yield from ([text or ""] for text in batch[name])
 
         # The fingerprint follows the files' contents or, for local ones, their modification times.
-        identity = [self.name, choice, name, self._splits[choice]._fingerprint, joint]
+        identity = [self.name, choice, name, self._splits[choice]._fingerprint]
         note, megabytes = f"{note} (data.rows={self.rows})", texts.data.nbytes / 1e6
-        return Corpus(np.ones(len(texts), dtype=np.int64), read, identity, joint, note, megabytes)
+        return Corpus(np.ones(len(texts), dtype=np.int64), read, identity, megabytes, joint, note)
 
     @cached_property
     def _joint(self) -> str | None:
         name, texts = self._texts("train_split", self.train_split)
-        return joint_of(texts[spread(len(texts))][name], self.rows)
+        some = np.linspace(0, len(texts) - 1, min(len(texts), 1000)).astype(int).tolist()
+        return joint_of(texts[some][name], self.rows)
 
     def _texts(self, key: str, choice: str) -> tuple[str, Any]:
         """Return the name of the column of text, and the split with this column alone."""
@@ -198,8 +198,8 @@ class Hub(TokenizedText, ImageSource):
             arguments |= {"path": str(path), "cache_dir": str(self.cache_folder / "datasets")}
             if path.is_file():
                 arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
-        elif not hub_reachable():
-            datasets.config.HF_HUB_OFFLINE = True  # opens what was downloaded before, without minutes of retries
+        offline = path is None and not hub_reachable()
+        before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, offline  # else it retries for minutes
         try:
             builder = datasets.load_dataset_builder(**arguments)
             if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
@@ -208,12 +208,14 @@ class Hub(TokenizedText, ImageSource):
             splits: Mapping[str, Any] = builder.as_dataset()
             files: Mapping[str, Any] = builder.config.data_files or {}
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            if path is None and datasets.config.HF_HUB_OFFLINE:
+            if offline:
                 raise UserError(
                     f"data.name={self.name} is not in the local cache and the Hugging Face hub cannot be reached; "
                     "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
                 ) from None
             raise UserError(f"data.name={self.name} cannot be opened: {first_line(error.__cause__ or error)}") from None
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
         if self.test is not None:
             self._check_test(splits, files)
         return splits

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from recipes.data.images.pixels import ArrayImages
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.tokenizers import OwnTokenizer, word_level
+from recipes.data.text.tokens import TextSource, TokenData
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import UserError
 

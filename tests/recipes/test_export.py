@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 from recipes.data.images.arrays import Digits
 from recipes.data.synthetic import Synthetic
-from recipes.data.text.source import Tokenizer
-from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
+from recipes.data.text.tokenizers import BytePairs, Bytes, Characters, Tokenizer
 from recipes.export import save_tokenizer
 from recipes.resnet import ResNet
 from tests.helpers import PROJECT, trainer_of

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,10 @@ from PIL import Image
 from recipes.data.hub import Hub
 from recipes.data.images.augment import View
 from recipes.data.images.pixels import square
-from recipes.data.text.source import TokenData
-from recipes.data.text.split import Split
-from trainer.data.contract import SampleId
+from recipes.data.text.corpus import TextFiles
+from recipes.data.text.tokens import TokenData
+from recipes.gpt2 import GPT2
+from trainer.data.contract import Dataset, SampleId
 from trainer.errors import UserError
 
 STORIES = [f"Story {i}: once there were {i * 7} hats.\nThe end." for i in range(300)]
@@ -123,23 +125,39 @@ def article(number: int) -> list[str]:
     ]
 
 
-def test_rows_that_are_lines_are_held_out_as_whole_articles(tmp_path: Path) -> None:
+def test_the_last_of_rows_that_are_lines_are_held_out(tmp_path: Path) -> None:
     rows = [row for number in range(60) for row in article(number)]
     data = Hub(name=str(write_rows(tmp_path / "wiki.jsonl", rows)), tokenizer="bytes").tokens(None)
-    train, valid = (set(re.findall(r"\[(\d+)\]", text)) for text in texts(data))
-    assert train | valid == {str(number) for number in range(60)}
-    assert not train & valid
-    assert 3 <= len(valid) <= 7
     assert "rows), rows are lines: joined, without a token between them" in data.description
-    assert texts(data) == ("".join(rows[:-69]), "".join(rows[-69:]))
+    held = round(len(rows) / 10)
+    assert texts(data) == ("".join(rows[:-held]), "".join(rows[-held:]))
 
 
-def test_short_rows_without_titles_are_held_out_in_one_stretch(tmp_path: Path) -> None:
-    rows = [f"Line {number}.\n" for number in range(1000)]
-    data = Hub(name=str(write_rows(tmp_path / "lines.jsonl", rows)), tokenizer="bytes", valid_fraction=0.2).tokens(None)
-    train, valid = ([int(number) for number in re.findall(r"Line (\d+)", text)] for text in texts(data))
-    assert (train, valid) == (list(range(800)), list(range(800, 1000)))
-    assert "the last 200 of 1,000 rows" in data.description
+def test_rows_that_are_lines_have_the_perplexity_of_the_joined_text(tmp_path: Path) -> None:
+    """By the same weights; and rows that are documents have another one, for an end-of-text token is between them."""
+    parts = {part: [row for number in numbers for row in article(number)]
+             for part, numbers in (("train", range(40)), ("validation", range(40, 60)))}  # fmt: skip
+    (tmp_path / "rows").mkdir()
+    for part, rows in parts.items():
+        write_rows(tmp_path / "rows" / f"{part}.jsonl", rows)
+        (tmp_path / f"{part}.txt").write_text("".join(rows))
+    (tmp_path / "bpe").mkdir()
+    Hub(name=str(tmp_path / "rows"), vocab_size=300).tokens(None).tokenizer.save(tmp_path / "bpe")
+    same = {"tokenizer": str(tmp_path / "bpe")}
+    lines = Hub(name=str(tmp_path / "rows"), **same)
+    joined = TextFiles(path=str(tmp_path / "train.txt"), test=str(tmp_path / "validation.txt"), **same)
+    recipe = GPT2(size="nano", context=16)
+    model = recipe.build_model(recipe.datasets(lines, 0)).eval()
+
+    def perplexity(dataset: Dataset) -> float:
+        batch = dataset.batch([SampleId(index, None) for index in range(len(dataset))])
+        with torch.no_grad():
+            return math.exp(recipe.loss(model, batch).loss_sum.item() / recipe.count_targets(batch))
+
+    expected = perplexity(recipe.datasets(joined, 0).test)
+    assert perplexity(recipe.datasets(lines, 0).valid) == pytest.approx(expected, rel=1e-6)
+    apart = recipe.datasets(replace(lines, rows="documents"), 0).valid
+    assert perplexity(apart) != pytest.approx(expected, rel=1e-3)
 
 
 WIKI = "= A =\n\nWords.\n= = B = =\n\nOthers.\n" * 9
@@ -207,18 +225,8 @@ def test_rows_that_are_set_are_held_out_as_what_they_are(tmp_path: Path) -> None
         return [int(number) for number in re.findall(r"\[(\d+)\]", valid)]
 
     assert held_out("word " * 200, "lines") == held_out("word", "lines") == list(range(90, 100))
-    assert held_out("word", "auto") == list(range(90, 100))  # they may be lines
-    assert len(chosen := held_out("word", "documents")) == 10
+    assert len(chosen := held_out("word", "auto")) == 10
     assert chosen != list(range(90, 100))
-
-
-def test_lines_are_cut_without_their_whole_text(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [f"{number} words.\n" for number in range(20)])
-    corpus = Split.whole(Hub(name=str(path), rows="lines")._corpus("train_split", "train"))
-    text = "".join(f"{number} words.\n" for number in range(20))
-    for start, end in ((0.0, 1.0), (0.0, 0.9), (0.9, 1.0), (0.33, 0.71)):
-        cut = ["".join(part) for part in replace(corpus, start=start, end=end)]
-        assert cut == [text[int(len(text) * start) : int(len(text) * end)]]
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:

@@ -1,31 +1,165 @@
-"""Text for language models: the standard library's sources, own files, and what all text has in common."""
+"""Text for language models: where it is read from, and what of it is set aside for validation."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import sysconfig
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from itertools import chain
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mantissa.display import quantity
-from recipes.data.text.cache import TokenizerPlan, open_or_build, watched
-from recipes.data.text.pretrained import Pretrained
-from recipes.data.text.source import TextSource, TokenData
-from recipes.data.text.split import Corpus, Split, split
-from recipes.data.text.tokenizers import OWN_BPE, BytePairs, Bytes, Characters
+from recipes.data.text.tokenizers import OWN_BPE, plan
+from recipes.data.text.tokens import TextSource, TokenData, open_or_build
 from trainer.cache import cache_folder
 from trainer.data.apart import check_apart
 from trainer.errors import UserError
 from trainer.recipe import NO_OPTION
 
+READINGS = ("auto", "lines", "documents")
+"""What the rows of a dataset are; auto: what they look like, see ``joint_of``."""
+SHORT = 500
+"""Characters. Rows of a dataset with a median below this may be lines of longer texts."""
+_HEADING = re.compile(r"= .* =")  # of an article or a section of wikitext
 _TABLES = (".json", ".jsonl", ".csv", ".parquet")
 _NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
+_CHARACTERS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents that can be read again and again, in any selection."""
+
+    sizes: np.ndarray
+    """One integer per document, in any unit: used to split off a fair share."""
+    read: Callable[[Sequence[int]], Iterator[Iterable[str]]]
+    """Yields these documents, in the order given, each as the parts of its text, which can be read again."""
+    identity: Any
+    """JSON that changes whenever the text does."""
+    megabytes: float
+    """Size of all documents, about; to show progress."""
+    joint: str | None = None
+    """What belongs between two of them where they are no documents but lines of one text; None: they are documents."""
+    note: str = ""
+    """How they are read, for the start block."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some documents of a corpus, whole or the same share of each."""
+
+    corpus: Corpus
+    rows: Sequence[int]
+    start: float = 0.0
+    end: float = 1.0
+    origin: str = ""
+    """Where it comes from, for the start block, such as ``whole documents``."""
+
+    @classmethod
+    def whole(cls, corpus: Corpus, origin: str = "") -> Split:
+        """Return all documents."""
+        return cls(corpus, range(len(corpus.sizes)), origin=origin)
+
+    @property
+    def megabytes(self) -> float:
+        """Size of the selected text, about."""
+        share = self.corpus.sizes[list(self.rows)].sum() / max(1, self.corpus.sizes.sum())
+        return float(share * (self.end - self.start) * self.corpus.megabytes)
+
+    @property
+    def identity(self) -> Any:
+        """JSON that changes whenever the selected text does."""
+        rows = hashlib.sha256(np.asarray(self.rows, dtype=np.int64).tobytes()).hexdigest()
+        return [self.corpus.identity, self.corpus.joint, rows, self.start, self.end]
+
+    def __iter__(self) -> Iterator[Iterable[str]]:
+        """Yield the documents, each as the parts of its text; lines are the one text that they make."""
+        if self.corpus.joint is not None:
+            yield self._joined(self.corpus.joint)
+        elif (self.start, self.end) == (0.0, 1.0):
+            yield from self.corpus.read(self.rows)
+        else:
+            for document in self.corpus.read(self.rows):
+                length = sum(map(len, document))
+                yield _between(document, int(length * self.start), int(length * self.end))
+
+    def _joined(self, joint: str) -> Iterator[str]:
+        """Yield the lines, each with what belongs before it: a line end where the one before has none of its own."""
+        before = ""
+        for document in self.corpus.read(self.rows):
+            row = "".join(document)
+            yield (before if row or joint else "") + row
+            if joint:
+                before = joint
+            elif row:
+                before = "" if row.endswith("\n") else "\n"
+
+
+def _between(parts: Iterable[str], first: int, last: int) -> Iterator[str]:
+    """Yield the characters ``first`` to ``last`` of a text that comes in parts."""
+    for part in parts:
+        yield part[max(0, first) : max(0, last)]
+        first, last = first - len(part), last - len(part)
+
+
+def split(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
+    """Divide into training and validation, always in the same way.
+
+    Of many documents, whole ones are set aside, so that none is known in part. Where they are too few or
+    too unequal for that (one file, for instance), the last part of each is, as in nanoGPT. Of lines the last ones are.
+    """
+    count = len(corpus.sizes)
+    if corpus.joint is not None:
+        first = count - round(count * fraction)
+        origin = f"the last {count - first:,} of {count:,} rows"
+        return Split(corpus, range(first)), Split(corpus, range(first, count), origin=origin)
+    budget = fraction * corpus.sizes.sum()
+    chosen, filled = set(), 0
+    for row in np.random.default_rng(0).permutation(count).tolist():
+        size = int(corpus.sizes[row])
+        if size <= budget / 4 and filled + size <= budget:
+            chosen.add(row)
+            filled += size
+    if filled < budget / 2:
+        origin = f"the last {fraction:.3g} of each document"
+        return Split(corpus, range(count), 0.0, 1 - fraction), Split(corpus, range(count), 1 - fraction, 1.0, origin)
+    train = Split(corpus, [row for row in range(count) if row not in chosen])
+    return train, Split(corpus, sorted(chosen), origin="whole documents")
+
+
+def joint_of(rows: Sequence[str | None], reading: str = READINGS[0]) -> str | None:
+    """Return what belongs between the rows of a dataset where they are lines of longer texts; None: they are documents.
+
+    Lines are short, hold no line end but at their own end, and show that they were cut out of a text, as in wikitext,
+    whose files are the rows one after the other: some are blank lines or headings, and nearly all end with the line's
+    own end. Where the line ends were taken away, there must be both blank lines and headings: tweets may have either.
+    All others are documents, also where some end with a line end and some do not.
+
+    Args:
+        rows: some of them, of all parts of the dataset; None: a missing value, which is no blank line.
+        reading: one of ``READINGS``; other than ``auto`` it says what the rows are.
+    """
+    filled = [row for row in rows if row and row.strip()]
+    ended = sum(row.endswith("\n") for row in filled) / max(1, len(filled))
+    if reading != "auto":
+        return None if reading == "documents" else "" if ended > 0.5 else "\n"
+    inner = sum("\n" in row.strip() for row in filled)
+    length = sorted(len(row or "") for row in rows)[len(rows) // 2]
+    if length >= SHORT or 100 * inner >= len(filled):
+        return None
+    blank = sum(row is not None and not row.strip() for row in rows)
+    headings = sum(_HEADING.fullmatch(row.strip()) is not None for row in filled)
+    several = max(3, len(rows) / 100)
+    if ended >= 0.95:
+        return "" if blank + headings >= several else None
+    return "\n" if ended <= 0.05 and min(blank, headings) >= several else None
 
 
 @dataclass
@@ -78,35 +212,15 @@ class TokenizedText(TextSource):
         one = self.whole and train.corpus is valid.corpus
         if one:
             parts = {"train": Split.whole(train.corpus)}
-        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, self._plan(tokenizer, parts))
+        key = f"data.tokenizer={self.tokenizer}" if tokenizer is None else f"recipe.pretrained={tokenizer}"
+        how = plan(tokenizer or self.tokenizer, key, self.vocab_size)
+        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, how)
         counts = f"{quantity(len(ids['train']))} tokens"
         counts += "" if one else f" and {quantity(len(ids['valid']))} for validation ({valid.origin})"
         counts += f" and {quantity(len(ids['test']))} for testing" if "test" in ids else ""
         note = f", {train.corpus.note}" if train.corpus.note else ""
         description = f"{self.title()}: {counts}{note}, {opened.label}"
         return TokenData(ids["train"], ids.get("valid", ids["train"]), opened, description, ids.get("test"), text_bytes)
-
-    def _plan(self, override: str | None, parts: dict[str, Split]) -> TokenizerPlan:
-        if override is None and self.tokenizer == OWN_BPE:
-            from tokenizers import __version__
-
-            identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
-            text = watched(task, parts["train"])
-            return TokenizerPlan(identity, task, lambda: BytePairs.train(text, self.vocab_size), BytePairs.load)
-        if override is None and self.tokenizer == "chars":
-            task = "collecting its characters"
-            text = chain.from_iterable(watched(task, part) for part in parts.values())
-            return TokenizerPlan("chars", task, lambda: Characters.collect(text), Characters.load)
-        if override is None and self.tokenizer == "bytes":
-            return TokenizerPlan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
-        name = override or self.tokenizer
-        if (Path(name).expanduser() / Characters.file).is_file():
-            known = Characters.load(Path(name).expanduser())
-            return TokenizerPlan(
-                ["chars", known.characters], f"encoding with {known.label}", lambda: known, Characters.load
-            )
-        opened = Pretrained.open(name, f"recipe.pretrained={name}" if override else f"data.tokenizer={name}")
-        return TokenizerPlan(opened.identity(), f"encoding with {opened.label}", lambda: opened, lambda folder: opened)
 
 
 @dataclass
@@ -172,14 +286,14 @@ class TextFiles(TokenizedText):
 
     def _paths(self, key: str, name: str) -> list[Path]:
         path = Path(name).expanduser().resolve()
-        paths = [path]
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file())
-            paths = [file for file in files if fnmatch(file.name, self.pattern)]
-            if not paths:
-                found = Counter(f"*{file.suffix}" for file in files).most_common(3)
-                there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
-                raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} ({there})")
+        if not path.is_dir():
+            return [path]
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        paths = [file for file in files if fnmatch(file.name, self.pattern)]
+        if not paths:
+            found = Counter(f"*{file.suffix}" for file in files).most_common(3)
+            there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
+            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} ({there})")
         return paths
 
     def _corpus(self, key: str, name: str) -> Corpus:
@@ -205,7 +319,7 @@ def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Corpus:
     stats = [path.stat() for path in paths]
     return Corpus(
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
-        read=lambda rows: (_read(paths[row], key, encoding) for row in rows),
+        read=lambda rows: (TextFile(paths[row], key, encoding) for row in rows),
         identity=[
             [str(path), stat.st_size, stat.st_mtime_ns, encoding] for path, stat in zip(paths, stats, strict=True)
         ],
@@ -213,21 +327,48 @@ def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Corpus:
     )
 
 
-def _read(path: Path, key: str, encoding: str) -> str:
-    """Return a file's text as it is, line ends included, without a byte order mark."""
-    try:
-        content = path.read_bytes()
-        text = content.decode(encoding).removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        likely = "utf-16" if b"\0" in content else "latin-1"
-        raise UserError(
-            f"{key}: {path} is not {encoding} text: the byte at offset {error.start} does not decode; set its "
-            f"encoding, such as data.encoding={likely}, or convert it: iconv -f {likely} -t utf-8 {path.name} > new.txt"
-        ) from None
-    except LookupError:
-        raise UserError(f"data.encoding={encoding} is unknown to Python; use utf-8, latin-1 or cp1252") from None
-    except OSError as error:
-        raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
-    if "\0" in text:
-        raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {content.find(0)}")
-    return text
+@dataclass(frozen=True)
+class TextFile:
+    """A file's text as it is, line ends included, without a byte order mark; a megabyte is in memory at a time."""
+
+    path: Path
+    key: str
+    """The option that named it, for messages."""
+    encoding: str
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield parts of the text.
+
+        Raises:
+            UserError: the file cannot be read, or is not text in this encoding.
+        """
+        try:
+            with self.path.open(encoding=self.encoding, newline="") as file:
+                mark = "\ufeff"
+                while part := file.read(_CHARACTERS_AT_ONCE):
+                    if "\0" in part:
+                        raise self._no_text()
+                    yield part.removeprefix(mark)
+                    mark = ""
+        except UnicodeError:
+            raise self._no_text() from None
+        except LookupError:
+            raise UserError(
+                f"data.encoding={self.encoding} is unknown to Python; use utf-8, latin-1 or cp1252"
+            ) from None
+        except OSError as error:
+            raise UserError(f"{self.key}: {self.path} cannot be read ({error.strerror})") from None
+
+    def _no_text(self) -> UserError:
+        """Return the error of a file whose bytes are no text, with the offset of the first of them."""
+        content = self.path.read_bytes()
+        try:
+            content.decode(self.encoding)
+        except UnicodeDecodeError as error:
+            likely = "utf-16" if b"\0" in content else "latin-1"
+            return UserError(
+                f"{self.key}: {self.path} is not {self.encoding} text: the byte at offset {error.start} does not "
+                f"decode; set its encoding, such as data.encoding={likely}, or convert it: "
+                f"iconv -f {likely} -t utf-8 {self.path.name} > new.txt"
+            )
+        return UserError(f"{self.key}: {self.path} is not text: it has a zero byte at offset {content.find(0)}")

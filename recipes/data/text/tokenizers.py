@@ -1,17 +1,17 @@
-"""Tokenizers of the text data: characters, bytes, and a byte-pair encoding trained on the text."""
+"""Tokenizers of the text data: characters, bytes, a byte-pair encoding trained on the text, and pretrained ones."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from recipes.data.text.source import Tokenizer
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 
 OWN_BPE = "bpe"
 """The default of ``data.tokenizer``."""
@@ -21,6 +21,80 @@ END = "<|endoftext|>"
 
 _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    vocab_size: int
+    label: str
+    """Name for the start block, such as ``own BPE of 4096``."""
+    separator: list[int]
+    """The ids between two documents."""
+    special: Mapping[int, str] = {}
+    """The special tokens by id, as they are written: where a text has one, it becomes the id, which is no text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
+        ids: list[int] = np.asarray(self.encode_many([text])[0]).tolist()
+        return ids
+
+    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
+        """Return the ids of each text: a list or one-dimensional array of integers."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``; ids it does not know are left out."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that AutoTokenizer opens, with the same ids."""
+        ...
+
+
+class TokenizerPlan(NamedTuple):
+    """How to make or load the tokenizer of a corpus."""
+
+    identity: Any
+    """JSON of what its ids depend on beside the text."""
+    task: str
+    """The log message while the user waits, such as ``training a BPE of 4096``."""
+    make: Callable[[Iterable[str]], Tokenizer]
+    """Takes the pieces of the text."""
+    load: Callable[[Path], Tokenizer]
+    """Opens the folder that the tokenizer's ``save`` wrote to."""
+    from_training: bool = False
+    """Whether it is made of the training text alone."""
+
+
+def plan(choice: str, key: str, vocab_size: int) -> TokenizerPlan:
+    """Return how to make the tokenizer that ``data.tokenizer`` means.
+
+    Args:
+        choice: bpe, chars, bytes, or a hub id or folder.
+        key: the option that the user set, for messages.
+        vocab_size: of a BPE.
+
+    Raises:
+        UserError: there is no such tokenizer, or no network.
+    """
+    if choice == OWN_BPE:
+        from tokenizers import __version__
+
+        identity = ["bpe", vocab_size, __version__]
+        task = f"training a BPE of {vocab_size}"
+        return TokenizerPlan(identity, task, lambda texts: BytePairs.train(texts, vocab_size), BytePairs.load, True)
+    if choice == "chars":
+        return TokenizerPlan("chars", "collecting its characters", Characters.collect, Characters.load)
+    if choice == "bytes":
+        return TokenizerPlan("bytes", "storing its bytes", lambda _: Bytes(), lambda _: Bytes())
+    folder = Path(choice).expanduser()
+    if (folder / Characters.file).is_file():
+        known = Characters.load(folder)
+        task = f"encoding with {known.label}"
+        return TokenizerPlan(["chars", known.characters], task, lambda _: known, Characters.load)
+    opened = Pretrained.open(choice, key)
+    return TokenizerPlan(opened.identity(), f"encoding with {opened.label}", lambda _: opened, lambda _: opened)
 
 
 class OwnTokenizer(Tokenizer):
@@ -47,7 +121,6 @@ class OwnTokenizer(Tokenizer):
         return text
 
     def save(self, folder: Path) -> None:
-        """Write a folder that AutoTokenizer opens, with the same ids."""
         self._backend.save(str(folder / "tokenizer.json"))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -103,13 +176,12 @@ class Characters(OwnTokenizer):
     @classmethod
     def collect(cls, texts: Iterable[str]) -> Characters:
         """Collect the characters of all texts, and the line end, which separates documents."""
-        found = {"\n"}
-        for text in texts:
-            found |= set(text)
-        return cls("".join(sorted(found)))
+        return cls("".join(sorted({"\n"}.union(*texts))))
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text. Raises UserError for a character that the corpus does not have."""
+        """Return the ids of each text, looked up (the library splits a text at each character, which takes a hundred
+        times as long). Raises UserError for a character that the corpus does not have.
+        """
         if unknown := set().union(*texts) - self._ids.keys():
             raise UserError(
                 f"the character {min(unknown)!r} is not among the {self.label} of the training text; remove it from "
@@ -169,3 +241,107 @@ def _at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
         yield text[:characters]
         characters -= len(text)
+
+
+class Pretrained(Tokenizer):
+    """Any tokenizer that ``AutoTokenizer`` opens, without the special tokens it would add by itself."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.vocab_size = max(len(tokenizer), 1 + max(self._vocabulary.values()))
+        path = Path(name)
+        label = path.parent.name if path.name in ("tokenizer", "best") and path.is_dir() else path.name  # of a run
+        self.label = f"tokenizer {label} of {self.vocab_size}"
+        self.separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+    @classmethod
+    def open(cls, name: str, key: str) -> Pretrained:
+        """Open a folder, or a hub id.
+
+        Raises:
+            UserError: beginning with ``key``, the option that the user set: there is no such tokenizer, or no network.
+        """
+        from transformers import AutoTokenizer
+
+        remedy = "data.tokenizer=bpe, chars or bytes need no network"
+        if Path(name).expanduser().is_dir():
+            remedy = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
+        with opening(name, key, "has no tokenizer that opens", remedy) as place:
+            tokenizer = AutoTokenizer.from_pretrained(**place)
+            # Transformers makes up an empty one where there is only a model's config.
+            if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+                raise ValueError("it has special tokens only")
+        return cls(name, tokenizer)
+
+    def identity(self) -> str:
+        """Return everything that decides how it encodes."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return str(backend.to_str()) if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+
+    def token_id(self, role: str) -> int | None:
+        """Return the id of a special token, by transformers' name of its role (``cls_token``) or by its text."""
+        if role in self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
+            found: int | None = getattr(self._tokenizer, f"{role}_id")
+            return found
+        return self._vocabulary.get(role)
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids that exist, special tokens shown."""
+        known = [id for id in ids if 0 <= id < self.vocab_size]
+        text: str = self._tokenizer.decode(known, clean_up_tokenization_spaces=False)
+        return text
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(str(folder))
+
+
+@contextmanager
+def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str, Any]]:
+    """Give the arguments of ``from_pretrained`` for a folder or a hub id, and turn its errors into the user's.
+
+    Without a network an id is opened from the local cache.
+
+    Args:
+        name: the folder, or the hub id.
+        key: the option that named it, for messages.
+        failure: what is wrong with one that does not open, for messages.
+        remedy: what to do about it.
+
+    Raises:
+        UserError: it does not open, or the hub cannot be reached and it is not in the local cache.
+    """
+    folder = Path(name).expanduser()
+    local = folder.is_dir()
+    if not local and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise UserError(f"{key}: there is no such folder; {remedy}")
+    offline = not local and not hub_reachable()
+    try:
+        yield {
+            "pretrained_model_name_or_path": str(folder) if local else name,
+            "local_files_only": local or offline,
+        }
+    except (OSError, ValueError, ImportError) as error:
+        if offline:
+            failure = "is not in the local cache and the Hugging Face hub cannot be reached"
+            raise UserError(f"{key} {failure}; {remedy}") from error
+        raise UserError(f"{key} {failure} ({first_line(error)}); {remedy}") from error
+
+
+def hub_reachable(timeout_s: float = 8) -> bool:
+    """Return whether the Hugging Face hub answers: the downloads of a machine without a network retry for minutes."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=timeout_s)  # an error status is an answer, too
+    except Exception:  # of whichever library the hub's client is built on
+        return False
+    return True

@@ -281,7 +281,7 @@ def test_an_interrupt_before_training_leaves_no_traceback(
     train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "text.txt").write_text("a text for a tokenizer of its own. " * 100)
-    monkeypatch.setattr("recipes.data.text.cache._build", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("recipes.data.text.tokens._build", lambda *_: signal.raise_signal(signal.SIGINT))
     done = train("recipe=gpt2", "data=text", "data.path=text.txt", "tracking=local")
     assert done.code == 130
     assert done.out.startswith("opening the data …\n")

@@ -1,4 +1,4 @@
-"""From text to token ids on disk: a cache that is never half-written."""
+"""Token ids of a text: what a source gives to the language recipes, and the cache, which is never half-written."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from recipes.data.text.source import Tokenizer
-from recipes.data.text.split import Split
+from recipes.data.text.tokenizers import Tokenizer, TokenizerPlan
+from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
 from trainer.progress import work
+from trainer.recipe import DataSource
 
-FORMAT = 4
+if TYPE_CHECKING:
+    from recipes.data.text.corpus import Split
+
+FORMAT = 5
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
@@ -32,33 +37,71 @@ _BEFORE_LINE_END = re.compile(r"(?=\n\S)")
 log = logging.getLogger("mantissa")
 
 
+@dataclass
+class TokenData:
+    """A tokenised corpus: flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    tokenizer: Tokenizer
+    description: str
+    test: np.ndarray | None = None
+    """Ids of the text for testing; None: the source has none."""
+    text_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Length in UTF-8 of the text of each part, by its name here; empty: it is no text."""
+
+
+@dataclass(kw_only=True)
+class TextDatasets(Datasets):
+    """Samples cut from a tokenised corpus, for a model of so many token ids."""
+
+    tokens: TokenData
+    vocabulary: int
+    """Number of token ids that the model knows: the tokenizer's, and those added to them."""
+    special: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Tokens that the recipe adds to the tokenizer's, by role: text and id, in the order of the ids."""
+
+    def keep(self, folder: Path) -> None:
+        """Write the tokenizer, without the recipe's own tokens, to ``tokenizer/``."""
+        path = folder / "tokenizer"
+        path.mkdir(exist_ok=True)
+        self.tokens.tokenizer.save(path)
+
+
+@dataclass
+class TextSource(DataSource):
+    """Data that can be read as text."""
+
+    def tokens(self, tokenizer: str | None) -> TokenData:
+        """Tokenise the corpus, or open it from the cache.
+
+        Args:
+            tokenizer: a hub id or folder that overrides the source's own choice (a pretrained model
+                brings its tokenizer), or None.
+
+        Raises:
+            UserError: the text is missing, empty, binary or cannot be fetched.
+        """
+        raise NotImplementedError
+
+
 class Tokenized(NamedTuple):
     """The parts of a corpus by name: ``train``, ``valid`` and perhaps ``test``."""
 
     ids: dict[str, np.ndarray]
     """Memory maps."""
     text_bytes: dict[str, int]
-    """The length of their text in UTF-8; what separates documents is no text, nor are special tokens written in it."""
+    """Length of their text in UTF-8; what separates documents is no text, nor are special tokens written in it."""
     tokenizer: Tokenizer
 
 
-class TokenizerPlan(NamedTuple):
-    """How to make or load the tokenizer of a corpus."""
-
-    identity: Any
-    """JSON of what its ids depend on beside the text."""
-    task: str
-    """The log message while the user waits, such as ``training a BPE of 4096``."""
-    make: Callable[[], Tokenizer]
-    load: Callable[[Path], Tokenizer]
-    """Opens the folder that the tokenizer's ``save`` wrote to."""
-
-
-def open_or_build(cache: Path, name: str, splits: dict[str, Split], plan: TokenizerPlan) -> Tokenized:
+def open_or_build(cache: Path, name: str, splits: Mapping[str, Split], plan: TokenizerPlan) -> Tokenized:
     """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
     for the first; one that is killed leaves nothing that looks complete. ``name`` begins the folder's name.
+
+    (The cache of ``datasets`` would do, but its import alone takes a second, which every start would wait for.)
 
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
@@ -81,17 +124,20 @@ def open_or_build(cache: Path, name: str, splits: dict[str, Split], plan: Tokeni
                 log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
                 _build(folder, splits, plan)
     meta = read_json(folder / "meta.json")
-    ids = {part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits}
-    return Tokenized({**ids}, meta["text_bytes"], plan.load(folder))
+    ids: dict[str, np.ndarray] = {
+        part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
+    }
+    return Tokenized(ids, meta["text_bytes"], plan.load(folder))
 
 
-def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
+def _build(folder: Path, splits: Mapping[str, Split], plan: TokenizerPlan) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
         with work(plan.task):
-            tokenizer = plan.make()
+            read = [splits["train"]] if plan.from_training else splits.values()
+            tokenizer = plan.make(piece for part in read for document in part for piece in pieces(document))
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         tokenizer.save(partial)
         text_bytes = dict.fromkeys(splits, 0)
@@ -113,27 +159,29 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encoded(documents: Iterable[str | Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time.
 
-    Each with the bytes of its text.
+    Each with the bytes of its text. A document without text leaves nothing.
     """
     separator = np.array(tokenizer.separator, dtype=np.uint32)
     waiting: list[tuple[bool, str]] = []
-    characters = 0
+    characters, written = 0, False
 
     def encode() -> tuple[np.ndarray, int]:
         parts, size = [], 0
         encoded = tokenizer.encode_many([piece for _, piece in waiting])
-        for (begins, piece), found in zip(waiting, encoded, strict=True):
+        for (separated, piece), found in zip(waiting, encoded, strict=True):
             ids = np.asarray(found)
-            parts += [separator, ids] if begins else [ids]
+            parts += [separator, ids] if separated else [ids]
             size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
         return np.concatenate(parts), size
 
-    for number, document in enumerate(documents):
-        for position, piece in enumerate(pieces(document)):
-            waiting.append((number > 0 and position == 0, piece))
+    for document in documents:
+        separated = written
+        for piece in pieces(document):
+            waiting.append((separated, piece))
+            separated, written = False, True
             characters += len(piece)
             if characters >= _CHARACTERS_AT_ONCE:
                 yield encode()
@@ -151,47 +199,34 @@ def _special_bytes(text: str, ids: np.ndarray, special: Mapping[int, str]) -> in
     return sum(min(count, text.count(special[id])) * len(special[id].encode()) for id, count in found.items())
 
 
-def watched(task: str, split: Split) -> Iterator[str]:
-    """Yield all pieces of a split's text, and report how much of it was read for this task."""
-    done = 0
-    with work(task, split.megabytes, "MB") as advance:
-        for piece in chain.from_iterable(map(pieces, split)):
-            yield piece
-            done += len(piece)
-            advance(done / 1e6)
-
-
-def pieces(document: str | Iterable[str]) -> Iterator[str]:
-    """Split a long document where tokenizers split anyway, so that all cores encode it and memory stays small.
+def pieces(document: Iterable[str]) -> Iterator[str]:
+    """Cut a long document where tokenizers split anyway, so that all cores encode it and memory stays small.
 
     That is between two lines, but not at a blank one or one indented by more than a space, which belongs to the word
     after it: runs of white space are tokens. In a long stretch without such a place, before a line end: there GPT-2
     and our own BPE cut too, others may not.
 
     Args:
-        document: its text, or parts of it one after the other, which are read when they are needed.
+        document: the parts of its text, which are read when they are needed. Where they begin makes no difference.
     """
-    parts = iter([document] if isinstance(document, str) else document)
-    text, start = "", 0
-    while True:
-        if len(text) - start < 16 * _PIECE:
-            text, start = _at_least(32 * _PIECE, text[start:], parts), 0
-        if start == len(text):
-            return
-        found = _BETWEEN_LINES.search(text, start + _PIECE, start + 16 * _PIECE)
-        searched = start + _PIECE
-        while not (found := found or _BEFORE_LINE_END.search(text, searched)) and (more := _at_least(1, "", parts)):
-            searched = max(searched, len(text) - 1)
-            text += more
-        end = found.end() if found else len(text)
-        yield text[start:end]
-        start = end
+    text, enough = "", 32 * _PIECE
+    for part in chain(document, (None,)):
+        text += part or ""
+        if part is not None and len(text) < enough:
+            continue
+        start, ended = 0, part is None
+        while start < len(text) and (ended or len(text) - start > 16 * _PIECE):
+            end = _place_to_cut(text, start + _PIECE)
+            if end is None and not ended:
+                break
+            end = end or len(text)
+            yield text[start:end]
+            start = end
+        text = text[start:]
+        enough = max(32 * _PIECE, 2 * len(text))  # a text without a place to cut is not searched for every part
 
 
-def _at_least(characters: int, text: str, parts: Iterator[str]) -> str:
-    """Return ``text`` with so many of the parts after it that it has so many characters, or all of them."""
-    texts, size = [text] if text else [], len(text)
-    while size < characters and (part := next(parts, None)) is not None:
-        texts.append(part)
-        size += len(part)
-    return "".join(texts)
+def _place_to_cut(text: str, start: int) -> int | None:
+    """Return the first place from ``start`` on, None: there is none."""
+    found = _BETWEEN_LINES.search(text, start, start + 15 * _PIECE) or _BEFORE_LINE_END.search(text, start)
+    return found.end() if found else None
