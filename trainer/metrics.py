@@ -31,7 +31,6 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "ece": ("CalibrationError", {"n_bins": 15, "norm": "l1"}),
 }
 """The choices of ``metrics=``: a class ``Multiclass…`` of torchmetrics.classification, and its options."""
-_SHARES = ("accuracy", "top1", "top5")
 
 
 def check_named(names: Iterable[str]) -> None:
@@ -42,20 +41,9 @@ def check_named(names: Iterable[str]) -> None:
 
 
 def reported(recipe: Recipe, sums: dict[str, float], targets: int) -> dict[str, float]:
-    """Return what a recipe reports of sums over ``targets`` targets, the ``loss`` among them.
-
-    Raises:
-        UserError: more answers are right than there are targets, or a share was added up in the place of a number.
-    """
+    """Return what a recipe reports of sums over ``targets`` targets, the ``loss`` among them."""
     others = {name: value for name, value in sums.items() if name != "loss"}
-    found = recipe.report(sums["loss"] / max(1, targets), others, max(1, targets))
-    for name in _SHARES:
-        if 1e-3 < others.get(name, 0) % 1 < 1 - 1e-3:
-            total = f"{name} adds up to {others[name]:.5g}"
-            raise UserError(f"{total}: let loss return the number of right answers, not their share")
-        if found.get(name, 0) > 1:
-            raise UserError(f"{name} is {found[name]:.3g}, above 1: let count_targets count all that loss adds up")
-    return found
+    return recipe.report(sums["loss"] / max(1, targets), others, max(1, targets))
 
 
 def averages(loss: Tensor) -> bool:

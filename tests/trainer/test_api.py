@@ -185,11 +185,24 @@ def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() ->
 
 def test_a_mean_with_weights_is_noticed_in_sorted_data() -> None:
     y = torch.arange(SAMPLES) // (SAMPLES // 2)
-    with pytest.warns(UserWarning, match="for a weighted mean, return a LossOutput"):
+    with pytest.warns(UserWarning, match="return the mean over the batch, or a LossOutput with sums"):
         own(
             lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 9.0])),
             TensorDataset(torch.randn(SAMPLES, 6), y),
         )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: mean(model, batch) * len(batch["y"]),
+        lambda model, batch: LossOutput(mean(model, batch), {}),
+    ],
+    ids=["a sum", "a mean as sums"],
+)
+def test_a_loss_that_is_no_mean_is_warned_of(loss: Callable[[Any, Any], Any]) -> None:
+    with pytest.warns(UserWarning, match="depends on micro_batch_size"):
+        own(loss)
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
@@ -201,8 +214,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "recipe.width=3 has no effect": lambda: train(own(), recipe={"width": 3}),
     "give them there": lambda: train("recipe=own"),
     "is a fresh process": lambda: compare(own(), arms=["fp32", "bf16"]),  # type: ignore[arg-type]
-    "is the sum of their losses": lambda: own(lambda model, batch: mean(model, batch) * len(batch["y"])),
-    "is the mean of theirs": lambda: own(lambda model, batch: LossOutput(mean(model, batch), {})),
     "a scalar tensor": lambda: own(lambda model, batch: model(batch["x"])),
     "weight has 16 bits": lambda: own(model=net().half()),
     "give a map-style dataset": lambda: own(data=iter([])),

@@ -16,7 +16,7 @@ from tests.parallel.test_metrics import Scored, trainer_of
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.errors import UserError
-from trainer.metrics import Metrics, reported
+from trainer.metrics import Metrics
 from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
 from trainer.recipe import LossOutput
@@ -84,12 +84,6 @@ def test_evaluation_changes_no_step() -> None:
     evaluated.evaluate()
     fit(evaluated)
     assert same_bits(plain.state_dict(), evaluated.state_dict())  # its generators, too
-
-
-def test_more_right_answers_than_targets_are_a_wrong_count() -> None:
-    assert reported(SmallConvNet(), {"loss": 9.0, "top1": 3.0}, 3) == {"loss": 3.0, "top1": 1.0}
-    with pytest.raises(UserError, match=r"top1 is 1.33, above 1: let count_targets count"):
-        reported(SmallConvNet(), {"loss": 9.0, "top1": 4.0}, 3)
 
 
 @pytest.mark.parametrize(("reduction", "factor", "said"), [("mean", 1, 1), ("mean", 2, 0), ("sum", 1, 0)])
