@@ -28,7 +28,7 @@ from trainer.precision import attention
 from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import Precision
 from trainer.profiling import rates
-from trainer.profiling.datasheets import data_sheet
+from trainer.profiling.utilisation import data_sheet
 from trainer.run.monitor import Monitor
 from trainer.trainer import Trainer
 

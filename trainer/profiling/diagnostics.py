@@ -134,12 +134,13 @@ class _NumericsSession(Session):
 
     def _warn(self, step: int, measured: dict[str, Counts]) -> None:
         """Say which parameters do not get their updates, once for each parameter."""
-        found = {name: each for name, each in measured.items() if each.loses_updates and name not in self._reported}
+        unreported = {name: counts for name, counts in measured.items() if name not in self._reported}
+        found = {name: counts for name, counts in unreported.items() if counts.loses_updates}
         if not found:
             return
         self._reported |= found.keys()
         names = list(found)
-        share = ratio(sum(each.lost for each in found.values()), sum(each.moving for each in found.values()))
+        share = ratio(sum(counts.lost for counts in found.values()), sum(counts.moving for counts in found.values()))
         dtype = self._meter.dtypes[self._meter.names.index(names[0])]
         log.warning(
             "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "

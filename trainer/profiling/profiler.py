@@ -1,4 +1,4 @@
-"""Profiles time and memory of a step: the ``profiler`` config group."""
+"""The ``profiler`` config group: time by operator and by kernel, or memory by category, of a few steps."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from trainer.errors import check_number
 log = logging.getLogger("mantissa")
 
 _NOTHING = nullcontext()
+Recorder = Callable[[], MemoryLedger]
 
 
 class Session:
@@ -28,12 +29,10 @@ class Session:
     Steps are counted from the start of this process, so a resumed run is profiled like a fresh one.
     """
 
-    def __init__(self, config: Any, folder: Path, device: torch.device, recorder: Callable[[], MemoryLedger]) -> None:
-        self.ledger: Ledger | None = None
-        self.summary: str | None = None
-        """One line for the end of the run."""
-        self._config, self._folder, self._device, self._recorder = config, folder, device, recorder
-        self._started = 0
+    ledger: Ledger | None = None
+    summary: str | None = None
+    """One line for the end of the run."""
+    _started = 0
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         """Return the context in which optimizer step ``step_index`` is to run."""
@@ -44,10 +43,12 @@ class Session:
 
 
 class _TorchSession(Session):
-    _config: TorchProfiler
     _kept = 0
     """Active steps so far."""
     _profile: torch.profiler.profile | None = None
+
+    def __init__(self, config: TorchProfiler, folder: Path, device: torch.device) -> None:
+        self._config, self._folder, self._device = config, folder, device
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         self._started += 1
@@ -92,21 +93,23 @@ class _TorchSession(Session):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(self._folder / "trace.json"))
-        table = profile.key_averages().table(
-            sort_by=f"self_{_where(self._device)}_time_total", row_limit=60, max_name_column_width=70
-        )
+        where = "device" if self._device.type != "cpu" and kind_of(self._device).profiled else "cpu"
+        column, rows = f"self_{where}_time_total", profile.key_averages()
+        table = rows.table(sort_by=column, row_limit=60, max_name_column_width=70)
         (self._folder / "operators.txt").write_text(table)
-        times = operator_times(profile, self._device)
-        record = {"device": self._device.type, "steps": self._kept, "self_time_us": times}
-        (self._folder / "operators.json").write_text(json.dumps(record, indent=1))
-        total = sum(times.values())
-        top = sorted(times, key=lambda key: -times[key])[:3]
+        # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
+        host = torch.autograd.DeviceType.CPU
+        times = {
+            row.key: getattr(row, column) for row in rows if row.key.startswith("aten::") and row.device_type == host
+        }
+        total, top = sum(times.values()), sorted(times, key=lambda key: -times[key])[:3]
         shares = ", ".join(f"{key.removeprefix('aten::')} {times[key] / total:.0%}" for key in top if total)
         self.summary = f"{self._kept} steps profiled; operator time on {self._device.type}: {shares}"
 
 
 class _MemorySession(Session):
-    _config: MemoryProfiler
+    def __init__(self, config: MemoryProfiler, folder: Path, device: torch.device, recorder: Recorder) -> None:
+        self._config, self._folder, self._device, self._recorder = config, folder, device, recorder
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         self._started += 1
@@ -150,11 +153,10 @@ class Profiler:
     """The ``profiler`` config group; this base is ``profiler=none``, which measures nothing."""
 
     kind: ClassVar[str] = "none"
-    session: ClassVar[type[Session]] = Session
 
-    def start(self, folder: Path, device: torch.device, recorder: Callable[[], MemoryLedger]) -> Session:
+    def start(self, folder: Path, device: torch.device, recorder: Recorder) -> Session:
         """Begin a session whose files go to ``folder/profile``; ``recorder`` makes a ledger of the training."""
-        return self.session(self, folder / "profile", device, recorder)
+        return Session()
 
 
 @dataclass
@@ -162,12 +164,10 @@ class TorchProfiler(Profiler):
     """Profile a few steps with ``torch.profiler``: a Chrome trace and a table of operators.
 
     Writes ``profile/trace.json`` (open it at https://ui.perfetto.dev or chrome://tracing) and
-    ``profile/operators.txt``, sorted by the time spent in each operator itself, on the device;
-    ``profile/operators.json`` holds these times by operator.
+    ``profile/operators.txt``, sorted by the time spent in each operator itself, on the device.
     """
 
     kind: ClassVar[str] = "torch"
-    session: ClassVar[type[Session]] = _TorchSession
     wait: int = 3
     """Steps to skip first, while caches, autotuning and memory settle."""
     warmup: int = 2
@@ -189,6 +189,9 @@ class TorchProfiler(Profiler):
         """The number of steps until the profile is complete."""
         return self.wait + self.warmup + self.active
 
+    def start(self, folder: Path, device: torch.device, recorder: Recorder) -> Session:
+        return _TorchSession(self, folder / "profile", device)
+
 
 @dataclass
 class MemoryProfiler(Profiler):
@@ -199,12 +202,14 @@ class MemoryProfiler(Profiler):
     """
 
     kind: ClassVar[str] = "memory"
-    session: ClassVar[type[Session]] = _MemorySession
     at_step: int = 3
     """Step to record, counted from 1: by the third, the optimizer state exists and caches are warm."""
 
     def __post_init__(self) -> None:
         check_number("profiler.at_step", self.at_step)
+
+    def start(self, folder: Path, device: torch.device, recorder: Recorder) -> Session:
+        return _MemorySession(self, folder / "profile", device, recorder)
 
 
 def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:
@@ -216,18 +221,3 @@ def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:
     activities = {activity.CPU, getattr(activity, device.type.upper() if kind_of(device).profiled else "CPU")}
     # With one cycle there is nothing to drop, of which torch 2.11 warns without acc_events.
     return torch.profiler.profile(activities=activities, acc_events=True, **options)
-
-
-def operator_times(profile: torch.profiler.profile, device: torch.device) -> dict[str, float]:
-    """Return the microseconds spent on the device in each of torch's operators itself, by name (``aten::mm``)."""
-    # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
-    return {
-        row.key: getattr(row, f"self_{_where(device)}_time_total")
-        for row in profile.key_averages()
-        if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
-    }
-
-
-def _where(device: torch.device) -> str:
-    """Return whose times a profile of this device shows, as torch's columns are named."""
-    return "device" if device.type != "cpu" and kind_of(device).profiled else "cpu"

@@ -111,7 +111,7 @@ def _matmuls(number: Number, device: torch.device, size: int) -> list[Callable[[
     x, weight, upstream = (torch.randn(size, size, device=device, generator=generator) for _ in range(3))
     if number is FP8:
         return [_scaled(x, weight)]
-    x, weight, upstream = (each.to(number.dtype) for each in (x, weight, upstream))
+    x, weight, upstream = (matrix.to(number.dtype) for matrix in (x, weight, upstream))
     return [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
 
 

@@ -37,7 +37,7 @@ def main(run_class: type[Run] | None = None) -> int:
     Args:
         run_class: the class that trains; None: ``Run``.
     """
-    if any(each.partition("=")[0] in ("-h", "--help") for each in sys.argv[1:]):
+    if any(argument.partition("=")[0] in ("-h", "--help") for argument in sys.argv[1:]):
         return _help()
     if "--version" in sys.argv[1:]:
         print(provenance.environment())

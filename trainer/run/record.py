@@ -17,10 +17,9 @@ from trainer.errors import redacted
 from trainer.precision import attention
 from trainer.precision.kernels import not_timed
 from trainer.precision.manifest import dtypes_in_use, manifest_of
-from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import product_rates
-from trainer.profiling.utilisation import Utilisation
+from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.monitor import NonFiniteGradients
 from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.datasets import dataset_facts

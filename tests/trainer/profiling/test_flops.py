@@ -18,9 +18,8 @@ from recipes.language import torch_can_chunk
 from tests.helpers import trainer_of
 from trainer.parallel.world import World
 from trainer.profiling import utilisation
-from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.flops import ModelFlops
-from trainer.profiling.utilisation import Utilisation
+from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.monitor import Monitor
 from trainer.run.record import observed
 from trainer.trainer import StepRecord

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -52,16 +53,13 @@ def test_none_writes_nothing_and_reuses_one_context(tmp_path: Path) -> None:
 
 def test_torch_profiles_exactly_the_active_steps_before_the_run_ends(tmp_path: Path) -> None:
     session = run(TorchProfiler(wait=1, warmup=1, active=2), tmp_path, 6)
-    assert written(tmp_path) == ["operators.json", "operators.txt", "trace.json"]
-    times = json.loads((tmp_path / "profile/operators.json").read_text())
-    assert times["device"] == "cpu"
-    assert times["self_time_us"]["aten::addmm"] > 0
+    assert written(tmp_path) == ["operators.txt", "trace.json"]
     names = names_in_trace(tmp_path / "profile/trace.json")
     assert names.count("aten::addmm") == 2 * 2  # two linear layers a step
     assert names.count("Optimizer.step#AdamW.step") == 2
     assert "AddmmBackward0" in " ".join(names)
     assert "aten::addmm" in (tmp_path / "profile/operators.txt").read_text()
-    assert "2 steps profiled" in session.summary
+    assert re.match(r"2 steps profiled; operator time on cpu: \w+ \d+%", session.summary)
     assert session.ledger is None
 
 

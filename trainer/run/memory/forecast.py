@@ -101,9 +101,9 @@ class Forecast:
 
 def table(forecasts: Sequence[Forecast], width: int = 120) -> str:
     """Return the forecasts side by side, as many as ``width`` characters hold, in MiB at the peak."""
-    every = [each.rows(forecasts[0]) for each in forecasts]
+    every = [column.rows(forecasts[0]) for column in forecasts]
     names = [name for name in max(every, key=len) if any(cells.get(name) for cells in every)]
-    cell = max(11, *(len(each.label) for each in forecasts))
+    cell = max(11, *(len(column.label) for column in forecasts))
     margin = max(map(len, names))
     count = max(1, (width - margin) // (cell + 2))
     blocks = []
