@@ -212,7 +212,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
 ) -> None:
     command = f"{BIGNET} steps=9 eval_every=3".split()
     free = 2 * 4 * 2 * 72 + checkpoint.SPARE_BYTES - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=1 << 40))
     done = train(*command)
     assert done.code == 2
     assert "output_dir=outputs: the disk has 1.0 MiB free, and a checkpoint and best/ need over 1.0" in done.err

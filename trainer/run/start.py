@@ -124,11 +124,11 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
 def _check_disk(config: Config, model: nn.Module) -> None:
     """Raise UserError where there is no room for a checkpoint and the export; the writer reports what comes later."""
     folder = Path(config.output_dir).expanduser().absolute()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     needed = 2 * sum(weight.numel() * weight.element_size() for weight in model.parameters()) + store.SPARE_BYTES
-    if config.checkpoint.enabled and free < needed:
+    if config.checkpoint.enabled and disk.total and disk.free < needed:  # some file systems do not tell
         raise UserError(
-            f"output_dir={config.output_dir}: the disk has {size(free)} free, and a checkpoint and best/ need over "
+            f"output_dir={config.output_dir}: the disk has {size(disk.free)} free, and a checkpoint and best/ need over "
             f"{size(needed)}; free disk space, choose another with output_dir=…, or keep nothing with checkpoint=none"
         )
 

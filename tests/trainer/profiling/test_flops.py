@@ -16,13 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from recipes.language import torch_can_chunk
 from tests.helpers import trainer_of
-from trainer.parallel.world import World
 from trainer.profiling import utilisation
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.utilisation import Utilisation, data_sheet
-from trainer.run.monitor import Monitor
 from trainer.run.record import observed
-from trainer.trainer import StepRecord
 
 GPT2 = (
     *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.attention=sdpa", "data=synthetic"),
@@ -178,19 +175,6 @@ def test_the_run_takes_the_rate_of_its_format() -> None:
         assert found == Utilisation(GPT2_FLOPS, None, mode[:4], tflops, None, 1)
         assert manifest["effective"]["product_tflops"] == {"fp32": 0.1, mode[:4]: tflops}
         assert json.loads(json.dumps(manifest)) == manifest
-
-
-def test_the_metric_log_has_mfu() -> None:
-    trainer, number = trainer_of(*GPT2), torch.tensor(1.0)
-    monitor = Monitor(
-        log_every=1, last_step=9, unit="tokens", recovers=False, scaler=trainer.config.scaler, device=trainer.device,
-        world=World(), utilisation=Utilisation(1e9, None, "fp32", 1.0),
-    )  # fmt: skip
-    monitor.start()
-    metrics = monitor.add(StepRecord(1, number, number, torch.tensor(False), number, 0.1, 50))
-    assert metrics["mfu"] == pytest.approx(metrics["tokens_per_s"] * 1e9 / 1e12)
-    monitor.utilisation = Utilisation(unknown="a reason")
-    assert "mfu" not in monitor.add(StepRecord(2, number, number, torch.tensor(False), number, 0.1, 50))
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,10 @@ class Whimsical(BigNet):
         return output if output.loss_sum.item() > 0 else output._replace(loss_sum=-output.loss_sum)
 
 
-def test_a_model_that_depends_on_values_is_reported() -> None:
+def test_what_cannot_be_forecast_is_reported() -> None:
     config = replace(compose(*BIGNET, "device=cpu"), recipe=Whimsical(layers=6, width=128))
     with pytest.raises(RunError, match="profiler=memory"):
         forecast(config)
-
-
-def test_several_processes_are_refused() -> None:
     with pytest.raises(UserError, match="parallel=ddp"):
         forecast(compose(*BIGNET, "device=cpu", "parallel=ddp"))
 
