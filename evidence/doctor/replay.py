@@ -19,7 +19,6 @@ from trainer.config.recorded import options_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import read_object
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.single import Parallel
@@ -62,7 +61,8 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> TakenStep:
     config = compose(overrides, options_of(folder))
     check_same(folder, flatten(config))
     config = replace(config, parallel=Parallel())  # its ranks are taken one after another
-    failure, summary = read_object(folder.path / f"{FAILURE}.json"), folder.summary()
+    summary = folder.summary()
+    failure = summary.get("failure") or {}
     trainer = Trainer.from_config(config)
     failed = int(failure.get("step", 0))
     if failed and step > failed:
@@ -77,7 +77,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> TakenStep:
     replay.failed = replay.step.number == failed or replay.step.number < wanted
     if replay.failed and failure.get("loss_scale"):
         replay.step.scale = float(failure["loss_scale"])
-    replay.step.ranks = int(failure.get("processes", summary.get("processes", 1)))
+    replay.step.ranks = int(summary.get("processes", 1))
     return replay
 
 

@@ -47,8 +47,8 @@ class TrialRun(Run):
             self.terminal.note(self._pruned)
             raise Pruned(self._pruned)
 
-    def _summary(self, status: str) -> dict[str, Any]:
-        summary = super()._summary(status)
+    def summary(self, status: str) -> dict[str, Any]:
+        summary = super().summary(status)
         return summary | {"stopped_early": self._pruned} if self._pruned and status == Pruned.status else summary
 
 

@@ -215,7 +215,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=1 << 40))
     done = train(*command)
     assert done.code == 2
-    assert "output_dir=outputs: the disk has 1.0 MiB free, and a checkpoint and best/ need over 1.0" in done.err
+    assert "output_dir=outputs: the disk has 1.0 MiB free, and a checkpoint and best/ take over 1.0" in done.err
     assert not (folder / "outputs").exists()
 
 

@@ -41,7 +41,7 @@ class _Window:
     """The steps of one line of the log, as this process took them."""
 
     began: float
-    """By the clock, without what was paused."""
+    """Time of the start by the clock, without what was paused."""
     seconds: float = 0.0
     units: int = 0
     steps: int = 0

@@ -28,7 +28,7 @@ from trainer.tracking.tracker import Tracker, countable
 from trainer.trainer import Trainer
 
 FAILURE = "failure"
-"""The name of a failed run's JSON file, and of the folder with the weights where the run has no checkpoint."""
+"""The name of the folder with the weights of a failed run that has no checkpoint."""
 
 log = logging.getLogger("mantissa")
 
@@ -88,7 +88,7 @@ def open_tracker(
         options: of the run by dotted key; params in MLflow.
         manifest: see ``precision_manifest``.
         git: the commit, where the project is in a repository.
-        saved: see ``Tracker``; None: a new run.
+        saved: length of the log when the checkpoint was saved, in bytes; None: a new run.
     """
     config = trainer.config
     hardware = {f"hardware.{name}": value for name, value in trainer.hardware.facts().items()}
@@ -126,8 +126,10 @@ def open_tracker(
     return Tracker(config.tracking, folder, info, saved)
 
 
-def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolder, progress: dict[str, Any]) -> None:
-    """Write failure.json, from which the step that failed can be replayed; every rank has to call it.
+def record_failure(
+    error: NonFiniteGradients, trainer: Trainer, folder: RunFolder, progress: dict[str, Any]
+) -> dict[str, Any]:
+    """Return ``failure`` of summary.json, from which the step that failed can be replayed; every rank has to call it.
 
     A run without a checkpoint also saves its weights, below ``failure/``, as a checkpoint of the step before: they have
     not changed since, nor has the optimizer's state. Buffers, of which running statistics may be no longer finite, and
@@ -152,13 +154,11 @@ def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolde
             facts |= {"checkpoint": f"{FAILURE}/{saved.name}", "generators": f"of step {trainer.step}"}
         except CheckpointNotWritten as problem:
             log.warning("the weights before step %d were not saved (%s)", error.failure["step"], problem)
-    if world.first:
-        batching = trainer.plan.batching
-        facts |= {"processes": world.size, "micro_batch_size": batching.micro_batch_size, "message": str(error)}
-        folder.write(f"{FAILURE}.json", countable(error.failure | facts))
+    facts |= {"micro_batch_size": trainer.plan.batching.micro_batch_size, "message": str(error)}
+    found: dict[str, Any] = countable(error.failure | facts)
+    return found
 
 
 def forget_failure(folder: RunFolder) -> None:
-    """Remove what ``record_failure`` wrote: a run that is resumed goes on as it was at its checkpoint."""
-    (folder.path / f"{FAILURE}.json").unlink(missing_ok=True)
+    """Remove the weights of ``record_failure``: a run that is resumed goes on as it was at its checkpoint."""
     shutil.rmtree(folder.path / FAILURE, ignore_errors=True)

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mantissa.display import duration, loss, quantity, size
+from mantissa.display import quantity, size
 from mantissa.formats import FP32
 from trainer.checkpoint import store as checkpoint
 from trainer.config.schema import Config
@@ -16,7 +16,6 @@ from trainer.files import SOURCE_FILE, read_object
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.manifest import warning_if_slow
-from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Decision
 from trainer.run.terminal import Rows, Terminal
 from trainer.run_folder import RunFolder
@@ -40,8 +39,8 @@ def show_start(
 
 def _shown(value: object) -> object:
     """Return fractions in a list with three digits, and anything else as it is."""
-    if isinstance(value, list) and all(isinstance(each, float) for each in value):
-        return f"[{', '.join(f'{each:.3g}' for each in value)}]"
+    if isinstance(value, list) and all(isinstance(number, float) for number in value):
+        return f"[{', '.join(f'{number:.3g}' for number in value)}]"
     return value
 
 
@@ -179,29 +178,3 @@ def unfinished(missing: list[str], steps: int, folder: RunFolder, command: str) 
     error = RunError(f"all {steps} steps are done, but {'; '.join(missing)}; {finish}")
     error.shared = True
     return error
-
-
-def summary_rows(summary: dict[str, Any]) -> Rows:
-    """Return the summary table."""
-    rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in summary["final"].items()]
-    if best := summary["best"]:
-        name = summary["best_metric"].removeprefix("valid/")
-        rows.append((f"best {name}", f"{loss(best['value'])} at step {best['step']:.0f}"))
-    rows += [(f"{name} (test)", loss(value)) for name, value in summary["test"].items()]
-    if summary["stopped_early"]:
-        rows.append(("stopped early", summary["stopped_early"]))
-    if summary["units_per_s"]:
-        wide = " in fp32 arithmetic" if summary["fp32_arithmetic"] else ""
-        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {summary['unit']}/s{wide}"))
-    if summary["step_time_s"]:
-        rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
-    if share := mfu_text(summary["utilisation"], summary["processes"]):
-        rows.append(("MFU", share))
-    rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
-    rows.append(("skipped steps", str(summary["skipped_steps"])))
-    if summary["unreadable_samples"]:
-        rows.append(("unreadable samples", f"{summary['unreadable_samples']}, replaced by the next ones"))
-    rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
-    if summary["mlflow"]:
-        rows.append(("MLflow", ", ".join(summary["mlflow"])))
-    return rows

@@ -20,7 +20,6 @@ from trainer.data.loader import OnDeviceLoader
 from trainer.debug import Overfit
 from trainer.errors import UserError
 from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status, read_object
-from trainer.run.record import FAILURE
 from trainer.run_folder import RunFolder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
@@ -133,7 +132,7 @@ def state_of(folder: RunFolder) -> State | None:
     status = final_status(folder.path)
     if status == "FINISHED":
         return "complete"
-    if status == "FAILED" and (folder.path / f"{FAILURE}.json").exists():
+    if status == "FAILED" and folder.summary().get("failure"):
         return "not finite"
     return "interrupted" if checkpoint.steps(folder.checkpoints) else None
 

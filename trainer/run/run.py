@@ -11,8 +11,6 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-
 from mantissa.display import duration, finite, loss
 from mantissa.ledger import MemoryLedger
 from trainer.checkpoint import store as checkpoint
@@ -25,18 +23,18 @@ from trainer.data.evaluation import Watch
 from trainer.data.fingerprint import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.files import SUMMARY_FILE, read_json, read_object, write_json
-from trainer.hardware import Hardware, peak_memory_bytes
+from trainer.hardware import Hardware
 from trainer.parallel.world import World
-from trainer.precision import kernels
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision, Own
 from trainer.run import report
 from trainer.run.export import export_best
 from trainer.run.monitor import Monitor, NonFiniteGradients
-from trainer.run.provenance import doctor_command, git_facts, resume_command, versions
+from trainer.run.provenance import doctor_command, git_facts, resume_command
 from trainer.run.record import forget_failure, observed, open_tracker, record_failure, write_config
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
+from trainer.run.summary import summary_of, summary_rows, totals, unreadable_samples
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
 from trainer.tracking.tracker import Tracker
@@ -90,13 +88,15 @@ class Run:
         self.signals = signals
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
+        self.failure: dict[str, Any] | None = None
+        """The step that was not finite, see ``record_failure``."""
         self.command = resume_command(folder.path)
         self.scores = Scores(self.config, trainer.metrics.falls)
         self.first: StepRecord | None = None
         """The first step that this process took."""
         self.began = began or time.monotonic()
         self.before: dict[str, Any] = {}
-        """What earlier processes spent on this run, see ``_totals``."""
+        """What earlier processes spent on this run, see ``totals``."""
         masks = infinite_buffers(trainer.model)
         self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
         self.monitor = Monitor(
@@ -122,8 +122,8 @@ class Run:
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
             folder.write("precision.json", self.manifest)
             forget_failure(folder)
-            log = saved.log_bytes if saved else None
-            self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, log)
+            resumed = saved.log_bytes if saved else None
+            self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, resumed)
         profiler = self.config.profiler if self.world.first else Profiler()
         recorder = partial(MemoryLedger, trainer.model, trainer.optimizer, trainer.average.held().values())
         self.profiler = profiler.start(folder.path, trainer.device, recorder)
@@ -312,8 +312,7 @@ class Run:
         rank = None if score is None else self.scores.rank(score)
         run = None
         if self.tracker:
-            scores, totals = self.scores.state_dict(), self._totals()
-            run = {"log_bytes": self.tracker.written, "scores": scores, "totals": totals}
+            run = {"log_bytes": self.tracker.written, "scores": self.scores.state_dict(), "totals": totals(self)}
         if self.trainer.step == self._resumed_at:
             self.writer.rate(self.trainer.step, rank, run)
             return
@@ -328,9 +327,9 @@ class Run:
         self._log_metrics(error.failure["step"], error.metrics)  # the last line shows what went wrong
         try:
             self.writer.finish()
-            record_failure(error, self.trainer, self.folder, self._progress())
+            self.failure = record_failure(error, self.trainer, self.folder, self._progress())
         except (Exception, Interrupted) as problem:  # it must not hide why the run failed
-            log.warning("failure.json was not written (%s)", first_line(problem))
+            log.warning("the step that failed was not recorded (%s)", first_line(problem))
         if isinstance(self.config.recipe, Own):  # the doctor has no recipe to take the step with
             return ""
         return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
@@ -357,7 +356,7 @@ class Run:
         self.terminal.end_progress()
         self.signals.ahead = "finishing the run"
         self.profiler.finish()
-        summary = self._summary("FINISHED")  # the export is no part of the run's memory
+        summary = self.summary("FINISHED")  # the export is no part of the run's memory
         if why := summary["stopped_early"]:
             self.terminal.note(f"early stopping: {why}")
         try:
@@ -365,11 +364,9 @@ class Run:
             epilogue, missing, scores = export_best(self.trainer, self.folder, self.scores.best, self.terminal, test)
         except EvaluationStopped:
             return {}, []
-        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | self._totals()
-        data = self.trainer.datasets
-        marks = [getattr(part, "unreadable", torch.zeros(1)) for part in (data.train, data.valid, data.test)]
-        summary["unreadable_samples"] = sum(int(self.world.add(each.float()).count_nonzero()) for each in marks)
-        self.terminal.block("summary", report.summary_rows(summary))
+        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | totals(self)
+        summary["unreadable_samples"] = unreadable_samples(self.trainer)
+        self.terminal.block("summary", summary_rows(summary))
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         for text in filter(None, [profile, epilogue]):
@@ -379,7 +376,7 @@ class Run:
         if self.tracker and not self._close_tracker(summary["status"], summary):
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
-        all_s = self._totals()["wall_time_s"]
+        all_s = totals(self)["wall_time_s"]
         waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
         if self.tracker and (addresses := self.tracker.addresses):
@@ -393,7 +390,7 @@ class Run:
             self.writer.finish()
         self.profiler.finish()
         if self.tracker:
-            self._close_tracker(status, self._summary(status))
+            self._close_tracker(status, self.summary(status))
 
     def _close_tracker(self, status: str, summary: dict[str, Any]) -> bool:
         """Return whether the summary was written; it also gets what MLflow has, and the time that it was waited for."""
@@ -401,57 +398,10 @@ class Run:
         written, path = self.tracker.close(status, summary), self.folder.path / SUMMARY_FILE
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
-                now = {"wall_time_s": self._totals()["wall_time_s"], "mlflow": self.tracker.addresses}
+                now = {"wall_time_s": totals(self)["wall_time_s"], "mlflow": self.tracker.addresses}
                 write_json(path, read_json(path) | now)
         return written
 
-    def _summary(self, status: str) -> dict[str, Any]:
-        """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""
-        config, monitor = self.config, self.monitor
-        units_per_s, step_time_s = monitor.throughput() or (None, None)
-        return {
-            "status": status,
-            "run": self.folder.path.name,
-            "recipe": config.recipe.name,
-            "precision": config.precision.mode,
-            "seed": config.seed,
-            "tags": config.tags,
-            "note": config.note,
-            "group": config.group,
-            "step": self.trainer.step,
-            "steps": self.plan.steps,
-            "final": finite(self.scores.final),
-            "test": {},  # with the best weights, at the end
-            "best": self.scores.best,
-            "best_metric": self.scores.metric,
-            "best_is": "lowest" if self.scores.lowest else "highest",
-            "stopped_early": self.scores.why if self.scores.exhausted and self.trainer.step < self.plan.steps else None,
-            "unit": config.recipe.unit,
-            "units_per_s": units_per_s,
-            "step_time_s": step_time_s,
-            "utilisation": monitor.utilisation.facts(units_per_s),
-            **self._totals(),
-            # Speed above, memory and checkpoints: since this process started or resumed the run.
-            "peak_memory_bytes": peak_memory_bytes(self.trainer.device),
-            "memory_is": "allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
-            "fp32_arithmetic": kernels.not_timed(config.precision.mode, self.trainer.kernels, self.hardware),
-            "parallel": config.parallel.kind,
-            "processes": self.world.size,
-            "checkpoints": self.writer.facts(),
-            "skipped_steps": monitor.skipped_steps,  # of the whole run
-            "unreadable_samples": 0,  # counted at the end
-            "resume": self.command,
-            "mlflow": self.tracker.addresses if self.tracker else [],
-            "hardware": self.hardware.facts(),
-            "versions": versions(),
-            "git": self.git,
-        }
-
-    def _totals(self) -> dict[str, Any]:
-        """Return what the run has spent so far, with what earlier processes spent on what it was resumed from."""
-        spent = {
-            "wall_time_s": time.monotonic() - self.began,  # from the start of the command
-            "train_time_s": self.monitor.trained_s,  # without evaluation and saving
-            "units": self.monitor.units,
-        }
-        return {key: value + (self.before.get(key) or 0) for key, value in spent.items()}
+    def summary(self, status: str) -> dict[str, Any]:
+        """Return the content of summary.json so far; ``status`` is MLflow's. A trial of a search adds to it."""
+        return summary_of(self, status)

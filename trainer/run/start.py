@@ -21,12 +21,11 @@ from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
-from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, final_status, in_use, read_object
+from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, final_status, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
 from trainer.run.memory.fit import fit_plan, halved, train_in_memory
-from trainer.run.record import FAILURE
 from trainer.run.resume import as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
 from trainer.run.scores import Scores
@@ -128,8 +127,8 @@ def _check_disk(config: Config, model: nn.Module) -> None:
     needed = 2 * sum(weight.numel() * weight.element_size() for weight in model.parameters()) + store.SPARE_BYTES
     if config.checkpoint.enabled and disk.total and disk.free < needed:  # some file systems do not tell
         raise UserError(
-            f"output_dir={config.output_dir}: the disk has {size(disk.free)} free, and a checkpoint and best/ need over "
-            f"{size(needed)}; free disk space, choose another with output_dir=…, or keep nothing with checkpoint=none"
+            f"output_dir={config.output_dir}: the disk has {size(disk.free)} free, and a checkpoint and best/ take "
+            f"over {size(needed)}; free disk space, choose another with output_dir=…, or set checkpoint=none"
         )
 
 
@@ -157,7 +156,7 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
     if config.resume == SAME and (state := state_of(folder)) != "interrupted":
         if state == "complete":
             return None, ""
-        step = read_object(folder.path / f"{FAILURE}.json").get("step")
+        step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
     check_same(folder, flatten(resolved.config))
     path = store.find_verified(folder.checkpoints)

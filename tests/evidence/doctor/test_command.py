@@ -106,7 +106,10 @@ def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, s
 
 def test_weights_that_are_infinite_already_are_what_is_found(tmp_path: Path, said: Said) -> None:
     run = failed(tmp_path, "precision=fp32", "optimizer.lr=3e38", "checkpoint=none")
-    assert (read_object(run / "failure.json")["step"], (run / "failure" / "step-00000001").is_dir()) == (2, True)
+    assert (read_object(run / "summary.json")["failure"]["step"], (run / "failure" / "step-00000001").is_dir()) == (
+        2,
+        True,
+    )
     code, lines = said(f"resume={run}", "check=formats")
     assert code == 7
     assert lines[0].endswith("from step-00000001")
@@ -135,7 +138,8 @@ def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: S
 
 
 def test_a_failure_that_does_not_come_again(finished: Path, said: Said) -> None:
-    write_json(finished / "failure.json", {"step": 2, "loss_scale": 1.0})
+    summary = finished / "summary.json"
+    write_json(summary, read_object(summary) | {"failure": {"step": 2, "loss_scale": 1.0}})
     code, lines = said(f"resume={finished}", "check=formats")
     assert code == 8
     assert lines[1].startswith("step 2 replayed and finite")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.reader import load
 from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError
+from trainer.files import read_object
 from trainer.run import run as run_module
 from trainer.run.run import Run
 from trainer.run.start import train
@@ -44,12 +44,12 @@ class Skipping(Poisoned):
 
 
 def failed(folder: Path, *overrides: str, run: type[Run] = Poisoned) -> tuple[Path, dict[str, Any], str]:
-    """The folder of a run that has failed, its failure.json, and the message."""
+    """The folder of a run that has failed, ``failure`` of its summary, and the message."""
     config = compose(*overrides, f"output_dir={folder}", "run_name=it")
     with pytest.raises(NonFiniteError) as raised:
         train(config, run_class=run)
     path = folder / "it"
-    return path, json.loads((path / "failure.json").read_text()), str(raised.value)
+    return path, read_object(path / "summary.json")["failure"], str(raised.value)
 
 
 def test_the_step_and_the_command_are_recorded(
@@ -57,7 +57,7 @@ def test_the_step_and_the_command_are_recorded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_object(run / "summary.json")
     assert (summary["status"], summary["step"]) == ("FAILED", 4)
     assert "warning" not in capsys.readouterr().out
     assert message.startswith(f"{failure['message']}. No checkpoint was saved.\n")
@@ -74,7 +74,6 @@ def test_the_step_and_the_command_are_recorded(
         "later_updates": 0,
         "checkpoint": "failure/step-00000002",
         "generators": "of step 4",
-        "processes": 1,
         "micro_batch_size": 2,
     }
 
@@ -106,8 +105,8 @@ def test_a_run_with_a_checkpoint_saves_no_other_and_forgets_the_failure_when_it_
     assert (failure["checkpoint"], failure["generators"]) == (None, None)
     assert not (folder / "failure").exists()
     assert f"The last valid checkpoint is step 2, in {folder}/checkpoints\nFind the cause with:\n" in message
-    assert train(compose(*every, f"resume={folder}", f"output_dir={tmp_path}", "run_name=it"))["status"] == "FINISHED"
-    assert not (folder / "failure.json").exists()
+    summary = train(compose(*every, f"resume={folder}", f"output_dir={tmp_path}", "run_name=it"))
+    assert (summary["status"], summary["failure"]) == ("FINISHED", None)
 
 
 def test_weights_that_have_changed_since_are_not_saved(tmp_path: Path) -> None:
@@ -136,7 +135,10 @@ def test_a_full_disk_does_not_hide_the_failure(
         monkeypatch.setattr(run_module, "record_failure", no_space)
         with pytest.raises(NonFiniteError) as raised:
             train(compose(*NO_CHECKPOINT, f"output_dir={tmp_path}"), run_class=Poisoned)
-        message, warning = str(raised.value), "failure.json was not written ([Errno 28] No space left on device)"
+        message, warning = (
+            str(raised.value),
+            "the step that failed was not recorded ([Errno 28] No space left on device)",
+        )
     assert message.startswith("step 3: the gradients are not finite")
     assert f"warning: {warning}\n" in capsys.readouterr().out
 
