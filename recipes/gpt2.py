@@ -12,7 +12,7 @@ from mantissa.formats import BF16, FP32
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.errors import UserError
 from trainer.hardware import NATIVE, Hardware, threads
-from trainer.profiling.rates import product_rates
+from trainer.profiling.rates import matmul_rates
 from trainer.recipe import Sizes
 
 
@@ -85,7 +85,7 @@ class GPT2(LanguageRecipe):
         name = BF16.name if hardware.support(BF16.name) == NATIVE else FP32.name
         count = torch.get_num_threads()
         with threads(1):
-            rate = count * product_rates(hardware, [name])[name]
+            rate = count * matmul_rates(hardware, [name])[name]
         sizes, found = (self.slow_cpu_sizes, "less than") if rate < FAST_TFLOPS else (self.cpu_sizes, "at least")
         why = f"for a CPU that multiplies at {found} {FAST_TFLOPS} TFLOP/s: {rate:.2g} in {name}"
         return replace(sizes, why=why)

@@ -221,7 +221,7 @@ def test_fp32_is_fp32_and_tf32_is_tf32(compute: str, monkeypatch: pytest.MonkeyP
         assert error_of(compute) < 2e-6
 
 
-def test_the_product_rates_of_a_gpu() -> None:
+def test_the_matmul_rates_of_a_gpu() -> None:
     hardware = detect("cuda")
     names = [name for name in NUMBERS if hardware.support(name) != UNAVAILABLE]
     before = torch.backends.cuda.matmul.fp32_precision

@@ -85,7 +85,7 @@ def test_the_rate_of_its_products_decides_about_the_batch_of_a_cpu(
     flags: tuple[str, ...], rates: dict[str, float], batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hardware, count = replace(CPU, cpu_flags=frozenset(flags)), torch.get_num_threads()
-    monkeypatch.setattr("recipes.gpt2.product_rates", lambda *_: {name: rates[name] / count for name in rates})
+    monkeypatch.setattr("recipes.gpt2.matmul_rates", lambda *_: {name: rates[name] / count for name in rates})
     config, plan, decisions, _ = compose("recipe=gpt2", "data=synthetic").resolve(hardware)
     assert (config.batch_size, plan.batching.batch_size, plan.steps) == (batch_size, batch_size, 200)
     (why,) = [decision.why for decision in decisions if decision.key == "batch_size"]

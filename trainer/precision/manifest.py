@@ -20,7 +20,7 @@ from trainer.precision.modes import SILENT, Precision
 def warning_if_slow(precision: Precision, hardware: Hardware, rates: dict[str, float]) -> str | None:
     """Return a warning for the user if this hardware has no instructions for the mode and its matmuls are slow.
 
-    ``rates`` are measured, of matmuls in 10^12 FLOP/s: of the mode's format and of fp32, see ``product_rates``.
+    ``rates`` are measured, of matmuls in 10^12 FLOP/s: of the mode's format and of fp32, see ``matmul_rates``.
     """
     if hardware.support(precision.mode) != EMULATED or (precision.half and kernels.in_use(precision.half)):
         return None

@@ -97,7 +97,7 @@ class ModelFlops(TorchDispatchMode):
             self.unknown.add(name)
             return
         factors = [args[place] for place in _FACTORS.get(name, (0, 1)) if place < len(args)]
-        if name in _PRODUCTS or _LOSS_IN_CHUNKS in name:
+        if name in _MATMULS or _LOSS_IN_CHUNKS in name:
             backward = sum(map(self._needs, factors))
         else:
             backward = 2 * needing
@@ -122,7 +122,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> 
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-_PRODUCTS = {
+_MATMULS = {
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution", "cudnn_convolution"),
     *("convolution_overrideable", "_slow_conv2d_forward", "linear"),
 }

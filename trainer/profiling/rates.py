@@ -28,7 +28,7 @@ _ENOUGH_S = 0.005
 _ENOUGH_IN_ALL_S = 0.2
 
 
-def product_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
+def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
     """Return the rates of matmuls here, in 10^12 FLOP/s by number format; formats that the device lacks are left out.
 
     Measured are the three matmuls of a linear layer in training, of square matrices: forward, the gradient of the
@@ -53,12 +53,12 @@ def product_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[
 def slowdown(mode: str, hardware: Hardware) -> float:
     """Return the time of a matmul in a precision mode, which the device has, over fp32's."""
     number = FORMATS[mode].number.name
-    rates = product_rates(hardware, (FP32.name, number))
+    rates = matmul_rates(hardware, (FP32.name, number))
     return rates[FP32.name] / rates[number]
 
 
 def measure(number: Number, device: torch.device) -> float:
-    """Measure the rate of matmuls in one format, in 10^12 FLOP/s; see ``product_rates``."""
+    """Measure the rate of matmuls in one format, in 10^12 FLOP/s; see ``matmul_rates``."""
     with unset_fake_temporarily(), torch.no_grad(), torch.autocast(device.type, enabled=False):
         if device.type != "cpu":
             rate = rate_of(number, device, time.perf_counter)

@@ -18,7 +18,7 @@ from trainer.precision import attention
 from trainer.precision.kernels import not_timed
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.profiling.flops import ModelFlops
-from trainer.profiling.rates import product_rates
+from trainer.profiling.rates import matmul_rates
 from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.monitor import NonFiniteGradients
 from trainer.run_folder import RunFolder
@@ -47,7 +47,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     config = trainer.config
     found = manifest_of(config.precision, trainer.hardware, trainer.fp32_modules)
     effective, formats = found["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
-    effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
+    effective["matmul_tflops"] = trainer.world.on_first(lambda: matmul_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled()} | config.precision.listed
     effective["kernels"] = trainer.kernels
@@ -66,7 +66,7 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
         flops_per_unit=manifest["model_flops"]["per_unit"],
         unknown=manifest["model_flops"]["unknown"],
         format=name,
-        measured_tflops=manifest["effective"]["product_tflops"][name],
+        measured_tflops=manifest["effective"]["matmul_tflops"][name],
         data_sheet_tflops=data_sheet(trainer.hardware.name, name),
         devices=trainer.world.size,
     )

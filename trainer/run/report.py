@@ -27,7 +27,7 @@ def show_start(
 ) -> None:
     """Show what trains, what was chosen, and warn about what will not be as the user expects."""
     config, effective = trainer.config, manifest["effective"]
-    slow = warning_if_slow(config.precision, trainer.hardware, effective["product_tflops"])
+    slow = warning_if_slow(config.precision, trainer.hardware, effective["matmul_tflops"])
     for sentence in filter(None, [slow, *warnings(trainer, folder)]):
         terminal.warn(sentence)
     title = folder.name + (f", resumed after step {trainer.step}" if trainer.step else "")
@@ -89,7 +89,7 @@ def labels(config: Config) -> Rows:
 
 def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
     """Return what was asked for and what computes, with its measured matmul throughput beside that of fp32."""
-    precision, rates = trainer.config.precision, effective["product_tflops"]
+    precision, rates = trainer.config.precision, effective["matmul_tflops"]
     format_name = precision.format.number.name
     matmuls = f"matmuls run in {effective['matmul_dtype']}"
     if precision.half is None and trainer.hardware.is_gpu:

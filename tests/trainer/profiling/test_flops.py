@@ -173,7 +173,7 @@ def test_the_run_takes_the_rate_of_its_format() -> None:
     for mode, tflops in (("fp32", 0.1), ("bf16", 0.8), ("bf16_master", 0.8)):
         manifest, found = observed(trainer_of(*GPT2, f"precision={mode}"))
         assert found == Utilisation(GPT2_FLOPS, None, mode[:4], tflops, None, 1)
-        assert manifest["effective"]["product_tflops"] == {"fp32": 0.1, mode[:4]: tflops}
+        assert manifest["effective"]["matmul_tflops"] == {"fp32": 0.1, mode[:4]: tflops}
         assert json.loads(json.dumps(manifest)) == manifest
 
 

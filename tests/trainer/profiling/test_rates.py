@@ -46,10 +46,10 @@ def test_a_rate_is_measured_on_this_machine(name: str, cache: Path, monkeypatch:
     generators, threads = torch.get_rng_state(), torch.get_num_threads()
     backend = torch.backends.mkldnn.matmul.fp32_precision
     hardware = detect("cpu")
-    found = rates.product_rates(hardware, [name])
+    found = rates.matmul_rates(hardware, [name])
     assert list(found) == [name]
     assert 1e-5 < found[name] < 1000
-    assert rates.product_rates(hardware, [name]) == found  # to the last bit: from the cache
+    assert rates.matmul_rates(hardware, [name]) == found  # to the last bit: from the cache
     assert torch.equal(torch.get_rng_state(), generators)
     assert torch.get_num_threads() == threads
     assert torch.backends.mkldnn.matmul.fp32_precision == backend
@@ -88,17 +88,17 @@ def test_a_slow_format_is_measured_on_small_matrices(monkeypatch: pytest.MonkeyP
 
 
 def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rates.product_rates(PLAIN_CPU) == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
-    assert rates.product_rates(PLAIN_CPU, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
+    assert rates.matmul_rates(PLAIN_CPU) == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
+    assert rates.matmul_rates(PLAIN_CPU, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
     assert measured == ["fp32", "bf16", "fp16"]
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    rates.product_rates(PLAIN_CPU, ["fp32"])
+    rates.matmul_rates(PLAIN_CPU, ["fp32"])
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    rates.product_rates(PLAIN_CPU, ["fp32"])
+    rates.matmul_rates(PLAIN_CPU, ["fp32"])
     kernels.use(torch.bfloat16, kernels.choose(torch.bfloat16, "fp32", PLAIN_CPU))  # in fp32 arithmetic
     for _ in range(2):
-        rates.product_rates(PLAIN_CPU, ["bf16"])
+        rates.matmul_rates(PLAIN_CPU, ["bf16"])
     assert measured[3:] == ["fp32", "fp32", "bf16"]
 
 
