@@ -140,21 +140,8 @@ class Run:
             NonFiniteError: training turned non-finite.
             RunError: all steps are taken, but the best weights or the summary could not be written.
         """
-        trainer = self.trainer
-        self.signals.ahead = f"finishing the step, {self._saving}"
-        self.monitor.start()
-        beginning = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
         try:
-            if self.unevaluated:  # the run was stopped before it came to that
-                self.after_step()
-            with closing(trainer.batches()) as batches:
-                while not self.complete and self.stopped_by is None:
-                    with self.terminal.work(beginning) if self.first is None else nullcontext():
-                        self._take_step(batches)
-                    self.after_step()
-            self.monitor.collect()
-            with self.terminal.work("writing the checkpoint"):
-                self.writer.finish()
+            self._take_steps()
             summary, missing = self._finish() if self.complete else ({}, [])
         except Interrupted as last:  # do nothing that takes time
             self.terminal.end_progress()
@@ -167,6 +154,7 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
+        step = self.trainer.step
         if self.stopped_by is not None and summary:  # a sweep must not begin another run
             name = signal.Signals(self.stopped_by).name
             raise Interrupted(f"received {name} at the end of the run, which is complete", self.stopped_by)
@@ -174,15 +162,30 @@ class Run:
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
                 self._close("KILLED")
             saves = self.config.checkpoint.enabled
-            message = report.stop_message(self.stopped_by, trainer.step, self.folder, saves, self.command)
+            message = report.stop_message(self.stopped_by, step, self.folder, saves, self.command)
             raise Interrupted(message, self.stopped_by)
         if self.world.largest(len(missing)):
-            raise report.unfinished(missing, trainer.step, self.folder, self.command)
-        if verdict := self.config.debug.check(
-            self._first_loss, self.scores.final.get("valid/loss", math.nan), trainer.step
-        ):
+            raise report.unfinished(missing, step, self.folder, self.command)
+        last = self.scores.final.get("valid/loss", math.nan)
+        if verdict := self.config.debug.check(self._first_loss, last, step):
             self.terminal.note(verdict)
         return summary
+
+    def _take_steps(self) -> None:
+        """Take the steps that are left, or as many as signals allow, and write the last checkpoint."""
+        self.signals.ahead = f"finishing the step, {self._saving}"
+        self.monitor.start()
+        beginning = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
+        if self.unevaluated:  # the run was stopped before it came to that
+            self.after_step()
+        with closing(self.trainer.batches()) as batches:
+            while not self.complete and self.stopped_by is None:
+                with self.terminal.work(beginning) if self.first is None else nullcontext():
+                    self._take_step(batches)
+                self.after_step()
+        self.monitor.collect()
+        with self.terminal.work("writing the checkpoint"):
+            self.writer.finish()
 
     def _first_loss(self) -> float:
         """Return the loss of the first step that this process took, over all ranks, each of which has to call this."""
