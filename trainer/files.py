@@ -28,10 +28,10 @@ SUMMARY_FILE = "summary.json"
 PRECISION_FILE = "precision.json"
 RECORD_FILE = "mlflow.json"
 """Which run it is in MLflow, and whether MLflow has all of it."""
-SOURCE_FILE = "init_from.json"
-"""Of a run that started from another one: which one, and which weights of it."""
-IMAGES_FILE = "images.json"
-"""Of a run on images: the names of their classes, their size, and what they are normalised with."""
+RUN_FILE = "run.json"
+"""How the run began, by key. ``launch``: in which folder, and by which torchrun. ``init_from``: from which run, and
+which weights of it. ``images``: the names of their classes, their size, and what they are normalised with. ``fetched``:
+from which run in MLflow."""
 TOKENIZER = "tokenizer"
 """The folder with the tokenizer of the run's text."""
 BEST = "best"
@@ -100,6 +100,17 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def add_run_facts(folder: Path, **facts: dict[str, Any]) -> None:
+    """Add keys to a run's ``run.json``, or replace them."""
+    write_json(folder / RUN_FILE, read_object(folder / RUN_FILE) | facts)
+
+
+def run_facts(folder: Path, key: str) -> dict[str, Any]:
+    """Return what a run's ``run.json`` has under a key; empty if it has nothing."""
+    facts = read_object(folder / RUN_FILE).get(key)
+    return facts if isinstance(facts, dict) else {}
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,16 +15,16 @@ from trainer.files import (
     CONFIG_FILE,
     SUMMARY_FILE,
     TOKENIZER,
+    add_run_facts,
     make_folder,
     read_json,
     read_object,
+    run_facts,
     write_json,
     write_text,
 )
 from trainer.parallel.world import launch_id, launched_processes, restarted
 
-_LAUNCH_FILE = "launch.json"
-"""From which folder the run was last started, and by which torchrun."""
 _PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained")
 """Options that are files or folders, or may be."""
 
@@ -92,7 +92,7 @@ class RunFolder:
         That is: from which folder, and by which torchrun, whose restart finds it again by that.
         """
         launch: dict[str, Any] = {"launch": launch_id()} if launched_processes() else {}
-        write_json(self.path / _LAUNCH_FILE, launch | {"folder": str(Path.cwd())})
+        add_run_facts(self.path, launch=launch | {"folder": str(Path.cwd())})
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
@@ -152,7 +152,7 @@ class RunFolder:
     @property
     def _started(self) -> Path:
         """The folder that the run was last started in; the present one where that is not known."""
-        return Path(str(read_object(self.path / _LAUNCH_FILE).get("folder", "")))
+        return Path(str(run_facts(self.path, "launch").get("folder", "")))
 
 
 def run_of(path: Path) -> RunFolder | None:
@@ -183,7 +183,7 @@ def to_continue(output_dir: str, name: str, resume: str | None) -> RunFolder | N
     """Return the run of this name with a checkpoint that torchrun's restart, or ``resume=auto``, continues."""
     saved = [folder for folder in named(output_dir, name) if steps(folder.checkpoints)]
     if restarted():
-        launches = {folder: read_object(folder.path / _LAUNCH_FILE).get("launch") for folder in saved}
+        launches = {folder: run_facts(folder.path, "launch").get("launch") for folder in saved}
         if ours := [folder for folder, launch in launches.items() if launch == launch_id()]:
             return ours[0]
     return saved[0] if saved and resume == "auto" else None

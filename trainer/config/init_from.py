@@ -15,7 +15,7 @@ from trainer.checkpoint.reader import load
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import BEST, IMAGES_FILE, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object, sha256
+from trainer.files import BEST, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object, run_facts, sha256
 from trainer.recipe import Decision, FirstWeights, Recipe
 from trainer.run_folder import RunFolder, to_continue
 
@@ -83,7 +83,7 @@ class InitFrom(FirstWeights):
 
     def about(self) -> dict[str, Any]:
         """Return the ``config.json`` beside exported weights; of a checkpoint, what the run keeps of its images."""
-        return read_object(self.path / (f"{BEST}/config.json" if self.exported else IMAGES_FILE))
+        return read_object(self.path / BEST / "config.json") if self.exported else run_facts(self.path, "images")
 
     def facts(self) -> dict[str, Any]:
         """Return what is recorded about it: the run, the step, and the hash of each file of weights."""

@@ -104,7 +104,7 @@ def open_tracker(
     }
     facts = config.recipe.facts(trainer.model, trainer.datasets)
     tags |= {name: str(value) for name, value in facts.items()}
-    if source := files.read_object(folder / files.SOURCE_FILE):
+    if source := files.run_facts(folder, "init_from"):
         tags |= {
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }

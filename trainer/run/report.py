@@ -12,7 +12,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.config.schema import Config
 from trainer.config.step import EPOCH
 from trainer.errors import RunError
-from trainer.files import SOURCE_FILE, read_object
+from trainer.files import read_object, run_facts
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.manifest import warning_if_slow
@@ -53,7 +53,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         parameters += f", {quantity(sum(numbers[name] for name in trainer.frozen))} of them frozen"
     facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts(trainer.model, trainer.datasets).items())
     rows = [("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}")]
-    if source := read_object(folder / SOURCE_FILE):
+    if source := run_facts(folder, "init_from"):
         rows.append(("weights", f"of {source['run']}, step {source['step']}"))
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)

@@ -21,7 +21,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
-from trainer.files import METRICS_FILE, SAME, SOURCE_FILE, TOKENIZER, final_status, in_use
+from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, final_status, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
@@ -190,5 +190,5 @@ def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolde
     if (kept := folder.path / TOKENIZER).is_dir() and described.is_file():  # then it is not needed on resume
         shutil.copyfile(described, kept / described.name)
     if resolved.config.source is not None:
-        folder.write(SOURCE_FILE, resolved.config.source.facts())
+        add_run_facts(folder.path, init_from=resolved.config.source.facts())
     return folder

@@ -11,7 +11,7 @@ from recipes.data.images.augment import ImageAugment
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import IMAGES_FILE, write_json
+from trainer.files import add_run_facts
 from trainer.recipe import NO_OPTION, Augment, DataSource
 
 
@@ -33,9 +33,9 @@ class ImageDatasets(Datasets):
     """Names of the weights that pretrained ones do not give, because these data have other classes."""
 
     def keep(self, folder: Path) -> None:
-        """Write what the weights depend on to images.json: a run that stops early exports nothing."""
+        """Write what the weights depend on to run.json: a run that stops early exports nothing."""
         names = ("classes", "image_size", "mean", "std")
-        write_json(folder / IMAGES_FILE, {name: getattr(self, name) for name in names})
+        add_run_facts(folder, images={name: getattr(self, name) for name in names})
 
 
 @dataclass

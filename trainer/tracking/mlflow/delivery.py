@@ -13,10 +13,9 @@ from typing import Any
 
 from trainer.files import (
     BEST,
-    IMAGES_FILE,
     METRICS_FILE,
     PRECISION_FILE,
-    SOURCE_FILE,
+    RUN_FILE,
     SUMMARY_FILE,
     TOKENIZER,
     read_json_lines,
@@ -33,7 +32,7 @@ from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, va
 log = logging.getLogger("mantissa")
 
 ARTIFACTS = (
-    *("config.yaml", "config.json", SOURCE_FILE, IMAGES_FILE, PRECISION_FILE, SUMMARY_FILE, "failure.json"),
+    *("config.yaml", "config.json", RUN_FILE, PRECISION_FILE, SUMMARY_FILE),
     *(TOKENIZER, "plots", "profile", BEST),
 )
 """What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""

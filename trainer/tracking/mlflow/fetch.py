@@ -16,15 +16,14 @@ from trainer.checkpoint import schema as checkpoint
 from trainer.checkpoint.schema import MANIFEST_FILE, damage
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (
-    IMAGES_FILE,
-    SOURCE_FILE,
+    RUN_FILE,
     SUMMARY_FILE,
     TOKENIZER,
+    add_run_facts,
     check_output_dir,
     flush,
     locked,
-    read_object,
-    write_json,
+    run_facts,
 )
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri, tracking_uri
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)(?:/checkpoints/step-(\d{8}))?/?")
-ORIGIN_FILE = "fetched.json"
-"""In a folder that was fetched: ``run_id``, and the ``step`` that ``resume`` named, or null."""
 
 
 @contextmanager
@@ -146,7 +143,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             sent = {item.path for item in client.list_artifacts(run_id)}  # not all, if the upload was cut
             if run.info.status == "FINISHED" and SUMMARY_FILE in sent and not is_new_run:
                 client.download_artifacts(run_id, SUMMARY_FILE, str(partial))
-            write_json(partial / ORIGIN_FILE, origin)
+            add_run_facts(partial, fetched=origin, launch={})
             _describe(client, run, is_new_run, partial)
             for path in (*partial.rglob("*"), partial):
                 flush(path)
@@ -160,7 +157,7 @@ def _check(given: str, target: Path, step: int, origin: dict[str, Any], is_new_r
     Raises:
         UserError: the folder is of another run, or of another state of this one.
     """
-    again = read_object(target / ORIGIN_FILE) == origin  # fetched by the same command: a job that is started again
+    again = run_facts(target, "fetched") == origin  # fetched by the same command: a job that is started again
     ours = again or (not is_new_run and read_record(target).get("run_id") == origin["run_id"])
     here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
     if not ours or (here != step and (here < step or not (again or origin["step"] is None))):
@@ -184,7 +181,7 @@ def _download(given: str, client: MlflowClient, run_id: str, saved: list[int], p
         client.download_artifacts(run_id, path, str((partial / path).parent))
 
     present = {item.path for item in client.list_artifacts(run_id)}
-    for name in (*COMPANIONS, *({SOURCE_FILE, IMAGES_FILE, TOKENIZER} & present)):
+    for name in (*COMPANIONS, *({RUN_FILE, TOKENIZER} & present)):
         get(name)
     for step in saved:
         get(f"{CHECKPOINTS}/step-{step:08d}/{MANIFEST_FILE}")  # which has the score
