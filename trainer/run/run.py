@@ -16,7 +16,6 @@ from mantissa.ledger import MemoryLedger
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
-from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch
 from trainer.data.evaluation import Watch
@@ -34,10 +33,9 @@ from trainer.run.provenance import doctor_command, git_facts, resume_command
 from trainer.run.record import forget_failure, observed, open_tracker, record_failure, write_config
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
-from trainer.run.summary import summary_of, summary_rows, totals, unreadable_samples
+from trainer.run.summary import RunState, summary_rows, unreadable_samples
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.tracking.tracker import Tracker
 from trainer.trainer import StepRecord, Trainer
 
 log = logging.getLogger("mantissa")
@@ -47,7 +45,7 @@ class EvaluationStopped(Exception):
     """A signal requested a stop during an evaluation, which has no result then."""
 
 
-class Run:
+class Run(RunState):
     """Trains to the last step: profiles, logs, evaluates, saves and stops.
 
     Every rank has one, because all of them have to evaluate, save and stop after the same steps. Only the
@@ -80,7 +78,7 @@ class Run:
         """
         self.trainer = trainer
         self.world: World = trainer.world
-        self.config: Config = trainer.config
+        self.config = trainer.config
         self.plan: Plan = trainer.plan
         self.hardware: Hardware = trainer.hardware
         self.folder = folder
@@ -88,15 +86,12 @@ class Run:
         self.signals = signals
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
-        self.failure: dict[str, Any] | None = None
-        """The step that was not finite, see ``record_failure``."""
         self.command = resume_command(folder.path)
         self.scores = Scores(self.config, trainer.metrics.falls)
         self.first: StepRecord | None = None
         """The first step that this process took."""
         self.began = began or time.monotonic()
-        self.before: dict[str, Any] = {}
-        """What earlier processes spent on this run, see ``totals``."""
+        self.before = {}
         masks = infinite_buffers(trainer.model)
         self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
         self.monitor = Monitor(
@@ -116,7 +111,7 @@ class Run:
                 self.writer.prune()
         self.git = git_facts()
         self.manifest, self.monitor.utilisation = observed(trainer)
-        self.tracker: Tracker | None = None
+        self.tracker = None
         if self.world.first:
             options = write_config(folder, self.config)
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
@@ -315,7 +310,7 @@ class Run:
         rank = None if score is None else self.scores.rank(score)
         run = None
         if self.tracker:
-            run = {"log_bytes": self.tracker.written, "scores": self.scores.state_dict(), "totals": totals(self)}
+            run = {"log_bytes": self.tracker.written, "scores": self.scores.state_dict(), "totals": self.totals()}
         if self.trainer.step == self._resumed_at:
             self.writer.rate(self.trainer.step, rank, run)
             return
@@ -367,7 +362,7 @@ class Run:
             epilogue, missing, scores = export_best(self.trainer, self.folder, self.scores.best, self.terminal, test)
         except EvaluationStopped:
             return {}, []
-        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | totals(self)
+        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | self.totals()
         summary["unreadable_samples"] = unreadable_samples(self.trainer)
         self.terminal.block("summary", summary_rows(summary))
         ledger = self.profiler.ledger
@@ -379,7 +374,7 @@ class Run:
         if self.tracker and not self._close_tracker(summary["status"], summary):
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
-        all_s = totals(self)["wall_time_s"]
+        all_s = self.totals()["wall_time_s"]
         waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
         if self.tracker and (addresses := self.tracker.addresses):
@@ -401,10 +396,6 @@ class Run:
         written, path = self.tracker.close(status, summary), self.folder.path / SUMMARY_FILE
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
-                now = {"wall_time_s": totals(self)["wall_time_s"], "mlflow": self.tracker.addresses}
+                now = {"wall_time_s": self.totals()["wall_time_s"], "mlflow": self.tracker.addresses}
                 write_json(path, read_json(path) | now)
         return written
-
-    def summary(self, status: str) -> dict[str, Any]:
-        """Return the content of summary.json so far; ``status`` is MLflow's. A trial of a search adds to it."""
-        return summary_of(self, status)
