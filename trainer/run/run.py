@@ -161,8 +161,8 @@ class Run(RunState):
             raise Interrupted(message, self.stopped_by)
         if self.world.largest(len(missing)):
             raise report.unfinished(missing, step, self.folder, self.command)
-        last = self.scores.final.get("valid/loss", math.nan)
-        if verdict := self.config.debug.check(self._first_loss, last, step):
+        final = self.scores.final.get("valid/loss", math.nan)
+        if verdict := self.config.debug.check(self._first_loss, final, step):
             self.terminal.note(verdict)
         return summary
 
