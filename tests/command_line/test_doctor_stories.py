@@ -10,7 +10,7 @@ import pytest
 
 from evidence.doctor.command import main
 from tests.command_line.conftest import Train
-from tests.command_line.test_documented_commands import commands
+from tests.command_line.test_docs import commands
 from tests.helpers import PROJECT
 
 PAGE = PROJECT / "docs/doctor.md"

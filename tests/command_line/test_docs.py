@@ -1,12 +1,17 @@
-"""Every command of README and docs runs, two steps at a tiny size; where one cannot run here, the reason is named."""
+"""What README and docs show works: commands, examples, tutorials, and the options that the text names.
+
+Commands of training take two steps at a tiny size; where one cannot run here, the reason is named.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -17,7 +22,6 @@ import torch.distributed.run as torchrun
 
 from evidence.search.space import PREFIX, check_space, parse_space
 from tests.command_line.conftest import Train
-from tests.command_line.test_documented_commands import PAGES, commands
 from tests.helpers import PROJECT
 from trainer.config.compose import combinations, compose
 from trainer.config.explain import known_options
@@ -52,6 +56,22 @@ BEFORE = {
     "outputs/resnet-bf16-s0": ["recipe=resnet", "precision=bf16", "data=imagefolder", "data.path=photos"],
 }
 WORD = r"'?[a-z_]+(?:\.[a-z_0-9]+)*=[^\s<…|\\'\"]+'?"
+
+
+PAGES = [*sorted(PROJECT.glob("*.md")), *sorted((PROJECT / "docs").glob("*.md"))]
+COMMAND = re.compile(
+    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*"
+    r"(?:python (?:scripts/|benchmarks/[bg])|torchrun |make |sbatch |pip |docker |source )[^`]*)"
+)
+
+
+def commands(path: Path) -> list[str]:
+    """The command lines of a page: indented, or within the text; continued lines joined."""
+    text = re.sub(r"\\\n\s*#?\s*", "", path.read_text(encoding="utf-8"))
+    text = re.sub(r"#!/bin/bash(\n    .*)*", "", text)  # a script, where comments are comments
+    spans = re.findall(r"`((?:python (?:scripts/|benchmarks/[bg])|torchrun )[^`\n…<]+)`", text)
+    lines = [*(line for line in text.splitlines() if line.startswith("    ")), *spans]
+    return [found[1].strip() for line in lines if (found := COMMAND.match(line.strip()))]
 
 
 def documented() -> dict[str, str]:
@@ -187,3 +207,53 @@ def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
         else:
             free = any(key.startswith(f"{outer}.") for outer in ("optimizer.options", "optimizer.groups"))
             assert free or key in known.keys() | scripts | {"arms"}, word
+
+
+# --- docs/library.md and the tutorials, as they stand
+
+LIBRARY = (PROJECT / "docs" / "library.md").read_text(encoding="utf-8")
+EXAMPLES = [block for block in re.findall(r"```python\n(.*?)```", LIBRARY, re.DOTALL) if "import mantissa" in block]
+SHOWN = re.findall(r"\n    (FOUND .*?)\n\n", LIBRARY, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_an_example_runs(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "example.py").write_text(EXAMPLES[number])
+    runpy.run_path("example.py")
+    printed = capsys.readouterr().out
+    if "examine" in EXAMPLES[number]:
+        assert Path("report/report.html").is_file()
+        wanted = ".*".join(re.escape(part) for part in re.sub("\n    ", "\n", SHOWN[0]).split("…"))
+        assert re.search(wanted, printed, re.DOTALL), printed
+    else:
+        assert "requested: bf16" in printed
+
+
+TUTORIALS = sorted((PROJECT / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^```(bash|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_can_be_followed(page: Path, folder: Path) -> None:
+    for name in ("scripts", "LICENSE"):
+        (folder / name).symlink_to(PROJECT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(PROJECT), "COLUMNS": "120"}
+    printed = ""
+    for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if kind == "bash":
+            done = subprocess.run(
+                ["bash", "-ec", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            )
+            assert done.returncode == 0, f"{text}\n{done.stdout}"
+            printed = done.stdout
+            continue
+        place = 0
+        for line in text.splitlines():  # in this order; … stands for what differs
+            wanted = ".*".join(re.escape(part) for part in line.strip().split("…"))
+            found = re.compile(rf"^\s*{wanted}\s*$", re.MULTILINE).search(printed, place)
+            assert found, f"{line}\nis not in\n{printed}"
+            place = found.end()
