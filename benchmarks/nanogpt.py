@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
 from benchmarks.rows import ENDLESS, Bench, Row, ratios
 from evidence.turns import Block, steps_of, stopwatch
-from mantissa.comparison import in_turns
+from mantissa.compare import interleave
 from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch
 from trainer.data.evaluation import evaluation_samples
@@ -309,7 +309,7 @@ def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
 
 def race(racers: Sequence[Contestant], contest: Contest) -> None:
     """Let all take their steps in turns, so that each round is under the same load, and note their losses."""
-    for racer, number in in_turns(racers, range(1, contest.rounds + 1)):
+    for racer, number in interleave(racers, range(1, contest.rounds + 1)):
         steps = racer.steps * number // contest.rounds - racer.done
         racer.seconds += racer.block(steps)
         racer.done += steps

@@ -92,8 +92,7 @@ def read_folder(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
         if test := arm["quality"]["test"]:
             percent = {end: 100 * test["difference"][end] for end in ("mean", "low", "high")}
             measured[f"{name}, validation loss"] = value(percent, "%") | {"verdict": test["verdict"]}
-    report = (folder / "report.md").read_text(encoding="utf-8").splitlines()
-    return next(line.strip() for line in report if line.startswith("    ")), measured
+    return found["command"], measured
 
 
 def shown(found: dict[str, Any] | None) -> str:

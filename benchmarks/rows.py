@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.turns import stopwatch
-from mantissa.comparison import in_turns
+from mantissa import compare
 from mantissa.statistics import mean_interval, ratio_interval
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
@@ -121,7 +121,7 @@ def interleave(blocks: Mapping[str, Callable[[], float]], repeats: int, warm_up:
     ``warm_up`` further repeats come first and are not kept.
     """
     times: Times = {name: [] for name in blocks}
-    for name, _ in in_turns(list(blocks), range(warm_up + repeats)):
+    for name, _ in compare.interleave(list(blocks), range(warm_up + repeats)):
         times[name].append(blocks[name]())
     return {name: seconds[warm_up:] for name, seconds in times.items()}
 

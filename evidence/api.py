@@ -20,7 +20,7 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
     Args:
         overrides: of all runs, such as ``"recipe=gpt2"``.
         arms: precisions; or overrides by the arm's name, such as ``{"compiled": "precision=bf16 compile=default"}``.
-        options: those of scripts/compare.py: ``seeds=5``, ``baseline="fp32"``, ``margin="0.3%"``, ``null=False``,
+        options: those of scripts/compare.py: ``seeds=5``, ``baseline="fp32"``, ``margin="0.3%"``,
             ``name=…``, ``output_dir=…``; and overrides.
 
     Returns:

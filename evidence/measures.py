@@ -11,7 +11,7 @@ from trainer.devices import kind_of
 
 LOSS = "valid/loss"
 IN_USE = 0.1
-"""A mean share of the CPUs used by other processes, over an arm's runs, from which on their times say little."""
+"""Mean share of the CPUs used by other processes, over an arm's runs, from which on their times say little."""
 
 
 def speed(outcome: Outcome) -> float | None:
@@ -60,15 +60,9 @@ MEASURES: dict[str, tuple[Callable[[Outcome], float | None], str]] = {
     "minutes": (minutes, "minutes from start to end"),
     "skipped": (skipped, "skipped steps"),
 }
-"""For each measure of a training run: the function that reads it, and its name in a sentence."""
-TIMED = ("speed", "minutes", "tflops")
+"""Function that reads each measure of a training run, and its name in a sentence."""
+TIMED = ("speed", "minutes")
 """Measures that say nothing about a format where a run computed it in fp32 arithmetic."""
-PROBE_MEASURES = {
-    "gemm": ("tflops", "error"),
-    "clip_order": ("grad_norm", "update_norm"),
-    "max_batch": ("largest_batch", "mib_per_sample", "fixed_mib"),
-}
-"""The measures of each probe (benchmarks/probe.py)."""
 
 
 def in_use(outcomes: Iterable[Outcome]) -> str:
@@ -92,10 +86,7 @@ def measured(outcome: Outcome, name: str) -> float | None:
         return math.inf
     if not outcome.finished:
         return None
-    if "measures" in outcome.summary:  # of a probe
-        value: float | None = outcome.summary["measures"].get(name)
-        return value
-    return MEASURES[name][0](outcome) if name in MEASURES else None
+    return MEASURES[name][0](outcome)
 
 
 def _on_gpu(outcome: Outcome) -> bool:

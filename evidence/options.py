@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mantissa.quality import NULL_SHIFT
+from mantissa.compare import SEED_SHIFT
 from trainer.config.compose import combinations
 from trainer.config.options import ONE_PROCESS, Overriding, check_choice, check_keys
 from trainer.config.registration import choices
@@ -54,7 +54,6 @@ class CompareOptions(Overriding):
     baseline: str = ""
     seeds: str = "5"
     margin: str = "0.3%"
-    null: bool = True
     name: str = ""
     output_dir: Path = Path("outputs")
 
@@ -168,8 +167,8 @@ def seeds_of(text: str) -> list[int]:
         seeds = [int(item) for item in listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
     except ValueError:
         raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
-    if len(set(seeds)) < max(2, len(seeds)) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:
-        raise UserError(f"seeds={text} must be two or more different numbers from 0 to {NULL_SHIFT - 1}; use seeds=5")
+    if len(set(seeds)) < max(2, len(seeds)) or min(seeds) < 0 or max(seeds) >= SEED_SHIFT:
+        raise UserError(f"seeds={text} must be two or more different numbers from 0 to {SEED_SHIFT - 1}; use seeds=5")
     return seeds
 
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mantissa.comparison import Comparison, Run
+from mantissa.compare import Comparison, Run, Store
 from mantissa.errors import UsageError
-from mantissa.printed import SEED, measured, name_of
+from mantissa.printed import SEED, name_of, run_and_read
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE
 
 PRECISION = "{precision}"
@@ -31,7 +31,7 @@ def precision_gate(
     WORSE fails, and so does BETTER: the precision changes the training. INCONCLUSIVE trains on to ``max_seeds``, and
     fails if that does not decide it: a gate that lets pass what it cannot tell protects nothing. The chance that an arm
     passes whose true difference is the margin or more is at most 4.5 %, 4 % with ``seeds`` and 0.5 % with more, where
-    the differences are about normal; where they are skewed it may be three times that.
+    the differences are about normal; where they are strongly skewed it may be four to six times that.
 
     Args:
         train: takes a precision and a seed, trains from nothing, and returns the final loss, all in this process; or a
@@ -61,7 +61,8 @@ def precision_gate(
     def run(arm: str, seed: int) -> Run:
         __tracebackhide__ = True
         if isinstance(train, str):
-            ended = measured(arm, seed, commands[arm], metric, Path(report) / "runs")
+            command = commands[arm].replace(SEED, str(seed))
+            ended = run_and_read(arm, seed, command, metric, Path(report) / "runs")
             if ended.failure:
                 raise AssertionError(f"{arm}, seed {seed}: {ended.failure}")
             return ended
@@ -73,11 +74,13 @@ def precision_gate(
         return Run(arm, seed, value if math.isfinite(value) else None, time.monotonic() - began)
 
     comparison = Comparison(commands, name_of(metric or "loss"), margin, higher_is_better)
+    store = Store()  # a gate measures anew each time
     for count in (seeds, max(seeds, max_seeds or 4 * seeds)):
-        comparison.run_all(range(count), run)
-        if {each.verdict for each in comparison.verdicts.values()} - {"", EQUIVALENT} != {INCONCLUSIVE}:
+        comparison.run(range(count), run, store)
+        if {quality.verdict for quality in comparison.verdicts.values()} - {"", EQUIVALENT} != {INCONCLUSIVE}:
             break
-    page = comparison.write(report, f"mantissa.precision_gate(…, arms={tuple(arms)})")
+    called = f"mantissa.precision_gate(…, arms={tuple(arms)})"
+    page = comparison.write(report, called)
     if not comparison.equivalent:
-        raise AssertionError(f"{comparison.text()}\n\nreport {page}")
+        raise AssertionError(f"{comparison.report(called).text()}\n\nreport {page}")
     return comparison

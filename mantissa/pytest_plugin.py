@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # every run of pytest imports this file
-    from mantissa.comparison import Comparison
+    from mantissa.compare import Comparison
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

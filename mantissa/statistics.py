@@ -15,6 +15,10 @@ ALPHA = 0.05
 """The chance of a wrong EQUIVALENT for a difference equal to the margin, and of a wrong WORSE or BETTER within it."""
 
 
+POWER = 0.8
+"""Share of repetitions in which the number of pairs that is named would decide."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean and its confidence interval of ``level``."""
@@ -179,11 +183,15 @@ class _Tested:
         return Equivalence(verdict, self.margin, interval, self.p_equivalent, self.p_beyond, p_different, needed)
 
     def _pairs_needed(self, level: float) -> int | None:
-        """Return how many pairs of this mean and spread would put the mean's bound of ``level`` within the margin."""
+        """Return how many pairs of this mean and spread would decide, by a test whose one-sided error is 1 - ``level``.
+
+        Their mean varies: they would do so in a share ``POWER`` of repetitions, about.
+        """
         spread, room = float(self.differences.std(ddof=1)), abs(self.margin - abs(self.mean))
 
         def enough(pairs: int) -> bool:
-            return student_quantile(level, pairs - 1) * spread / math.sqrt(pairs) < room
+            quantiles = student_quantile(level, pairs - 1) + student_quantile(POWER, pairs - 1)
+            return quantiles * spread / math.sqrt(pairs) < room
 
         possible = range(2, 1001)
         place = bisect.bisect_left(possible, True, key=enough)

@@ -1,11 +1,10 @@
 """Compare precisions, or any overrides: ``python scripts/compare.py recipe=gpt2 arms=fp32,bf16,fp16 seeds=5``.
 
-  arms=fp32,bf16            precisions
+  arms=fp32,bf16            precisions; one that is named again, such as fp32,fp32,bf16, has other seeds: the noise
   arm.<name>="key=value …"  any overrides, any number of times, such as arm.compiled="precision=bf16 compile=default"
   baseline=<name>           the arm that the others are compared with (default: the first one)
   seeds=5 or seeds=3,4,5    pairs of runs (default: 5)
   margin=0.3%               the difference in final validation loss that is too small to matter
-  null=false                no null arm (the null arm is the baseline with other seeds)
   output_dir=outputs        the runs and the report go to <output_dir>/compare/<name>
   name=<name>               name of that folder (default: the recipe and the arms)
 All other arguments are passed to every run, as for train.py. After a stop, the same command continues.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence.runs import in_a_process, merged
+from evidence.runs import merged
+from mantissa import shell
 from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
 from mantissa.doctor.report import VERDICT
 from trainer.config.command_line import quoted
@@ -23,11 +23,11 @@ CHECKS = ("formats", "manifest", "range", "modules", "updates")
 """Of the doctor's, those that need few steps."""
 BUDGET_S, LIMIT_S = 30, 180.0
 """For the doctor's checks; and for all of it, with the start of its process and the part that is running at the end."""
-Launch = Callable[[list[str], Path, float], int]
-"""Runs a command line, its output going to a file, and returns its exit code; a ``TimeoutExpired`` after some time."""
+Launch = Callable[..., shell.Ended]
+"""See ``mantissa.shell.run``."""
 
 
-def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: Launch = in_a_process) -> dict[str, Any]:
+def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: Launch = shell.run) -> dict[str, Any]:
     """Examine the first step of a setting as scripts/doctor.py does, in a process of its own, with few samples.
 
     Args:
@@ -46,9 +46,8 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: La
     command = [sys.executable, str(PROJECT / "scripts" / "doctor.py"), *merged(overrides, own), *options]
     for path in folder.glob(f"doctor/*/{VERDICT}"):
         path.unlink()  # of another candidate; the one that appears is of this
-    try:
-        code = launch(command, folder / "doctor.log", LIMIT_S)
-    except subprocess.TimeoutExpired:
+    code = launch(command, folder / "doctor.log", limit_s=LIMIT_S).code
+    if code is None:
         return _unexamined(f"the doctor did not end within {LIMIT_S:.0f} s")
     found = next((read_object(path) for path in folder.glob(f"doctor/*/{VERDICT}")), {})
     if code not in EXIT_CODES.values() or "findings" not in found:

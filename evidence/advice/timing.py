@@ -8,7 +8,7 @@ from collections.abc import Callable
 from evidence.advice.candidates import Candidate
 from evidence.advice.schema import Entry, Turn
 from evidence.advice.worker import Failed, Worker
-from mantissa.comparison import in_turns
+from mantissa.compare import interleave
 
 START_S = 1800.0
 """Seconds that a start may take, where the budget does not say it."""
@@ -92,7 +92,7 @@ class Timer:
                     self.close(side.label)
                 if side.label not in self.running:
                     self._start(side, limits[side.label], fresh)
-            for side, _ in in_turns(group, range(count)):
+            for side, _ in interleave(group, range(count)):
                 found[side.label].append(self._block(side))
         return found
 

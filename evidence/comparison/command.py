@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+
 from evidence.comparison.compare import Comparison, Result, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
-from evidence.comparison.report import lead, sentences, table, write_report
+from evidence.comparison.report import report, write_report
 from evidence.options import CompareOptions, margin_of, seeds_of
 from evidence.runs import Arm, check_labels, recorded
-from mantissa.quality import NULL, NULL_SHIFT
+from mantissa.compare import SEED_SHIFT
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.tracking.mlflow.addresses import tracking_uri
@@ -26,10 +28,9 @@ def compared(arguments: list[str]) -> Result:
     """
     comparison = planned(arguments)
     configs = check_arms(comparison)
-    result = compare(comparison, configs)
-    files = write_report(result, ["python", "scripts/compare.py", *recorded(arguments)])
-    print("\n" + "\n\n".join(["\n".join(lead(result)), table(result), "\n".join(sentences(result))]))
-    print(f"\nreport {files[0]}")
+    result = compare(comparison, configs, shlex.join(["python", "scripts/compare.py", *recorded(arguments)]))
+    files = write_report(result)
+    print(f"\n{report(result).text()}\n\nreport {files[0]}")
     tracking = configs[comparison.baseline].tracking
     if tracking.mlflow:
         print("\n".join(publish_comparison(result, tracking_uri(tracking.uri), files)))
@@ -40,16 +41,16 @@ def planned(arguments: list[str]) -> Comparison:
     """Read the command line; what is not an option of the comparison is an override of all arms."""
     options, others = parse(arguments, CompareOptions, "overrides")
     common, pairs = options.split(others)
-    arms = [Arm(label, tuple(overrides)) for label, overrides in pairs]
+    arms: list[Arm] = []
+    for place, (label, overrides) in enumerate(pairs):
+        before = pairs[:place].count((label, overrides))
+        name = f"{label}-{before + 1}" if before else label
+        arms.append(Arm(name, tuple(overrides), SEED_SHIFT * before))
     labels = [arm.label for arm in arms]
-    if NULL in labels:
-        raise UserError(f"the label {NULL} is reserved for the null arm; choose another")
     check_labels(arms)
     baseline = options.baseline or arms[0].label
     if baseline not in labels:
         raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
     arms.sort(key=lambda arm: arm.label != baseline)  # a stable sort: the baseline comes first
-    if options.null:
-        arms.append(Arm(NULL, arms[0].overrides, NULL_SHIFT))
     seeds, margin = seeds_of(options.seeds), margin_of(options.margin)
     return Comparison(arms, baseline, seeds, margin, common, options.output_dir, options.name)

@@ -12,17 +12,18 @@ from typing import Any
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, recorded
+from mantissa.compare import Look, with_look
 from mantissa.display import loss
-from mantissa.quality import with_look
+from mantissa.errors import UsageError
 from trainer.config.compose import combinations, compose, key_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import in_use, read_json, write_json
+from trainer.files import in_use, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 
-PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
+RESULT_FILE = "comparison.json"
 
 
 @dataclass
@@ -31,15 +32,15 @@ class Comparison:
 
     arms: list[Arm]
     baseline: str
-    """The label of the arm that the others are compared with."""
+    """Label of the arm that the others are compared with."""
     seeds: list[int]
     margin: float = 0.003
-    """The relative difference in final validation loss that is too small to matter."""
+    """Relative difference in final validation loss that is too small to matter."""
     common: list[str] = field(default_factory=list)
     """Overrides of all arms."""
     output_dir: Path = Path("outputs")
     name: str = ""
-    """Of the comparison's folder."""
+    """Name of the comparison's folder."""
 
     @property
     def folder(self) -> Path:
@@ -55,9 +56,10 @@ class Result:
     arms: list[ArmResult]
     outcomes: list[Outcome]
     facts: dict[str, Any]
-    """Recipe, unit, steps, hardware, versions and commit."""
-    looks: list[dict[str, Any]]
-    """``seeds``, and ``ended``, arm and seed of every run that had ended, of each report that judged an arm."""
+    """Command, recipe, unit, steps, hardware, versions and commit."""
+    looks: list[Look]
+    plan: dict[str, Any] = field(default_factory=dict)
+    """What was kept when the comparison began, with ``key`` and ``began_s``."""
 
     @property
     def failed(self) -> bool:
@@ -67,23 +69,17 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         head = {key: getattr(self.comparison, key) for key in ("name", "baseline", "seeds", "margin")}
-        return (
-            head
-            | self.facts
-            | {
-                "looks": self.looks,
-                "common": recorded(self.comparison.common),
-                "arms": [asdict(arm) for arm in self.arms],
-            }
-        )
+        of_arms = {"common": recorded(self.comparison.common), "arms": [asdict(arm) for arm in self.arms]}
+        return head | self.facts | {"looks": self.looks} | of_arms
 
 
-def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
+def compare(comparison: Comparison, configs: dict[str, Config], command: str = "") -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``; print each run.
 
     Args:
         comparison: what to compare; its ``name`` is set here if it is empty.
         configs: from ``check_arms``.
+        command: the command line, for the report.
 
     Raises:
         UserError: the folder holds another comparison or seeds that are left out now, is in use by another process, or
@@ -91,11 +87,12 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
     """
     first = configs[comparison.baseline]
     if not comparison.name:
-        comparison.name = "-".join([first.recipe.name, *(arm.label for arm in comparison.arms if not arm.seed_shift)])
+        comparison.name = "-".join([first.recipe.name, *(arm.label for arm in comparison.arms)])
     hardware = detect(first.device)
     common = [*comparison.common, *_added(comparison, hardware.is_gpu)]
     arms, seeds, folder = comparison.arms, comparison.seeds, comparison.folder
     facts: dict[str, Any] = {
+        "command": command,
         "recipe": first.recipe.name,
         "unit": first.recipe.unit,
         "steps": first.steps,
@@ -103,21 +100,17 @@ def compare(comparison: Comparison, configs: dict[str, Config]) -> Result:
         "versions": versions(),
         "git": git_facts(),
     }
-    _begin(comparison, common, facts)
+    runner = Runner(folder, common, partial(_described, unit=first.recipe.unit))
+    _begin(comparison, runner, facts)
     with in_use(folder):  # a second process would remove this one's unfinished runs
-        plan = read_json(folder / PLAN_FILE)
-        looks = plan["looks"]
-        if missing := sorted(set(looks[-1]["seeds"] if looks else ()) - set(seeds)):
-            raise UserError(
-                f"seed {missing[0]} was judged before and is left out now; keep all seeds, since a verdict on chosen "
-                "ones means nothing, or give this comparison a name=…"
-            )
-        print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
-        outcomes = Runner(folder, common, partial(_measured, unit=first.recipe.unit)).run_all(arms, seeds)
-        looks = with_look(looks, losses(arms, outcomes), comparison.margin)
+        print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
+        outcomes = runner.run_all(arms, seeds)
+        before = runner.store.of("look")
+        looks = with_look(before, losses(arms, outcomes), comparison.margin)
+        for look in looks[len(before) :]:
+            runner.store.add("look", look)  # before a report shows it
         judged = judge(arms, comparison.baseline, outcomes, comparison.margin, looks)
-        write_json(folder / PLAN_FILE, plan | {"looks": looks})  # before the report that shows a look
-        result = Result(comparison, judged, outcomes, facts, looks)
+        result = Result(comparison, judged, outcomes, facts, looks, runner.store.of("plan")[0])
         write_json(folder / RESULT_FILE, result.to_dict())
     return result
 
@@ -149,8 +142,8 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
     for arm in comparison.arms:
         if arm.label != comparison.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
             raise UserError(
-                f"arm {arm.label} is the same as the baseline {comparison.baseline}; remove it "
-                "(the null arm already measures the noise)"
+                f"arm {arm.label} is the same as the baseline {comparison.baseline}; remove it, or name the baseline "
+                "twice, such as arms=fp32,fp32,bf16, to see the noise"
             )
     return configs
 
@@ -166,14 +159,14 @@ def _added(comparison: Comparison, is_gpu: bool) -> list[str]:
     return [f"{key}={value}" for key, value in added.items() if key not in typed]
 
 
-def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> None:
-    """Write the plan, or check that it equals the one in the folder. Seeds may be added.
+def _begin(comparison: Comparison, runner: Runner, facts: dict[str, Any]) -> None:
+    """Keep the plan, or check that it equals the one in the folder. Seeds may be added.
 
     Raises:
         UserError: the folder holds another comparison, or cannot be written.
     """
     plan = {
-        "common": recorded(common),
+        "common": recorded(runner.common),
         "arms": [[arm.label, recorded(arm.overrides)] for arm in comparison.arms],
         "baseline": comparison.baseline,
         "margin": comparison.margin,
@@ -182,24 +175,15 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
         "torch": facts["versions"]["torch"],
         "commit": facts["git"].get("commit"),
     }
-    path = comparison.folder / PLAN_FILE
+    remedy = "give this one a name=…"
     try:
-        comparison.folder.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            before = read_json(path)
-            if different := [key for key in plan if plan[key] != before.get(key)]:
-                raise UserError(
-                    f"{comparison.folder} holds a comparison with another {different[0]} "
-                    f"({before.get(different[0])} there, {plan[different[0]]} here); give this one a name=…"
-                )
-        else:
-            write_json(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex, "looks": []})
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error}); restore it, or give this comparison a name=…") from None
+        runner.store.begin(plan, comparison.seeds, remedy, began_s=time.time(), key=uuid.uuid4().hex)
+    except UsageError as error:
+        raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"output_dir={comparison.output_dir} cannot be written ({error.strerror})") from None
 
 
-def _measured(outcome: Outcome, unit: str) -> str:
+def _described(outcome: Outcome, unit: str) -> str:
     rate = outcome.summary["units_per_s"]
     return f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")

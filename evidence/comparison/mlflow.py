@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evidence.comparison.compare import PLAN_FILE, Result
+from evidence.comparison.compare import Result
 from evidence.comparison.report import lead
 from evidence.runs import Outcome, recorded
 from trainer.errors import first_line
-from trainer.files import read_json
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
 from trainer.tracking.mlflow.store import connect, publish
@@ -57,13 +56,12 @@ def _parent(
     client: MlflowClient, result: Result, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
 ) -> str:
     comparison = result.comparison
-    plan = read_json(comparison.folder / PLAN_FILE)
     run = publish(
         client,
         client.get_experiment(delivered[0][1]["experiment_id"]).name,
         f"compare-{comparison.name}",
-        plan["key"],
-        started_s=plan["began_s"],
+        result.plan["key"],
+        started_s=result.plan["began_s"],
         params={
             "arms": ", ".join(arm.label for arm in comparison.arms),
             "baseline": comparison.baseline,

@@ -12,7 +12,7 @@ from evidence.measures import LOSS
 from mantissa.display import mebibytes
 from mantissa.ledger import CATEGORIES, MIB
 from mantissa.page import MARGIN, PAPER
-from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
+from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure
 
 SIZE = (4.6, 3.2)
 """Inches."""
@@ -30,7 +30,7 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
     drawn = {
         "answers": (
             f"Speed, memory and validation loss, relative to {result.comparison.baseline}",
-            answers({"": result}),
+            _answers(result),
         ),
         "loss": ("Validation loss, mean over the seeds; one faint line per run", _loss(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
@@ -40,30 +40,18 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
 
 
 def _color(result: Result, arm: ArmResult) -> str:
-    if arm.is_null:
-        return NOISE
-    labels = [other.label for other in result.arms if not other.is_null]
-    return COLORS[labels.index(arm.label) % len(COLORS)]
+    return COLORS[[other.label for other in result.arms].index(arm.label) % len(COLORS)]
 
 
-def answers(results: dict[str, Result]) -> Any:
-    """Return the figure with the three answers side by side, a row for each arm; None if no speed is to be shown.
-
-    Args:
-        results: by what is written above each, such as its machine.
-    """
+def _answers(result: Result) -> Any:
+    """Return the figure with the three answers side by side, a row for each arm; None if no speed is to be shown."""
     from matplotlib.figure import Figure
 
-    arms = {title: _timed(result) for title, result in results.items()}
-    if not any(arms.values()):
+    arms = _timed(result)
+    if not arms:
         return None
-    heights = [1 + 0.38 * len(each) for each in arms.values() if each]
-    figure = Figure(figsize=(5.4, sum(heights)), dpi=200, layout="constrained")
-    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, title in zip(parts, [title for title, each in arms.items() if each], strict=True):
-        if title:
-            part.suptitle(title, fontsize=9, color=QUIET)
-        _draw_answers(part.subplots(1, 3, sharey=True), results[title], arms[title])
+    figure = Figure(figsize=(5.4, 1 + 0.38 * len(arms)), dpi=200, layout="constrained")
+    _draw_answers(figure.subplots(1, 3, sharey=True), result, arms)
     return figure
 
 
@@ -106,16 +94,16 @@ def _draw_arm(panels: Any, row: int, arm: ArmResult, color: str, is_base: bool) 
     elif arm.quality.test:
         mean, low, high = (100 * getattr(arm.quality.test.difference, end) for end in ("mean", "low", "high"))
         panels[2].errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=4)
-        verdict = "noise" if arm.is_null else arm.quality.verdict
+        verdict = arm.quality.verdict
         panels[2].annotate(
             verdict, (mean, row), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8
         )
 
 
 def _timed(result: Result) -> list[ArmResult]:
-    """Return the arms whose speed was measured; none if only the baseline and its null arm are left."""
+    """Return the arms whose speed was measured; none if only the baseline is left."""
     arms = [arm for arm in result.arms if arm.speed.values and not (arm.arithmetic or arm.not_timed)]
-    return [] if len(arms) < len(result.arms) and all(arm.is_null for arm in arms[1:]) else arms
+    return arms if len(arms) > 1 else []
 
 
 def _loss(result: Result) -> Any:
@@ -132,7 +120,7 @@ def _loss(result: Result) -> Any:
         common = [step for step, values in losses.items() if len(values) == len(runs)]
         if common:
             means = [float(np.mean(losses[step])) for step in common]
-            axes.plot(common, means, "--" if arm.is_null else "-", color=color, linewidth=1.8, label=arm.label)
+            axes.plot(common, means, "-", color=color, linewidth=1.8, label=arm.label)
     if not axes.lines:
         return None
     axes.set_xlabel("optimizer step", color=QUIET)
@@ -168,7 +156,7 @@ def _speed(result: Result) -> Any:
 
 
 def _memory(result: Result) -> Any:
-    arms = [arm for arm in result.arms if arm.memory.values and not arm.is_null]
+    arms = [arm for arm in result.arms if arm.memory.values]
     if not arms:
         return None
     figure, axes = bare_figure(*SIZE)

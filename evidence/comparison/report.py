@@ -1,71 +1,75 @@
-"""The report of a comparison: for the terminal, as Markdown, and as one self-contained page of HTML."""
+"""The report of a comparison: for the terminal, as a page, and its plots."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
+from evidence.comparison.plots import figures
 from evidence.measures import IN_USE
-from mantissa.display import columns, loss, mebibytes
+from mantissa.compare import METHOD, NOT_JUDGED, PAIRS, about_looks, failures, percent, times
+from mantissa.display import loss, mebibytes
 from mantissa.page import Plot, Report, Section, measured_on
-from mantissa.quality import METHOD, NOT_JUDGED, PAIRS, failed, percent, times, told, verdict_at
-from mantissa.statistics import Interval, mean_interval
+from mantissa.statistics import Interval
 from trainer.devices import kind_of
-from trainer.files import write_text
 
-QUALITY = ("quality", "difference", "valid. loss")
-COST = ("speedup", "memory ratio", "throughput", "peak memory")
-HEAD = ("arm", *QUALITY, *COST)
-"""The verdicts first: they are in sight wherever a table ends."""
+QUALITY = ("arm", "quality", "difference", "valid. loss")
+COST = ("arm", "speedup", "memory ratio", "throughput", "peak memory")
 
 
-def write_report(result: Result, command: list[str]) -> list[Path]:
-    """Write ``report.md``, ``report.html`` and the plots as PNG beside them; return the files, the page first."""
-    folder = result.comparison.folder
-    figures = compare_plots.figures(result)
-    for name, (_, figure) in figures.items():
-        figure.savefig(folder / f"{name}.png")
-    images = "".join(f"![{title}]({name}.png)\n\n" for name, (title, _) in figures.items())
-    write_text(folder / "report.md", markdown(result, command, images))
-    write_text(folder / "report.html", _page(result, command, list(figures.values())))
-    return [folder / name for name in ("report.html", "report.md", *(f"{name}.png" for name in figures))]
-
-
-def rows(result: Result) -> list[tuple[str, ...]]:
-    """Return the table: its head, and a row for each arm."""
-    unit = result.facts["unit"]
-    lines = [
-        (
-            f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
-            "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
-            _difference(arm),
-            _mean(None, arm.quality.values, loss),
-            _ratio(result, arm, arm.speed),
-            _ratio(result, arm, arm.memory),
-            _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s")
-            + (" in fp32 arithmetic" if arm.arithmetic else ""),
-            _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
-        )
-        for arm in result.arms
+def report(result: Result, plots: Sequence[Plot] = ()) -> Report:
+    """Return the report: what one would tell a colleague, the numbers, and how they were measured."""
+    sections = [
+        Section("Quality", table=quality_rows(result)),
+        Section("Cost", table=cost_rows(result)),
+        Section("Notes", items=notes(result)),
+        Section("Plots", plots=plots),
+        Section("How it was measured", method(result), folded=True),
     ]
-    return [HEAD, *lines]
+    origin = measured_on(*(result.facts[key] for key in ("hardware", "versions", "git")))
+    shown = [section for section in sections if section.table or section.items or section.plots or section.sentences]
+    return Report("Comparison", result.comparison.name, lead(result), result.facts["command"], origin, shown)
 
 
-def table(result: Result) -> str:
-    """Return two tables for a terminal of 80 columns or little more: the cost of each arm, and its quality."""
-    lines = rows(result)
-    first = 1 + len(QUALITY)
-    costs, qualities = [(line[0], *line[first:]) for line in lines], [line[:first] for line in lines]
-    return f"{columns(costs)}\n\n{columns(qualities)}"
+def write_report(result: Result) -> list[Path]:
+    """Write the page, the text, and the plots as PNG; return the files, the page first."""
+    folder, drawn = result.comparison.folder, figures(result)
+    page = report(result, list(drawn.values())).write(folder)
+    for name, (_, figure) in drawn.items():
+        figure.savefig(folder / f"{name}.png")
+    return [page, page.with_suffix(".txt"), *(folder / f"{name}.png" for name in drawn)]
+
+
+def quality_rows(result: Result) -> list[tuple[str, ...]]:
+    """Return the head, and for each arm its verdict and its final validation loss."""
+    rows: list[tuple[str, ...]] = [QUALITY]
+    for arm in result.arms:
+        values = _mean(None, arm.quality.values, loss)
+        rows.append((_label(result, arm), arm.quality.verdict, _difference(arm), values))
+    return rows
+
+
+def cost_rows(result: Result) -> list[tuple[str, ...]]:
+    """Return the head, a row for each arm, and the drift of speed: that of the baseline's last run over its first."""
+    rows: list[tuple[str, ...]] = [COST]
+    for arm in result.arms:
+        rate = _mean(arm.speed.value, arm.speed.values, lambda value: f"{value:,.0f} {result.facts['unit']}/s")
+        rate += " in fp32 arithmetic" if arm.arithmetic else ""
+        peak = _mean(arm.memory.value, arm.memory.values, lambda value: f"{mebibytes(value)} MiB")
+        ratios = _ratio(result, arm, arm.speed), _ratio(result, arm, arm.memory)
+        rows.append((_label(result, arm), *ratios, rate, peak))
+    base = next(arm for arm in result.arms if arm.label == result.comparison.baseline)
+    if len(base.speed.values) > 1:
+        drift = f"{base.speed.values[-1] / base.speed.values[0]:.2f}x"
+        rows.append((f"drift of {base.label}", drift, "", "", ""))
+    return rows
 
 
 def lead(result: Result) -> list[str]:
     """Return what one would tell a colleague of each arm, in a sentence or two."""
-    return [_told(result, arm) for arm in result.arms if arm.label != result.comparison.baseline and not arm.is_null]
+    return [_told(result, arm) for arm in result.arms if arm.label != result.comparison.baseline]
 
 
 def _told(result: Result, arm: ArmResult) -> str:
@@ -116,44 +120,17 @@ def _cost(name: str, ratio: Interval) -> tuple[str, str]:
     return (text, word) if ratio.excludes(1) else (f"shows no clear difference in {name}", "from")
 
 
-def sentences(result: Result) -> list[str]:
-    """Return one sentence for each arm with its numbers, and one for each failure."""
+def notes(result: Result) -> list[str]:
+    """Return a sentence for each failure, each verdict that needs a word, skipped steps, and the looks."""
     found = []
-    base = result.comparison.baseline
     for arm in result.arms:
-        found += failed(arm.label, arm.failures)
-        if arm.is_null and arm.seeds:
-            found.append(_null_sentence(arm, base))
-        elif not arm.is_null and arm.label != base:
-            found.append(_sentence(result, arm))
-    return [*found, *told(result.looks)]
-
-
-def _sentence(result: Result, arm: ArmResult) -> str:
-    quality = arm.quality
-    named = (("speed", arm.speed), ("memory", arm.memory))
-    clauses = [_change(name, quantity) for name, quantity in named if quantity.ratio]
-    if arm.skipped_steps:
-        clauses.append(
-            f"{arm.skipped_steps} of {result.facts['steps'] * len(arm.seeds):,} steps skipped for an overflow"
-        )
-    clauses.append(f"{f'validation loss {_difference(arm)}'.strip()}: {verdict_at(quality)}")
-    if quality.why:
-        clauses.append(quality.why)
-    return f"{arm.label}: {'; '.join(clauses)}."
-
-
-def _change(name: str, quantity: Ratio) -> str:
-    """Return a ratio as ``speed -5.1 % [-7.9, -2.3]``."""
-    ratio = quantity.ratio
-    assert ratio
-    if ratio.low == ratio.high == 1:
-        return f"{name} the same"
-    mean, low, high = (100 * (value - 1) for value in (ratio.mean, ratio.low, ratio.high))
-    text = f"{name} {mean:+.1f} %" + f" [{low:+.1f}, {high:+.1f}]" * (high - low >= 0.5)
-    if quantity.why:
-        return f"{text}: {NOT_JUDGED}"
-    return text if ratio.excludes(1) else f"{text}: no clear difference"
+        found += failures(arm.label, arm.failures)
+        if arm.skipped_steps:
+            steps = result.facts["steps"] * len(arm.seeds)
+            found.append(f"{arm.label}: {arm.skipped_steps} of {steps:,} steps were skipped for an overflow.")
+        if arm.quality.why and arm.quality.verdict != NOT_JUDGED:
+            found.append(f"{arm.label}: {arm.quality.why}.")
+    return [*found, *about_looks(result.looks)]
 
 
 def method(result: Result) -> list[str]:
@@ -170,41 +147,13 @@ def method(result: Result) -> list[str]:
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. Memory is {memory}.",
         "Ratios are geometric means over the pairs, with Student's 95 % interval of the logarithms in brackets.",
         METHOD,
-        f"NOT JUDGED: fewer than {PAIRS} pairs, or the null arm's 95 % interval excludes equality. Speed is not judged "
-        f"either if other processes used {IN_USE:.0%} of the CPUs or more; the loss does not depend on them.",
+        f"NOT JUDGED: fewer than {PAIRS} pairs. Speed is not judged either if other processes used {IN_USE:.0%} of the "
+        "CPUs or more; the loss does not depend on them.",
     ]
 
 
-def markdown(result: Result, command: list[str], images: str) -> str:
-    """Return ``report.md``."""
-    lines = [f"# {result.comparison.name}", "", "\n\n".join(lead(result)), "", f"    {shlex.join(command)}", ""]
-    lines += [f"- {sentence}" for sentence in sentences(result)]
-    head, *below = rows(result)
-    lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in below]
-    lines += ["", images, "## How it was measured", "", _origin(result), *method(result), ""]
-    return "\n".join(lines)
-
-
-def _page(result: Result, command: list[str], plots: list[Plot]) -> str:
-    report = Report(
-        "Comparison",
-        result.comparison.name,
-        lead(result),
-        shlex.join(command),
-        _origin(result),
-        [
-            Section("Results", table=rows(result)),
-            Section("Plots", plots=plots),
-            Section("In numbers", items=sentences(result)),
-            Section("How it was measured", method(result)),
-        ],
-    )
-    return report.html()
-
-
-def _origin(result: Result) -> str:
-    return measured_on(*(result.facts[key] for key in ("hardware", "versions", "git")))
+def _label(result: Result, arm: ArmResult) -> str:
+    return f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label
 
 
 def _mean(interval: Interval | None, values: list[float], show: Callable[[float], str]) -> str:
@@ -226,15 +175,5 @@ def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
 
 
 def _difference(arm: ArmResult) -> str:
-    interval = arm.quality.shown(arm.is_null)
+    interval = arm.quality.shown
     return f"{percent(interval)} ({100 * interval.level:.3g} %)" if interval else ""
-
-
-def _null_sentence(arm: ArmResult, base: str) -> str:
-    parts = []
-    if len(arm.quality.differences) > 1:
-        parts.append(f"final losses by {percent(mean_interval(arm.quality.differences))}")
-    if arm.speed.ratio:
-        parts.append(f"speed by {times(arm.speed.ratio)}")
-    differs = " and in ".join(parts) or "nothing that was measured"
-    return f"Noise: {base} with other seeds differs from {base} in {differs}."

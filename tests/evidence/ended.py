@@ -18,6 +18,8 @@ def ended(
     steps: Sequence[int],
     losses: Sequence[float | None],
     ledger: dict[str, int] | None = None,
+    *,
+    to_disk: bool = False,
     **summary: Any,
 ) -> Outcome:
     """Write a run that has ended, and return its outcome.
@@ -29,6 +31,7 @@ def ended(
         steps: at which it was evaluated.
         losses: of the validation; None or not finite: it was not finite.
         ledger: bytes at the peak by category; None: not recorded.
+        to_disk: whether its summary is written, too.
         **summary: what its summary has besides the defaults.
     """
     run = folder / f"{arm}-s{seed}"
@@ -49,4 +52,6 @@ def ended(
         "skipped_steps": 0,
         "fp32_arithmetic": None,
     }
+    if to_disk:
+        (run / "summary.json").write_text(json.dumps(common | summary))
     return Outcome(arm, seed, run, 0, summary=common | summary)

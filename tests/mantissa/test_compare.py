@@ -1,11 +1,10 @@
-"""``python -m mantissa compare``: commands of known metrics, in turns, judged, kept and continued."""
+"""Comparisons: verdicts on known losses, and ``python -m mantissa compare`` with commands of known metrics."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,10 +15,13 @@ from pathlib import Path
 import pytest
 
 from mantissa.__main__ import main
+from mantissa.compare import NOT_JUDGED, Look, Losses, Quality, judge, with_look
 from mantissa.errors import UsageError
 from mantissa.printed import last_number
+from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE
+from tests.mantissa.test_shell import ends
 
-NOISE = (0.021, -0.013, 0.004, 0.017, -0.019, 0.008, -0.006, 0.012)
+NOISE = (0.02113, -0.01307, 0.00419, 0.01711, -0.01901, 0.00803, -0.00607, 0.01217)
 """Of the seeds, which all arms share."""
 PAIRED = (0.0004, -0.0006, 0.0002, 0.0005, -0.0003, 0.0001, -0.0002, 0.0003)
 """Of an arm that rounds differently."""
@@ -59,14 +61,96 @@ class Commands:
         return {label: each["verdict"] for label, each in found["verdicts"].items() if each["verdict"]}
 
 
-def ends(process: int) -> bool:
-    """Whether a process, of any parent, has ended or does so."""
-    try:
-        descriptor = os.pidfd_open(process)
-    except ProcessLookupError:
-        return True
-    with open(descriptor, "rb"):
-        return bool(select.select([descriptor], [], [], 10)[0])
+NAN = math.nan
+BASE = (2.0, 2.1, 1.9, 2.05)
+ALIKE = (2.0002, 2.0997, 1.9001, 2.0499)
+OTHERS_DIVERGED = "{} of 4 runs diverged where the baseline's did not"
+
+
+def verdict(losses: tuple[float | None, ...], base: tuple[float | None, ...] = BASE) -> Quality:
+    return judge({"base": dict(enumerate(base)), "arm": dict(enumerate(losses))}, 0.003)["arm"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "base", "expected", "why"),
+    [
+        (ALIKE, BASE, EQUIVALENT, ""),
+        ((2.02, 2.12, 1.92, 2.07), BASE, WORSE, ""),
+        ((1.98, 2.08, 1.88, 2.03), BASE, BETTER, ""),
+        ((2.01, 2.09, 1.905, 2.04), BASE, INCONCLUSIVE, "about "),
+        ((ALIKE[0], None, *ALIKE[2:]), BASE, EQUIVALENT, "only 3 of 4 pairs finished"),
+        (ALIKE, (NAN, *BASE[1:]), EQUIVALENT, "only 3 of 4 pairs finished; the baseline diverged in 1 where this arm"),
+        ((NAN, *ALIKE[1:]), (NAN, *BASE[1:]), EQUIVALENT, "only 3 of 4 pairs finished"),
+        ((NAN, *ALIKE[1:]), BASE, WORSE, OTHERS_DIVERGED.format(1)),
+        ((math.inf,) * 4, BASE, WORSE, OTHERS_DIVERGED.format(4)),
+        ((None, None, *ALIKE[2:]), BASE, NOT_JUDGED, "2 of 4 pairs finished, and a verdict needs 3"),
+        (ALIKE[:2], BASE[:2], NOT_JUDGED, "2 seeds are too few; use 5"),
+        ((NAN, NAN), BASE[:2], NOT_JUDGED, "2 of 2 runs diverged where the baseline's did not; 2 seeds are too few"),
+        (ALIKE, (0.0, *BASE[1:]), NOT_JUDGED, "the baseline is 0 with 1 of 4 seeds"),
+        ((-1.9, -2.0, -1.8, -1.95), tuple(-loss for loss in BASE), WORSE, ""),  # a log-density: higher is worse
+    ],
+)
+def test_a_verdict_is_of_the_pairs_that_ended(
+    losses: tuple[float | None, ...], base: tuple[float | None, ...], expected: str, why: str
+) -> None:
+    found = verdict(losses, base)
+    assert (found.verdict, found.why.startswith(why), bool(found.why)) == (expected, True, bool(why))
+
+
+def test_differences_are_of_runs_of_the_same_seed_in_any_order() -> None:
+    found = judge({"base": {0: 2.0, 1: 3.0}, "arm": {1: 3.03, 0: 2.0}}, 0.003)["arm"]
+    assert sorted(found.differences) == pytest.approx([0.0, 0.01])
+
+
+def test_arms_are_corrected_for_their_number_also_for_those_that_failed() -> None:
+    """One arm by itself is EQUIVALENT; beside five others that are not, the same runs no longer suffice."""
+    noise = dict(enumerate((0.0000, 0.0033, 0.0006, 0.0022, 0.0011)))
+    base: Losses = dict.fromkeys(noise, 2.0)
+    arm: Losses = {seed: 2 * (1 + noise[seed]) for seed in noise}
+    others: dict[str, Losses] = {
+        str(n): {seed: 2 * (1 + noise[seed] + 0.001 * n) for seed in noise} for n in range(1, 6)
+    }
+    alone = judge({"base": base, "arm": arm}, 0.003)["arm"]
+    among = judge({"base": base, "arm": arm, **others}, 0.003)["arm"]
+    assert alone.test
+    assert among.test
+    assert (alone.verdict, alone.test.difference.level) == (EQUIVALENT, pytest.approx(0.92))
+    assert (among.verdict, 0.04 / 6 < among.test.p_equivalent < 0.04) == (INCONCLUSIVE, True)
+    like = dict(enumerate(ALIKE))
+    failed = judge({"base": dict(enumerate(BASE)), "arm": like, "failed": dict.fromkeys(like)}, 0.003)["arm"]
+    assert failed.test
+    assert failed.test.difference.level == pytest.approx(1 - 2 * 0.04 / 2)
+
+
+def look_at(looks: list[Look], losses: dict[int, float | None], seeds: int) -> tuple[list[Look], Quality]:
+    """Judge an arm whose relative differences are given by seed."""
+    base: Losses = {seed: 2.0 + 0.01 * seed for seed in range(seeds)}
+    arm = {seed: None if losses[seed] is None else base[seed] * (1 + losses[seed]) for seed in base}  # type: ignore[operator]
+    arms = {"base": base, "arm": arm}
+    looks = with_look(looks, arms, 0.003)
+    return looks, judge(arms, 0.003, looks)["arm"]
+
+
+def test_more_seeds_are_another_look_with_stricter_tests_and_what_one_has_decided_stands() -> None:
+    spread: dict[int, float | None] = {seed: 0.0008 * (-1) ** seed for seed in range(6)}
+    assert look_at([], dict.fromkeys(range(4)), 4)[0] == [], "nothing is judged"
+    looks, first = look_at([], spread, 4)
+    assert (first.verdict, first.look, look_at(looks, spread, 4)[0]) == (EQUIVALENT, 1, looks)
+    looks, second = look_at(looks, spread | {4: 0.02}, 5)
+    assert [len(look["seeds"]) for look in looks] == [4, 5]
+    assert (second.verdict, second.test, second.look) == (EQUIVALENT, first.test, 1)
+    assert second.why == "decided at look 1, of 4 seeds"
+    assert len(look_at(looks, spread | {4: 0.02, 1: None}, 5)[0]) == 3, "other runs of the same seeds are another look"
+
+
+def test_a_look_is_judged_by_the_runs_that_had_ended_then() -> None:
+    """A run that failed at the first look and was retried counts at the second one alone, with its stricter tests."""
+    losses: dict[int, float | None] = {seed: 0.0025 * (-1) ** seed for seed in range(4)} | {4: 0.0}
+    looks, first = look_at([], losses | {3: None}, 5)
+    _, second = look_at(looks, losses, 5)
+    assert (len(first.differences), first.verdict, first.look) == (4, INCONCLUSIVE, 1)
+    assert (len(second.differences), second.verdict, second.look) == (5, INCONCLUSIVE, 2)
+    assert look_at([], losses, 5)[1].verdict == EQUIVALENT, "as it would be with all runs at the first look"
 
 
 @pytest.fixture
@@ -86,6 +170,10 @@ def commands(tmp_path: Path) -> Commands:
         ("acc [0-9.]+", "acc 0.91, banana", 0.91),
         (r"^loss ([0-9.]+)$", "loss 1\nloss 2\n", 2.0),
         ("val loss ([0-9.]+)", "train loss 3", None),
+        ("val loss ([0-9.]+)", "val loss 2.25\nval loss -inf\n", -math.inf),
+        ("val loss ([0-9.]+)", "val loss 2.25\nval loss +nan\n", math.nan),
+        ("val loss ([0-9.]+)", "val loss 2.25\nval loss -0.5\n", -0.5),
+        ("([0-9.]+),[0-9]+$", "2.25,100", 2.25),
     ],
 )
 def test_the_last_number_is_read_to_its_end_and_a_nan_is_never_passed_over(
@@ -94,17 +182,25 @@ def test_the_last_number_is_read_to_its_end_and_a_nan_is_never_passed_over(
     assert last_number(metric, text) == pytest.approx(value, nan_ok=True)
 
 
-@pytest.mark.parametrize("text", ["loss: high", "loss: 12,345.6"])
-def test_what_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"put \(…\) around the number alone"):
-        last_number("loss: (.*)", text)
+@pytest.mark.parametrize(
+    ("metric", "text", "said"),
+    [
+        ("loss: (.*)", "loss: high", r"put \(…\) around the number alone"),
+        ("loss: (.*)", "loss: 12,345.6", r"put \(…\) around the number alone"),
+        ("loss: ([0-9.]+)", "loss: 1,234.5", "with separators"),
+        ("loss: ([0-9.]+)", "loss: 12_345", "with separators"),
+    ],
+)
+def test_what_is_no_number_is_refused(metric: str, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        last_number(metric, text)
 
 
-def test_arms_take_turns_and_the_null_arm_is_the_first_command_with_other_seeds(
+def test_arms_take_turns_and_a_command_that_is_given_again_has_other_seeds(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = [commands.base(), commands.like("same"), commands.like("worse", 0.05), commands.like("noisy", 0, 40)]
-    assert commands.compare(*arms) == 1
+    assert commands.compare(*arms, arms[0]) == 1
     ran = commands.ran()
     assert ran[:5] == ["fp32 0", "same 0", "worse 0", "noisy 0", "fp32 1000"]
     assert ran[5:11] == ["fp32 1001", "noisy 1", "worse 1", "same 1", "fp32 1", "fp32 2"]
@@ -113,12 +209,12 @@ def test_arms_take_turns_and_the_null_arm_is_the_first_command_with_other_seeds(
         "same": "EQUIVALENT",
         "worse": "WORSE",
         "noisy": "INCONCLUSIVE",
-        "null": "INCONCLUSIVE",
+        "fp32-2": "INCONCLUSIVE",
     }
     printed = capsys.readouterr().out
     assert "worse, compared with fp32: val loss +2.00 % [" in printed
     assert "Wall times are of whole runs, their start included" in printed
-    assert "<h1>fp32 / same / worse / noisy</h1>" in (commands.report / "comparison.html").read_text()
+    assert "<h1>fp32 / same / worse / noisy / fp32-2</h1>" in (commands.report / "comparison.html").read_text()
 
 
 def test_two_that_train_alike_are_equivalent_and_better_is_not(commands: Commands) -> None:
@@ -131,17 +227,17 @@ def test_two_that_train_alike_are_equivalent_and_better_is_not(commands: Command
 def test_a_higher_metric_may_be_better(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
     up, down = commands.like("up", 0.05), commands.like("down", -0.05)
     assert commands.compare(commands.base(), up, down, "--higher-is-better") == 1
-    assert commands.verdicts() | {"null": ""} == {"up": "BETTER", "down": "WORSE", "null": ""}
+    assert commands.verdicts() == {"up": "BETTER", "down": "WORSE"}
     assert "down, compared with fp32: val loss -1.99 % [-2.0" in capsys.readouterr().out
 
 
 def test_an_arm_that_diverges_where_the_first_does_not_is_worse(commands: Commands) -> None:
     nan = commands.add("nan", lambda seed: "step 2 val loss nan" if seed == 2 else 2.5 + NOISE[seed % 1000])
     assert commands.compare(commands.base(), nan, nan.replace("cat", "cat 1>&2")) == 1  # and one that prints to stderr
-    assert set(commands.verdicts().values()) == {"WORSE", "INCONCLUSIVE"}
+    assert set(commands.verdicts().values()) == {"WORSE"}
     commands.report = commands.folder / "other"
     also = commands.add("also", lambda seed: "step 2 val loss nan" if seed == 2 else 2.5 + NOISE[seed % 1000])
-    assert commands.compare(nan, also, "--no-null") == 0
+    assert commands.compare(nan, also) == 0
 
 
 @pytest.mark.parametrize(
@@ -170,24 +266,15 @@ def test_a_later_failure_is_reported_and_tried_again(commands: Commands, capsys:
     assert "only 3 of 4 pairs finished" in printed
     (commands.folder / "away").rename(commands.folder / "same-2")
     assert commands.compare(commands.base(), same) == 0
-    assert commands.ran()[12:] == ["same 2"]
+    assert commands.ran()[8:] == ["same 2"]
     assert "failed" not in capsys.readouterr().out
-
-
-def test_what_a_command_leaves_running_ends_with_it(commands: Commands) -> None:
-    """As a server or a worker would disturb the next run."""
-    leaves = f"sleep 1000 & echo $! >> {commands.folder}/left; {commands.like('same')}"
-    assert commands.compare(commands.base(), leaves, "--no-null") == 0
-    left = [int(line) for line in (commands.folder / "left").read_text().split()]
-    assert len(left) == 4
-    assert all(map(ends, left))
 
 
 def test_more_seeds_are_another_look_and_the_same_again_is_none(commands: Commands) -> None:
     arms = [commands.base(), commands.like("same")]
     for seeds in (4, 4, 6):
         assert commands.compare(*arms, "--seeds", str(seeds)) == 0
-    assert len(commands.ran()) == 3 * 6
+    assert len(commands.ran()) == 2 * 6
     found = json.loads((commands.report / "comparison.json").read_text())
     assert [len(look["seeds"]) for look in found["looks"]] == [4, 6]
     assert found["verdicts"]["same"]["test"]["difference"]["level"] == pytest.approx(0.99)
@@ -198,12 +285,11 @@ def test_more_seeds_are_another_look_and_the_same_again_is_none(commands: Comman
     [
         ([], "two commands or more"),
         (["echo val loss 1"], "`echo val loss 1` has no {seed}; write {seed} where it takes the seed"),
-        (["BASE"], "is given twice"),
         (["SAME", "--metric", "loss ("], "is no regular expression"),
         (["SAME", "--report", "/proc/none"], "--report /proc/none cannot be made"),
         (["SAME", "--margin", "3"], "a margin of 3 must be above 0 and below 1"),
-        (["SAME", "--seeds", "3"], "--seeds 3 leaves out seeds that were judged before"),
-        (["SAME", "--margin", "0.01"], "holds another comparison; give this one another folder with --report"),
+        (["SAME", "--seeds", "3"], "seed 3 was judged before and is left out now; keep all seeds"),
+        (["SAME", "--margin", "0.01"], "margin (0.003 there, 0.01 here); give this one another folder with --report"),
     ],
 )
 def test_mistakes(commands: Commands, change: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,8 +314,11 @@ def test_too_few_seeds_and_a_seed_that_changes_nothing_are_mistakes(
     assert commands.compare(*arms) == 2
     assert "fp32: val loss is 2.5 with every seed" in capsys.readouterr().err
     commands.report = commands.folder / "coarse"
-    assert commands.compare(commands.add("fp32", lambda seed: f"val loss {2.5 + NOISE[seed % 1000]:.2f}"), arms[1]) == 2
-    assert "fp32: the last digit of val loss, 0.01, is more than the margin of 0.3 %" in capsys.readouterr().err
+    assert commands.compare(commands.add("fp32", lambda seed: f"val loss {2.5 + NOISE[seed % 1000]:.3f}"), arms[1]) == 2
+    assert (
+        "fp32: the last digit of val loss, 0.001, is more than a tenth of the margin of 0.3 %"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
@@ -249,10 +338,10 @@ def test_an_interrupted_comparison_ends_its_run_and_continues(commands: Commands
     assert (process.returncode, errors) == (130, "interrupted; the same command continues\n")
     assert ends(child)
     before = commands.ran()
-    assert before == ["fp32 0", "same 0", "fp32 1000", "fp32 1001"]
+    assert before == ["fp32 0", "same 0"]
     pipe.unlink()
     assert commands.compare(*arms) == 0
-    assert len(commands.ran()) == 3 * 4
+    assert len(commands.ran()) == 2 * 4
 
 
 def test_an_upgrade_of_a_library_is_compared_in_the_commands_themselves(
@@ -273,7 +362,7 @@ def test_an_upgrade_of_a_library_is_compared_in_the_commands_themselves(
         (commands.folder / version).mkdir()
         (commands.folder / version / "library.py").write_text(f"def shift(seed):\n    return {shift}\n")
     begin, end = f"cd {commands.folder} && PYTHONPATH=", f"{sys.executable} train.py {{seed}}"
-    assert commands.compare(*(f"{begin}{each} {end}" for each in ("old", "docs", "patch", "major")), "--no-null") == 1
+    assert commands.compare(*(f"{begin}{each} {end}" for each in ("old", "docs", "patch", "major"))) == 1
     assert commands.verdicts() == {"docs": "EQUIVALENT", "patch": "EQUIVALENT", "major": "WORSE"}
     said = [line for line in capsys.readouterr().out.splitlines() if "equal in every digit, with each seed" in line]
     assert [line.split(",")[0] for line in said] == ["docs"]

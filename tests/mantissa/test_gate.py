@@ -85,8 +85,8 @@ def test_a_command_is_a_training_too(tmp_path: Path) -> None:
 
 def test_a_difference_of_the_margin_seldom_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 4.5 % in the long run, with the second look; by tests of 5 % at both, about 8 %."""
-    monkeypatch.setattr("mantissa.comparison.print", lambda line, flush: None, raising=False)
-    monkeypatch.setattr("mantissa.comparison.Comparison.write", lambda self, folder, command: tmp_path)
+    monkeypatch.setattr("mantissa.compare.print", lambda line, flush: None, raising=False)
+    monkeypatch.setattr("mantissa.compare.Comparison.write", lambda self, folder, command: tmp_path)
     generator, passed = random.Random(0), 0
     for _ in range(600):
         base = {seed: generator.gauss(2, 0.02) for seed in range(16)}
@@ -103,10 +103,10 @@ def test_the_fixture_fails_the_test_with_the_report_and_writes_its_page(pytester
     pytester.makepyfile(
         test_bf16="""
         def test_same(precision_gate):
-            precision_gate(lambda precision, seed: 2 + 0.011 * seed)
+            precision_gate(lambda precision, seed: 2 + 0.01103 * seed)
 
         def test_worse(precision_gate):
-            precision_gate(lambda precision, seed: 2 + 0.011 * seed + 0.1 * (precision == "bf16"))
+            precision_gate(lambda precision, seed: 2 + 0.01103 * seed + 0.1 * (precision == "bf16"))
         """
     )
     with pytest.MonkeyPatch.context() as patch:

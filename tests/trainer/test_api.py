@@ -143,7 +143,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
 
 
 def test_an_interrupted_comparison_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evidence.runs.in_a_process", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("evidence.runs.shell.run", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted, match="the runs that have ended are kept, and the same call") as stopped:
         compare("recipe=bignet", arms=["fp32", "bf16"], steps=100, tracking="local")
     assert stopped.value._render_traceback_() == [f"Interrupted: {stopped.value}"]  # what a notebook shows

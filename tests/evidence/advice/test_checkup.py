@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 from evidence.advice.checkup import check
 from evidence.doctor.command import main as doctor
+from mantissa import shell
 from tests.helpers import CPU
 
 BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64")
 
 
-def in_this_process(command: list[str], log: Path, limit_s: float) -> int:
-    return doctor(command[2:])
+def in_this_process(command: list[str], log: Path, limit_s: float) -> shell.Ended:
+    return shell.Ended(doctor(command[2:]), 1.0, "")
 
 
 def test_a_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path) -> None:
@@ -30,10 +30,8 @@ def test_a_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path) ->
     assert not found["healthy"]
     assert "overflow" in found["faults"][0]
 
-    def hangs(command: list[str], log: Path, limit_s: float) -> int:
-        raise subprocess.TimeoutExpired(command, limit_s)
-
-    for launch, words in ((lambda *_: 7, "exit code 7; run it: python "), (hangs, "did not end within")):
-        gone = check(overflow, CPU, tmp_path, launch)  # the earlier report does not count
+    for code, words in ((7, "exit code 7; run it: python "), (None, "did not end within")):
+        ended = shell.Ended(code, 1.0, "")
+        gone = check(overflow, CPU, tmp_path, lambda *_, ended=ended, **__: ended)  # the earlier report does not count
         assert (gone["faults"], gone["healthy"]) == ([], False)
         assert words in gone["missed"][0]

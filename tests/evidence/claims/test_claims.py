@@ -17,6 +17,7 @@ from evidence.claims import claims, reproduce
 from evidence.claims.claims import Claim, Criterion, lacking, load, names
 from evidence.claims.reproduce import CONFIRMED, NOT_HERE, REFUTED, Finding, combine, evaluate, main, shown
 from evidence.runs import Outcome, Runner
+from mantissa.shell import Ended
 from mantissa.statistics import INCONCLUSIVE
 from tests.helpers import CPU, PROJECT
 from trainer.config.compose import compose
@@ -303,14 +304,14 @@ def started() -> list[str]:
 def run_claim(tmp_path: Path, started: list[str]) -> Test:
     """Test a claim on a machine that only writes what a run would have left."""
 
-    def launch(command: list[str], log: Path, limit_s: float | None = None) -> int:
+    def launch(command: list[str], log: Path, stop_s: float) -> Ended:
         options = dict(argument.split("=", 1) for argument in command[2:])
         started.append(options["run_name"])
         folder = Path(options["output_dir"].strip("'")) / options["run_name"]
         folder.mkdir(parents=True)
         summary = outcome("", 0, {"bf16": 250.0}.get(options["precision"], 100.0)).summary
         write_json(folder / "summary.json", summary)
-        return 0
+        return Ended(0, 1.0, "")
 
     return lambda mine: reproduce.test(mine, AMX, [], Runner(tmp_path / "runs", launch=launch))
 
