@@ -116,12 +116,12 @@ class Op:
     @property
     def name(self) -> str:
         """Name with its namespace, such as ``aten.mm``."""
-        return str(self.func).rpartition(".")[0]
+        return _name_of(self.func)
 
     @property
     def bare_name(self) -> str:
         """Name alone, such as ``mm``."""
-        return str(self.func.__name__).partition(".")[0]
+        return self.name.rpartition(".")[2]
 
     @property
     def is_view(self) -> bool:
@@ -167,6 +167,11 @@ class Op:
     def line(self) -> Line | None:
         """Line of the forward code that it belongs to; of a backward operator only where the trace keeps lines."""
         return self._trace.line()
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func).rpartition(".")[0]
 
 
 class Trace(TorchDispatchMode):

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,8 @@ from mantissa.step import Batch, Remedies, Replay, Step, Widened, map_tensors
 from mantissa.tensors import numbers_in, relative_error
 from mantissa.trace import DtypeRecorder, Line, Op, Trace, user_line
 
-CALLS = 40
-"""Trials, at most."""
+TRIALS = 40
+"""Trials of one search, at most."""
 _OTHERS = 3
 """Following steps, on whose first microbatch a cure must hold, too."""
 _TRAINED = 8
@@ -76,6 +76,35 @@ class Islands:
         return remedies.modules(self.fp32_modules) + (f"  ({self.cost})" if self.cost else "")
 
 
+class _Trials:
+    """Counts what a search tries, as long as there is time.
+
+    Args:
+        time_left: returns seconds.
+    """
+
+    def __init__(self, time_left: Callable[[], float]) -> None:
+        self.count = 0
+        self.cut_short = False
+        """Whether something could not be tried."""
+        self._time_left = time_left
+
+    def may_try(self) -> bool:
+        """Return whether there is time for another trial, and count it."""
+        self.cut_short = self.cut_short or self.count >= TRIALS or self._time_left() <= 0
+        self.count += not self.cut_short
+        return not self.cut_short
+
+
+def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
+    """Return those that the others do not cure without; each is tried to be left out once."""
+    for name in list(names):
+        rest = [other for other in names if other != name]
+        if rest and cured(rest):
+            names = rest
+    return names
+
+
 def find_islands(
     step: Step, finding: Finding, healthy: Callable[[list[str]], bool], time_left: Callable[[], float]
 ) -> Islands:
@@ -93,33 +122,24 @@ def find_islands(
     """
     result = Islands(own=list(step.fp32_modules))
     tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
-
-    def may_go_on() -> bool:
-        return result.calls < CALLS and time_left() > 0
+    trials = _Trials(time_left)
 
     def next_fault(modules: list[str]) -> str | None:
-        result.calls += 1
         return _next_fault(step, modules, tried_on, healthy, finding.kind == OVERFLOW)
 
     module: str | None = finding.module
-    while module and may_go_on():
+    while module and trials.may_try():
         result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]
         module = next_fault(result.modules)
         # In an island already: the module that contains the island.
         inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
+    result.calls = trials.count
     if module is not None or not trains_with(step, lambda: step.as_run(result.fp32_modules)):
         return result
-    result.cured = result.minimal = True
-    for name in list(result.modules):
-        others = [other for other in result.modules if other != name]
-        if not others:
-            break
-        if not may_go_on():
-            result.minimal = False
-            break
-        if next_fault(others) is None:
-            result.modules = others
+    result.cured = True
+    result.modules = _needed(result.modules, lambda rest: trials.may_try() and next_fault(rest) is None)
+    result.minimal, result.calls = not trials.cut_short, trials.count
     return result
 
 
@@ -136,11 +156,18 @@ def _next_fault(
         passes = step.as_run(fp32_modules)
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
         return modules[-1]
+    nearest = ""
+
+    def note(op: Op) -> None:
+        nonlocal nearest
+        if not nearest and op.place[1] == FORWARD and _is_near_largest(op):
+            nearest = op.place[0]
+
     for microbatches in tried_on:
         passes.microbatches = microbatches
-        near: list[str] = []
+        nearest = ""
         try:
-            with Trace(passes.model, functools.partial(_note_nearest, near)):
+            with Trace(passes.model, note):
                 nonfinite = passes.run_with_backoff().nonfinite
         except RuntimeError:
             nonfinite, found = ["raises"], find_exception(passes, "")
@@ -148,21 +175,20 @@ def _next_fault(
             found = find_origin(passes, "") if nonfinite else None
         if nonfinite:
             return found.module if found is not None else ""
-        if headroom and near and near[0] and near[0] not in modules:
-            return near[0]
+        if headroom and nearest and nearest not in modules:
+            return nearest
     return None if healthy(fp32_modules) else modules[-1]
 
 
-def _note_nearest(near: list[str], op: Op) -> None:
-    """Note the first module with a forward result in fp16 that is too near to the largest number."""
-    if near or op.bare_name in UNWRITTEN:
-        return
-    for tensor in numbers_in(op.result):
-        if tensor.dtype == torch.float16 and tensor.numel() and op.place[1] == FORWARD:
+def _is_near_largest(op: Op) -> bool:
+    """Return whether a result in fp16 is too near to the largest number; a mask of that number is meant."""
+    for tensor in numbers_in(op.result) if op.bare_name not in UNWRITTEN else ():
+        if tensor.dtype == torch.float16 and tensor.numel():
             size = tensor.detach().abs()
-            size = size[size < FP16.largest]  # a mask of the lowest number is meant
+            size = size[size < FP16.largest]
             if size.numel() and size.max().item() > FP16.largest / _HEADROOM:
-                near.append(op.place[0])
+                return True
+    return False
 
 
 def trains_with(step: Step, build: Callable[[], Replay]) -> bool:
@@ -200,80 +226,58 @@ def measure_cost(step: Step, result: Islands) -> None:
     result.time_ratio, result.time_range = statistics.median(ratios), (min(ratios), max(ratios))
 
 
-_TRIALS = 40
-
-
-class _Search:
-    """Tries fp32 modules and operators, as long as there is time."""
-
-    def __init__(self, step: Step, mends: Callable[[Replay], bool], time_left: Callable[[], float]) -> None:
-        self.step, self._mends, self._time_left = step, mends, time_left
-        self._trials = 0
-
-    def with_modules(self, names: list[str], casts: bool = True) -> Replay:
-        """Return passes with these modules in fp32; without ``casts``, their explicit ones have no effect."""
-        return _without_casts(self.step.as_run([*self.step.fp32_modules, *names]), names, casts)
-
-    def with_operators(self, names: list[str]) -> Replay:
-        return self.step.as_run(fp32_ops=[*self.step.fp32_ops, *names])
-
-    def mended(self, build: Callable[..., Replay], *arguments: Any) -> bool:
-        """Return whether such passes mend it."""
-        self._trials += 1
-        if self._trials > _TRIALS or self._time_left() <= 0:
-            return False
-        try:
-            return self._mends(build(*arguments))
-        except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
-            return False
-
-    def cure(self, text: str, build: Callable[..., Replay], *arguments: Any) -> list[str]:
-        """Return what mends the step as a cure, if the steps that follow can be trained so, too."""
-        return [text] if trains_with(self.step, functools.partial(build, *arguments)) else []
-
-
-def locate(
-    step: Step,
-    finding: Finding,
-    mends: Callable[[Replay], bool],
-    time_left: Callable[[], float],
-) -> None:
-    """Name the place in a finding, and what mends it.
+def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], time_left: Callable[[], float]) -> None:
+    """Name the place in a finding, and what cures it: operators outside of all submodules, submodules, or operators.
 
     Args:
         step: the step.
         finding: whose place is not known.
-        mends: whether other passes of the step do not have the fault.
+        fixes: returns whether another replay of the step does not have the fault.
         time_left: seconds.
     """
-    search = _Search(step, mends, time_left)
-    model = step.as_run().model
+    trials = _Trials(time_left)
+    with_modules = functools.partial(_with_modules, step)
+    without_casts = functools.partial(_with_modules, step, casts=False)
+
+    def with_operators(names: list[str]) -> Replay:
+        return step.as_run(fp32_ops=[*step.fp32_ops, *names])
+
+    def fixed(build: Callable[[list[str]], Replay], names: list[str]) -> bool:
+        try:
+            return trials.may_try() and fixes(build(names))
+        except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
+            return False
+
+    def add_cure(text: str, build: Callable[[list[str]], Replay], names: list[str]) -> None:
+        if trains_with(step, lambda: build(names)):
+            finding.cure.append(text)
+
     outside = _in_half(step, outside=True)
-    by_operators = functools.partial(search.mended, search.with_operators)
-    if outside and by_operators(outside):
-        names = next(([name] for name in outside if len(outside) > 1 and by_operators([name])), outside)
+    if outside and fixed(with_operators, outside):
+        alone = (name for name in outside if len(outside) > 1 and fixed(with_operators, [name]))
+        names = [name] if (name := next(alone, "")) else outside
         finding.line = str(_line_of(step, names[0]) or "")
-        finding.cure += search.cure(step.remedies.operators(names), search.with_operators, names)
+        add_cure(step.remedies.operators(names), with_operators, names)
         return
-    for casts in (True, False):
-        build = functools.partial(search.with_modules, casts=casts)
-        found = _fewest(model, functools.partial(search.mended, build))
-        if found:
-            finding.module = ", ".join(found)
-            finding.line = str(line_of_error(step, found[-1]) or "")
-            cure = step.remedies.modules(found)
-            if not casts and (cast := explicit_cast(step.replay("fp32"), found)):
+    model = step.as_run().model
+    for build in (with_modules, without_casts):
+        names = _innermost(model, functools.partial(fixed, build))
+        if names:
+            finding.module = ", ".join(names)
+            finding.line = str(line_of_error(step, names[-1]) or "")
+            cure = step.remedies.modules(names)
+            if build is without_casts and (cast := explicit_cast(step.replay("fp32"), names)):
                 finding.line, cure = str(cast.line), "no cast to 16 bits in this line"
-            finding.cure += search.cure(cure, build, found)
+            add_cure(cure, build, names)
             return
-    name = next((name for name in _in_half(step) if by_operators([name])), "")
+    name = next((name for name in _in_half(step) if fixed(with_operators, [name])), "")
     if name:
-        finding.cure += search.cure(step.remedies.operators([name]), search.with_operators, [name])
+        add_cure(step.remedies.operators([name]), with_operators, [name])
     cast = explicit_cast(step.replay("fp32"), [""])
     finding.line = str((cast.line if cast else line_of_error(step, "")) or "")
 
 
-def in_update(step: Step, finding: Finding, mends: Callable[[Replay], bool]) -> bool:
+def in_update(step: Step, finding: Finding, fixes: Callable[[Replay], bool]) -> bool:
     """Name the line of the optimizer's step that casts to 16 bits, if the fault is gone without; return whether so."""
     passes = step.as_run()
     line: Line | None = None
@@ -286,36 +290,32 @@ def in_update(step: Step, finding: Finding, mends: Callable[[Replay], bool]) -> 
             return op.run()
 
     passes.updates = Trace(None, run=run)
-    if not mends(passes) or line is None:
+    if not fixes(passes) or line is None:
         return False
     finding.direction, finding.tensor, finding.line = UPDATE, "the optimizer's step", str(line)
     finding.cure = ["no cast to 16 bits in this line"]
     return True
 
 
-def _fewest(model: nn.Module, mended: Callable[[list[str]], bool]) -> list[str]:
-    """Return the fewest and innermost submodules that mend it together; empty: all of them do not."""
+def _innermost(model: nn.Module, cured: Callable[[list[str]], bool]) -> list[str]:
+    """Return the fewest and innermost submodules that cure it together; empty: all of them do not."""
     found = [name for name, _ in model.named_children()]
-    if not found or not mended(found):
+    if not found or not cured(found):
         return []
     while True:
-        alone = next((name for name in found if len(found) > 1 and mended([name])), None)
-        if alone is not None:
-            found = [alone]
-        elif len(found) > 1:
-            for name in list(found):
-                rest = [other for other in found if other != name]
-                if len(rest) and mended(rest):
-                    found = rest
+        alone = next((name for name in found if len(found) > 1 and cured([name])), None)
+        found = [alone] if alone is not None else _needed(found, cured)
         if len(found) != 1:
             return found
         inner = [f"{found[0]}.{name}" for name, _ in model.get_submodule(found[0]).named_children()]
-        if not inner or not mended(inner):
+        if not inner or not cured(inner):
             return found
         found = inner
 
 
-def _without_casts(passes: Replay, names: Iterable[str], casts: bool) -> Replay:
+def _with_modules(step: Step, names: list[str], casts: bool = True) -> Replay:
+    """Return a replay with these modules in fp32; without ``casts``, their explicit ones have no effect."""
+    passes = step.as_run([*step.fp32_modules, *names])
     for module in () if casts else map(passes.model.get_submodule, names):
         module.forward = functools.partial(_widened, module.forward)
     return passes

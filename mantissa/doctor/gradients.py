@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +31,14 @@ _NOTHING = 1e-6
 def gradients(step: Step) -> Examined:
     """Return what is wrong with the gradients of a step in fp32 on their way to the optimizer."""
     reference = step.reference()
-    with _Unrecorded(reference.model) as unrecorded:
-        exact = reference.run()
+    exact = reference.run()
     once = exact.gradients = {name: each.clone() for name, each in exact.gradients.items()}
     weights = {name: each for name, each in reference.model.named_parameters() if each.requires_grad}
     zero = [name for name, each in once.items() if not each.is_sparse and not each.any()]
-    result = _blocked(reference, {name: weights[name] for name in zero})
-    result.findings += lost_state(step.moments)
     absent = [name for name in weights if name not in once]
-    result.findings += unrecorded.findings([name for name in absent if name in step.optimized])
-    if not result.findings:
-        result.findings += _read_apart(reference, {name: weights[name] for name in absent if name in step.optimized})
+    optimized = {name: weights[name] for name in absent if name in step.optimized}
+    result = Examined(findings=_unreached(reference, {name: weights[name] for name in zero}, optimized))
+    result.findings += lost_state(step.moments)
     largest = max(
         (each.abs().max().item() for each in once.values() if each.numel() and not each.is_sparse), default=0.0
     )
@@ -68,111 +63,85 @@ def _zero_later(reference: Replay, step: Step) -> bool:
     return not any(each.any() for batches in following for each in reference.run(batches).gradients.values())
 
 
-class _Unrecorded:
-    """Notes the modules whose results do not depend on their trainable weights, as far as autograd knows.
+def _unreached(passes: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, Tensor]) -> list[Finding]:
+    """Return why weights on which the loss depends get a gradient of 0, or none, from one forward pass.
 
     Where the code itself says ``torch.no_grad``, it is meant: a generator, while its critic is trained.
+
+    Args:
+        passes: in fp32.
+        zero: weights with a gradient of 0: an operation without a derivative may be between them and the loss.
+        absent: weights without one, which the optimizer has: the results of their modules may be unknown to autograd,
+            or the weights be read outside of it.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._hooks = ExitStack()
-        self._lines: dict[str, Line | None] = {}
-        self._recorded: set[str] = set()
-
-    def __enter__(self) -> Self:
-        for name, module in self._model.named_modules():
-            if any(each.requires_grad for each in module.parameters(recurse=False)):
-                self._hooks.callback(module.register_forward_hook(partial(self._returned, name)).remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-
-    def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if any(tensor.requires_grad for tensor in numbers_in(output)):
-            self._recorded.add(name)
-        elif torch.is_grad_enabled() or is_checkpointed():
-            self._lines.setdefault(name, user_line())
-
-    def findings(self, absent: list[str]) -> list[Finding]:
-        """Return a finding for the parameters without a gradient whose modules ran without recording one."""
-        owners = [name.rpartition(".")[0] for name in absent]
-        found = [name for name in dict.fromkeys(owners) if name in self._lines and name not in self._recorded]
-        if not found:
-            return []
-        detail = (
-            f"{listed(found, 'module')} ran without recording gradients (detached, or in a reentrant checkpoint of "
-            "inputs that need none), and the optimizer has their weights"
-        )
-        return [Finding(BLOCKED, FORWARD, found[0], "fp32", detail=detail, line=str(self._lines[found[0]] or ""))]
-
-
-def _blocked(passes: Replay, zero: dict[str, Tensor]) -> Examined:
-    """Return the operations without a derivative through which the loss depends on weights whose gradient is 0."""
-    if not zero:
-        return Examined()
-    passes.start()
-    with Trace(passes.model, lines=True) as trace, passes.around(), torch.enable_grad():
-        loss = passes.loss(passes.microbatches[0])
-        sought = {id(each): name for name, each in zero.items()}
-        found: dict[str, tuple[Line | None, str, str]] = {}
-        seen: set[tuple[Any, Any]] = set()
-        left: list[tuple[Any, Any]] = [(loss.grad_fn, None)]
-        while left:
-            node, stop = left.pop()
-            if node is None or (node, stop) in seen:
-                continue
-            seen.add((node, stop))
-            if node.name().startswith(_NO_DERIVATIVE):
-                stop = node
-            elif (name := sought.get(id(getattr(node, "variable", None)))) and stop is not None:
-                found[name] = trace.line_of(stop), trace.owner_of(stop), stop.name()
-            left += [(following, stop) for following, _ in node.next_functions]
-    by_place: dict[tuple[Line | None, str, str], list[str]] = {}
-    for name, place in found.items():
-        by_place.setdefault(place, []).append(name)
-    return Examined(
-        findings=[
-            Finding(
-                BLOCKED,
-                BACKWARD,
-                module,
-                "fp32",
-                op.partition("Backward")[0].lower(),
-                detail=f"its derivative is 0, so {listed(names)} get no gradient",
-                line=str(line or ""),
-            )
-            for (line, module, op), names in by_place.items()
-        ]
-    )
-
-
-def _read_apart(passes: Replay, absent: dict[str, Tensor]) -> list[Finding]:
-    """Return a finding for weights that the loss depends on, though autograd does not know: by ``.data``, detached."""
-    if not absent:
+    if not zero and not absent:
         return []
-    names = {storage(each): name for name, each in absent.items()}
-    lines: dict[str, Line | None] = {}
+    names = {storage(weight): name for name, weight in absent.items()}
+    reads: dict[str, Line | None] = {}
+    unrecorded: dict[str, Line | None] = {}
+    recorded: set[str] = set()
 
-    def note(op: Op) -> None:
+    def note_reads(op: Op) -> None:
         if op.is_view or op.is_mutable or op.in_backward or not torch.is_grad_enabled():
             return
         for tensor in op.inputs:
             if storage(tensor) in names and not tensor.requires_grad:
-                lines.setdefault(names[storage(tensor)], op.line)
+                reads.setdefault(names[storage(tensor)], op.line)
+
+    def note_results(name: str, module: nn.Module, result: Any) -> None:
+        if any(tensor.requires_grad for tensor in numbers_in(result)):
+            recorded.add(name)
+        elif torch.is_grad_enabled() or is_checkpointed():
+            unrecorded.setdefault(name, user_line())
 
     passes.start()
-    with Trace(passes.model, note), passes.around():
-        passes.loss(passes.microbatches[0])
-    if not lines:
-        return []
-    name, line = next((name, str(line or "")) for name, line in lines.items())
-    detail = (
-        f"{listed(list(lines))}: the forward pass computes with it outside of autograd (.data or .detach()), and "
-        "the optimizer has it"
-    )
-    return [Finding(BLOCKED, FORWARD, name.rpartition(".")[0], "fp32", detail=detail, tensor=name, line=line)]
+    trace = Trace(passes.model, note_reads, returned=note_results, lines=True)
+    with trace, passes.around(), torch.enable_grad():
+        found = _without_derivative(passes.loss(passes.microbatches[0]), trace, zero)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in absent)
+    modules = [name for name in owners if name in unrecorded and name not in recorded]
+    if modules:
+        detail = (
+            f"{listed(modules, 'module')} ran without recording gradients (detached, or in a reentrant checkpoint of "
+            "inputs that need none), and the optimizer has their weights"
+        )
+        line = str(unrecorded[modules[0]] or "")
+        found.append(Finding(BLOCKED, FORWARD, modules[0], "fp32", detail=detail, line=line))
+    if reads and not found:
+        detail = (
+            f"{listed(list(reads))}: the forward pass computes with it outside of autograd (.data or .detach()), and "
+            "the optimizer has it"
+        )
+        name, line = next((name, str(line or "")) for name, line in reads.items())
+        module = name.rpartition(".")[0]
+        found.append(Finding(BLOCKED, FORWARD, module, "fp32", detail=detail, tensor=name, line=line))
+    return found
+
+
+def _without_derivative(loss: Tensor, trace: Trace, zero: Mapping[str, Tensor]) -> list[Finding]:
+    """Return the operations without a derivative that are between the loss and weights whose gradient is 0."""
+    sought = {id(weight): name for name, weight in zero.items()}
+    places: dict[str, tuple[Line | None, str, str]] = {}
+    seen: set[tuple[Any, Any]] = set()
+    left: list[tuple[Any, Any]] = [(loss.grad_fn, None)] if zero else []
+    while left:
+        node, stop = left.pop()
+        if node is None or (node, stop) in seen:
+            continue
+        seen.add((node, stop))
+        if node.name().startswith(_NO_DERIVATIVE):
+            stop = node
+        elif (name := sought.get(id(getattr(node, "variable", None)))) and stop is not None:
+            places[name] = trace.line_of(stop), trace.owner_of(stop), stop.name()
+        left += [(following, stop) for following, _ in node.next_functions]
+    findings = []
+    for place in dict.fromkeys(places.values()):
+        line, module, operation = place
+        names = [name for name in places if places[name] == place]
+        op = operation.partition("Backward")[0].lower()
+        detail = f"its derivative is 0, so {listed(names)} get no gradient"
+        findings.append(Finding(BLOCKED, BACKWARD, module, "fp32", op, detail=detail, line=str(line or "")))
+    return findings
 
 
 def _cast(step: Step, exact: ReplayResult) -> list[Finding]:

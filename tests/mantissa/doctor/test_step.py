@@ -12,7 +12,7 @@ from torch import nn
 
 from evidence.doctor.step import TrainerReplay, TrainerStep
 from mantissa.doctor.cause import find_origin
-from mantissa.doctor.cures import CALLS, find_islands, measure_cost
+from mantissa.doctor.cures import TRIALS, find_islands, measure_cost
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.generators import random_state
 from mantissa.step import Replay
@@ -129,7 +129,7 @@ def test_islands_are_1_minimal_and_have_a_price(
     innocent = replace(finding, module="0")  # in fp32 it is no cure, and is left out at last
     islands = find_islands(case, innocent, lambda modules: True, lambda: 1.0)
     assert (islands.modules, islands.cured, islands.minimal) == (expected, True, True)
-    assert islands.calls <= CALLS
+    assert islands.calls <= TRIALS
     assert not case.as_run(expected).run_with_backoff().nonfinite
     for name in expected:
         left = [other for other in expected if other != name]
