@@ -16,6 +16,7 @@ import torch
 
 from evidence.doctor import command
 from evidence.doctor.plots import MOST
+from evidence.doctor.replay import take
 from evidence.doctor.report import folder_of, write
 from mantissa.doctor.cures import Islands
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
@@ -24,7 +25,9 @@ from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError, ModuleErrors
 from mantissa.doctor.report import lines, opening
 from mantissa.finding import Finding
-from tests.mantissa.doctor.faults import FAULTS
+from tests.mantissa.doctor.faults import large_ffn
+from tests.mantissa.doctor.planted import Planted, around
+from trainer.precision.modes import Precision
 
 NAN = float("nan")
 COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
@@ -32,7 +35,8 @@ COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
 
 @pytest.fixture(scope="module")
 def overflow() -> Diagnosis:
-    return diagnose(FAULTS[0].replay(), ("formats", "manifest"), budget_s=600)
+    trainer = Planted(lambda: around(large_ffn()), Precision(mode="fp16")).trainer()
+    return diagnose(take(trainer), ("formats", "manifest"), budget_s=600)
 
 
 @pytest.fixture

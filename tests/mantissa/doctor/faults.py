@@ -1,27 +1,38 @@
-"""The planted faults: 28 tiny models and steps that break in known ways, and what the doctor must say of each."""
+"""The planted faults: tiny models and steps that break in known ways, and what the doctor must say of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import mantissa
 from mantissa import finding
-from mantissa.finding import BACKWARD, DOMAIN, DTYPE, ERROR, FORWARD, LOST, OVERFLOW, UNDERFLOW, UPDATE
-from tests.mantissa.doctor.planted import WIDTH, Block, Expected, Fault, around, mean_square, noise
-from trainer.data.contract import Batch
-from trainer.optim.optimizer import Optimizer
+from mantissa.doctor.diagnosis import CHECKS, Diagnosis
+from mantissa.finding import (
+    BACKWARD,
+    DOMAIN,
+    DTYPE,
+    ERROR,
+    EXCHANGE,
+    FORWARD,
+    MOMENT,
+    OVERFLOW,
+    SCALE,
+    UNDERFLOW,
+    UPDATE,
+)
+from tests.mantissa.doctor.planted import BATCH, WIDTH, Block, Planted, around, mean_square, noise
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import Scaler, StaticScaler
+from trainer.precision.scaler import StaticScaler
 
-FP16, BF16 = Precision(mode="fp16"), Precision(mode="bf16")
-FP16_MASTER = Precision(mode="fp16_master")
-"""Weights and all operators in fp16: autocast would take some of them in fp32."""
+Batch = dict[str, Tensor]
 LONG = 4096
 """Terms of a sum, positions of a context."""
 REPEATS = 10_000
@@ -78,12 +89,6 @@ class Attention(nn.Module):
         return y.mean(-1) + x
 
 
-def exponential(own: Any, x: Tensor) -> Tensor:
-    """A softmax that does not subtract the maximum."""
-    e = torch.exp(x + 12)
-    return e / e.sum(-1, keepdim=True)
-
-
 def square_norm(eps: float = 1e-5) -> nn.Module:
     """Return RMS norm in the format of its input."""
     return Computes(lambda own, x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps))
@@ -94,12 +99,6 @@ def large_weight() -> nn.Module:
     with torch.no_grad():
         layer.weight[2, 3] = 1e5
     return layer
-
-
-def half_batch_norm(own: Any, x: Tensor) -> Tensor:
-    """Batch norm that computes its statistics in the format of its input."""
-    centred = 500 * x - (500 * x).mean(0)
-    return centred / (centred * centred).mean(0).sqrt()
 
 
 def by_norm(own: Any, x: Tensor) -> Tensor:
@@ -114,20 +113,17 @@ def with_zero_rows() -> dict[str, Tensor]:
     return {"x": x}
 
 
-def classes() -> dict[str, Tensor]:
-    return noise() | {"y": torch.randint(WIDTH, (64,))}
-
-
-def cross_entropy(output: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(output.float(), batch["y"], reduction="sum")
-
-
 def half_sum(output: Tensor, batch: Batch) -> Tensor:
     return (30 * output).square().sum()
 
 
 def log_of_zero(output: Tensor, batch: Batch) -> Tensor:
     return -torch.relu(output.float()).log().sum()
+
+
+def handmade() -> nn.Module:
+    """Return a module that uses a layer's weights without calling it, so that what is set for the layer is no use."""
+    return Computes(lambda own, x: F.linear(x, own.linear.weight, own.linear.bias), linear=linear())
 
 
 class CastBack(nn.LayerNorm):
@@ -139,12 +135,6 @@ class CastBack(nn.LayerNorm):
 
 
 # --- the backward pass ---
-
-
-def root_of_positive(own: Any, x: Tensor) -> Tensor:
-    """The square roots of positive numbers, 0 elsewhere, the way that has no gradient at 0."""
-    h = own.linear(x).float().abs() * (x > 0)
-    return torch.where(h > 0, torch.sqrt(h), 0.0)
 
 
 class _Scaled(torch.autograd.Function):
@@ -173,10 +163,6 @@ def two_branches() -> nn.Module:
         big=linear(),
         tiny=linear(),
     )
-
-
-def times(factor: float) -> Callable[[Tensor, Batch], Tensor]:
-    return lambda output, batch: mean_square(output, batch) * factor
 
 
 def large_sum(output: Tensor, batch: Batch) -> Tensor:
@@ -224,22 +210,6 @@ def naive_variance() -> nn.Module:
     return Computes(function, up=up)
 
 
-def running_sum() -> nn.Module:
-    """Add up one term for each position, in the dtype of the terms."""
-
-    def function(own: Any, x: Tensor) -> Tensor:
-        terms = own.gate(x)[..., 0].sigmoid()
-        total = torch.zeros_like(terms[:, 0])
-        for term in terms.unbind(1):
-            total = total + term
-        result: Tensor = x.mean(1) * (total / terms.shape[1])[:, None]
-        return result
-
-    gate = nn.Linear(WIDTH, 1)
-    nn.init.constant_(gate.bias, 1.0)
-    return Computes(function, gate=gate)
-
-
 def tokens() -> nn.Module:
     """Return the mean embedding of many tokens, most of them the same one."""
     return Computes(
@@ -283,197 +253,132 @@ def repeated() -> dict[str, Tensor]:
     return {"x": found}
 
 
-def small_weights() -> nn.Module:
-    model = around(nn.LayerNorm(WIDTH))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.mul_(1.0 if name.startswith("1.") else 0.01)
-    return model
+class Masked(Attention):
+    """Large queries and keys, and a mask that becomes -inf in fp16 before they are multiplied, in a part of a row."""
+
+    def __init__(self) -> None:
+        super().__init__(size=200.0, mask=-1e9)
+        self.mask[3, 5:] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask.half()  # the first operator that is not finite, and harmless
+        q, k, v = self.qkv(x.unsqueeze(-1)).chunk(3, dim=-1)
+        y: Tensor = torch.softmax(q @ k.transpose(1, 2) + mask, dim=-1) @ v
+        return y.mean(-1) + x
 
 
-def _forward(kind: str, module: str, format: str, *also: str) -> Expected:
-    return Expected(kind, FORWARD, module, format, also)
+@dataclass(frozen=True)
+class Fault:
+    """A fault in a loop, and what must be said of it: the kind, the direction, the module and the first format."""
+
+    expected: tuple[str, str, str, str]
+    model: Callable[[], nn.Module]
+    """Takes a batch's ``x`` and returns a tensor; built after seeding."""
+    precision: str = ""
+    """Of the loop; empty: the expected format."""
+    data: Callable[[], Batch] = noise
+    loss: Callable[[Tensor, Batch], Tensor] = mean_square
+    """From the model's output and the batch to the loss, summed over the samples."""
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of ``examine``."""
+
+    def examined(self) -> Diagnosis:
+        """Let the doctor examine the step, but not search for a cure."""
+        torch.manual_seed(0)
+        model = self.model()
+        torch.manual_seed(1)
+        data = self.data()
+        splits = zip(*(tensor.split(BATCH) for tensor in data.values()), strict=True)
+        batches = [dict(zip(data, rows, strict=True)) for rows in splits]
+
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            return self.loss(model(batch["x"]), batch) / len(batch["x"])
+
+        checks = [name for name in CHECKS if name != "islands"]
+        optimizer = self.optimizer(model.parameters())
+        precision = self.precision or self.expected[3]
+        return mantissa.examine(
+            model, loss, batches, precision, optimizer, checks=checks, budget_s=600, **self.options
+        ).diagnosis
 
 
-def _backward(kind: str, module: str | tuple[str, ...], format: str) -> Expected:
-    return Expected(kind, BACKWARD, module, format)
-
-
-FAULTS = [
-    Fault(1, "FFN output above 65504", _forward(OVERFLOW, "1.wo", "fp16"), lambda: around(large_ffn()), FP16),
-    Fault(2, "QKᵀ not scaled", _forward(OVERFLOW, "1", "fp16"), lambda: around(Attention(200.0)), FP16),
-    Fault(
-        3,
-        "exp without subtracting the maximum",
-        _forward(OVERFLOW, "1", "fp16_master"),
-        lambda: around(Computes(exponential)),
-        FP16_MASTER,
+FAULTS = {
+    "FFN output above 65504": Fault((OVERFLOW, FORWARD, "1.wo", "fp16"), lambda: around(large_ffn())),
+    "a mask that is harmless before a product that is not": Fault(
+        (OVERFLOW, FORWARD, "1", "fp16"), lambda: around(Masked())
     ),
-    Fault(
-        4,
-        "x² in an RMSNorm",
-        _forward(OVERFLOW, "1.norm", "fp16"),
+    "x² in an RMSNorm": Fault(
+        (OVERFLOW, FORWARD, "1.norm", "fp16"),
         lambda: around(Computes(lambda own, x: own.norm(own.linear(x)), linear=linear(700), norm=square_norm())),
-        FP16,
     ),
-    Fault(
-        5,
-        "logits × 10⁴",
-        _forward(OVERFLOW, "1", "fp16"),
-        lambda: nn.Sequential(linear(), Computes(lambda own, x: own.linear(x) * 1e4, linear=linear(20))),
-        FP16,
-        classes,
-        cross_entropy,
-    ),
-    Fault(6, "a weight above 65504", _forward(OVERFLOW, "1", "fp16"), lambda: around(large_weight()), FP16),
-    Fault(
-        7,
-        "loss summed in fp16",
-        _forward(OVERFLOW, "", "fp16_master", DTYPE),
-        lambda: around(nn.Identity()),
-        FP16_MASTER,
-        loss=half_sum,
-    ),
-    Fault(
-        8,
-        "batch statistics in fp16, large inputs",
-        _forward(OVERFLOW, "1", "fp16_master"),
-        lambda: around(Computes(half_batch_norm)),
-        FP16_MASTER,
-    ),
-    Fault(
-        9,
-        "static scale 2²⁴: a weight gradient overflows",
-        _backward(OVERFLOW, "1.linear", "fp16+scaler"),
-        lambda: around(Computes(lambda own, x: x + own.linear(x * 0 + 100), linear=linear(1e-2))),
-        FP16,
-        loss=times(1e-3),
-        scaler=StaticScaler(scale=2.0**24),
-    ),
-    Fault(
-        10,
-        "no loss scale, and a loss of 1e-6",
-        _backward(UNDERFLOW, ("0.up", "0.down", "1", "2.up", "2.down"), "fp16"),
-        lambda: around(linear()),
-        FP16,
-        loss=times(1e-6),
-        scaler=Scaler(force=True),
-    ),
-    Fault(
-        11,
-        "one layer's gradient times 2**-30",
-        _backward(UNDERFLOW, "1.layer", "fp16"),
+    "a weight above 65504": Fault((OVERFLOW, FORWARD, "1", "fp16"), lambda: around(large_weight())),
+    "one layer's gradient times 2**-30": Fault(
+        (UNDERFLOW, BACKWARD, "1.layer", "fp16"),
         lambda: around(Computes(lambda own, x: x + _Scaled.apply(own.layer(x), 2.0**-30), layer=linear())),
-        FP16,
-        scaler=StaticScaler(scale=1024),
+        options={"scale": 1024.0, "fixed_scale": True},
     ),
-    Fault(12, "a big and a tiny branch", _backward(finding.SCALE, "tiny", "fp16"), two_branches, FP16),
-    Fault(
-        13,
-        "norm with eps 1e-8 on rows of 0",
-        _forward(UNDERFLOW, "0", "fp16_master"),
-        lambda: nn.Sequential(square_norm(1e-8), linear()),
-        FP16_MASTER,
-        with_zero_rows,
+    "a big and a tiny branch": Fault((SCALE, BACKWARD, "tiny", "fp16"), two_branches),
+    "norm with eps 1e-8 on rows of 0": Fault(
+        (UNDERFLOW, FORWARD, "0", "fp16_pure"), lambda: nn.Sequential(square_norm(1e-8), linear()), data=with_zero_rows
     ),
-    Fault(
-        14,
-        "mask of -1e9, a row all masked",
-        _forward(OVERFLOW, "1", "fp16"),
-        lambda: around(Attention(mask=-1e9)),
-        FP16,
+    "mask of -1e9, a row all masked": Fault((OVERFLOW, FORWARD, "1", "fp16"), lambda: around(Attention(mask=-1e9))),
+    "a row all -inf": Fault((DOMAIN, FORWARD, "1", "fp32"), lambda: around(Attention(mask=-1.0, filled=True)), "fp16"),
+    "log(0) in the loss": Fault((DOMAIN, FORWARD, "", "fp32"), lambda: around(nn.Identity()), "fp16", loss=log_of_zero),
+    "division by a norm of 1e-6": Fault((OVERFLOW, FORWARD, "1", "fp16_pure"), lambda: around(Computes(by_norm))),
+    "a custom function with inf in its backward": Fault(
+        (DOMAIN, BACKWARD, "1", "fp32"), lambda: around(Computes(lambda own, x: _DividesByZero.apply(x, 1.0))), "fp16"
     ),
-    Fault(15, "a row all -inf", _forward(DOMAIN, "1", "fp32"), lambda: around(Attention(mask=-1.0, filled=True)), FP16),
-    Fault(
-        16, "log(0) in the loss", _forward(DOMAIN, "", "fp32"), lambda: around(nn.Identity()), FP16, loss=log_of_zero
+    "E[x²] - E[x]² with a mean of 100": Fault((ERROR, FORWARD, "1", "bf16"), lambda: around(naive_variance())),
+    "the embedding gradient of a token that occurs 10,000 times": Fault(
+        (ERROR, BACKWARD, "embed", "bf16_pure"), tokens, data=repeated
     ),
-    Fault(
-        17,
-        "where(x > 0, sqrt(x), 0) at 0",
-        _backward(DOMAIN, "1", "fp32"),
-        lambda: around(Computes(root_of_positive, linear=linear())),
-        FP16,
-    ),
-    Fault(
-        18,
-        "division by a norm of 1e-6",
-        _forward(OVERFLOW, "1", "fp16_master"),
-        lambda: around(Computes(by_norm)),
-        FP16_MASTER,
-    ),
-    Fault(
-        19,
-        "a custom function with inf in its backward",
-        _backward(DOMAIN, "1", "fp32"),
-        lambda: around(Computes(lambda own, x: _DividesByZero.apply(x, 1.0))),
-        FP16,
-    ),
-    Fault(
-        20,
-        "E[x²] - E[x]² with a mean of 100",
-        _forward(ERROR, "1", "bf16"),
-        lambda: around(naive_variance()),
-        BF16,
-    ),
-    Fault(
-        21,
-        "a running sum of 4096 terms",
-        _forward(ERROR, "0", "bf16"),
-        lambda: nn.Sequential(running_sum(), Block()),
-        BF16,
-        data=sequences,
-    ),
-    Fault(
-        22,
-        "an fp32 module that casts back to bf16",
-        _forward(DTYPE, "1", "bf16"),
-        lambda: around(CastBack(WIDTH, bias=False)),
-        Precision(mode="bf16", fp32_modules=["1"]),
-    ),
-    Fault(
-        23,
-        "the embedding gradient of a token that occurs 10,000 times",
-        _backward(ERROR, "embed", "bf16_master"),
-        tokens,
-        Precision(mode="bf16_master"),
-        data=repeated,
-    ),
-    Fault(
-        24,
-        "AdamW with lr 1e-4 on 16-bit norm weights at 1.0",
-        Expected(LOST, UPDATE, "1", "bf16_pure"),
-        small_weights,
-        Precision(mode="bf16_pure"),
-        optimizer=Optimizer(name="AdamW", lr=1e-4),
-    ),
-    Fault(
-        25,
-        "Adam's second moment in fp16",
-        Expected(finding.MOMENT, UPDATE, ("0.down", "0.up"), "fp16_pure", (LOST,)),
+    "Adam's second moment in fp16": Fault(
+        (MOMENT, UPDATE, "0.up", "fp16_pure"),
         lambda: nn.Sequential(Block()),
-        Precision(mode="fp16_pure"),
-        loss=times(1e-3),
-        optimizer=Optimizer(name="Adam", lr=1e-5),
+        loss=lambda output, batch: mean_square(output, batch) * 1e-3,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-5),
     ),
-    Fault(26, "rotary angles at long context", _forward(ERROR, "rotary", "bf16"), turned, BF16, data=sequences),
-    Fault(
-        27,
-        "a compiled block that differs from eager",
-        _forward(finding.DIFFERENCE, "1", "inductor"),
-        product_and_layer,
-        Precision(),
-        compiles=True,
-        planting=miscompiling,
+    "rotary angles at long context": Fault((ERROR, FORWARD, "rotary", "bf16"), turned, data=sequences),
+}
+"""Faults in a loop."""
+
+TRAINED = {
+    "a static scale that is too large": (
+        [(OVERFLOW, BACKWARD, "1.linear", "fp16+scaler")],
+        Planted(
+            lambda: around(Computes(lambda own, x: x + own.linear(x * 0 + 100), linear=linear(1e-2))),
+            Precision(mode="fp16"),
+            loss=lambda output, batch: mean_square(output, batch) * 1e-3,
+            scaler=StaticScaler(scale=2.0**24),
+        ),
     ),
-    Fault(
-        28,
-        "gradients that overflow only in the fp16 sum of two ranks",
-        Expected(OVERFLOW, finding.EXCHANGE, "0", "sum of 2 ranks"),
-        lambda: nn.Sequential(linear()),
-        FP16_MASTER,
-        lambda: noise(size=0.1),
-        large_sum,
-        StaticScaler(scale=1.0),
-        ranks=2,
+    "loss summed in fp16": (
+        [(OVERFLOW, FORWARD, "", "fp16_master"), (DTYPE, FORWARD, "", "fp16_master")],
+        Planted(lambda: around(nn.Identity()), Precision(mode="fp16_master"), loss=half_sum),
     ),
-]
+    "an fp32 module that casts back to bf16": (
+        [(DTYPE, FORWARD, "1", "bf16")],
+        Planted(lambda: around(CastBack(WIDTH, bias=False)), Precision(mode="bf16", fp32_modules=["1"])),
+    ),
+    "an fp32 module whose parent uses its weights": (
+        [(DTYPE, FORWARD, "1.linear", "bf16")],
+        Planted(lambda: around(handmade()), Precision(mode="bf16", fp32_modules=["1.linear"])),
+    ),
+    "a compiled block that differs from eager": (
+        [(finding.DIFFERENCE, FORWARD, "1", "inductor")],
+        Planted(product_and_layer, Precision()),
+    ),
+    "gradients that overflow only in the fp16 sum of two ranks": (
+        [(OVERFLOW, EXCHANGE, "0", "sum of 2 ranks")],
+        Planted(
+            lambda: nn.Sequential(linear()),
+            Precision(mode="fp16_master"),
+            lambda: noise(size=0.1),
+            large_sum,
+            StaticScaler(scale=1.0),
+            ranks=2,
+        ),
+    ),
+}
+"""Faults in what only the trainer has, and all that must be found."""

@@ -1,9 +1,8 @@
-"""A planted fault: a tiny model, the precision that it is trained in, and the finding that is expected."""
+"""Tiny models in the project's trainer, and steps of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evidence.doctor.replay import take
 from evidence.doctor.step import TrainerStep
-from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
 from tests.helpers import Arrays, NoData, trainer_of
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
@@ -41,38 +38,19 @@ TINY = {
 
 
 def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) -> TrainerStep:
-    """The first step of a model without a fault; ``options`` are those of ``Fault``."""
-    nothing = Expected("", "", "", "")
-    return TrainerStep.of(Fault(0, "", nothing, model, Precision(mode=mode), **options).trainer(0))
+    """The first step of a model; ``options`` are those of ``Planted``."""
+    return TrainerStep.of(Planted(model, Precision(mode=mode), **options).trainer())
 
 
 def step_of_run(*overrides: str) -> TrainerStep:
     """The first step of a run."""
-    trainer = trainer_of(*overrides)
-    return TrainerStep.of(trainer)
+    return TrainerStep.of(trainer_of(*overrides))
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the doctor must say."""
+class Planted:
+    """A model in the trainer, before its first step, in one process."""
 
-    kind: str
-    direction: str
-    module: str | tuple[str, ...]
-    """Of several, each is found."""
-    format: str
-    also: tuple[str, ...] = ()
-    """Kinds of further findings that are true, too."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault by its number in docs/doctor.md."""
-
-    number: int
-    name: str
-    """What is wrong, in a few words."""
-    expected: Expected
     model: Callable[[], nn.Module]
     """Takes a batch's ``x`` and returns a tensor; built after seeding."""
     precision: Precision
@@ -83,64 +61,39 @@ class Fault:
     scaler: Scaler = field(default_factory=AutoScaler)
     optimizer: Optimizer = field(default_factory=Optimizer)
     ranks: int = 1
-    compiles: bool = False
-    """Whether the doctor is told that the run compiles; the first step is taken eagerly all the same."""
-    planting: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """What the step is taken in, for faults that are not in the model."""
 
-    def trainer(self, seed: int) -> Trainer:
-        """Before its first step, in one process; ``seed`` decides weights and data."""
+    def trainer(self) -> Trainer:
+        """Return the trainer."""
         config = Config(
-            recipe=PlantedRecipe(fault=self),
+            recipe=PlantedRecipe(planted=self),
             data=NoData(),
             precision=self.precision,
             scaler=self.scaler,
             optimizer=self.optimizer,
-            seed=seed,
+            seed=0,
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
         )
         return Trainer.from_config(config)
 
-    def replay(self, seed: int = 0) -> TakenStep:
-        """Take the first step."""
-        replay = take(self.trainer(seed))
-        replay.step.ranks, replay.step.compiles = self.ranks, self.compiles
-        return replay
-
-    def examined(self) -> Diagnosis:
-        """Let the doctor examine the step, but not search for a cure."""
-        with self.planting():
-            return diagnose(self.replay(), tuple(name for name in CHECKS if name != "islands"), budget_s=600)
-
-    def wrong(self, diagnosis: Diagnosis) -> str:
-        """What was found, where it is not the kind, direction, module and format of each module that was expected."""
-        wanted = self.expected
-        modules = [wanted.module] if isinstance(wanted.module, str) else wanted.module
-        found = [(each.kind, each.direction, each.module, each.format) for each in diagnosis.findings]
-        expected = [(wanted.kind, wanted.direction, module, wanted.format) for module in modules]
-        further = [kind for kind, *_ in found[len(expected) :] if kind not in wanted.also]
-        named = sorted(found[: len(expected)]) == sorted(expected) and not further
-        return "" if named else f"expected {wanted}; found {found or diagnosis.verdict}; sweep: {diagnosis.sweep}"
-
 
 @dataclass
 class PlantedRecipe(Recipe):
-    """The recipe of a planted fault. It has no name, so no command line offers it."""
+    """The recipe of a planted model. It has no name, so no command line offers it."""
 
     name: ClassVar[str] = ""
-    fault: Any = None
+    planted: Any = None
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        return Sizes(100, BATCH, BATCH // self.fault.ranks)
+        return Sizes(100, BATCH, BATCH // self.planted.ranks)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         torch.manual_seed(seed + 1)
-        arrays = Arrays(**self.fault.data())
-        return Datasets(arrays, arrays, "of a planted fault")
+        arrays = Arrays(**self.planted.data())
+        return Datasets(arrays, arrays, "of a planted model")
 
     def build_model(self, datasets: Any) -> nn.Module:
-        model: nn.Module = self.fault.model()
+        model: nn.Module = self.planted.model()
         return model
 
     def blocks(self, model: Any) -> list[nn.Module]:
@@ -150,7 +103,7 @@ class PlantedRecipe(Recipe):
         return len(batch["x"])
 
     def loss(self, model: Any, batch: Batch) -> LossOutput:
-        return LossOutput(self.fault.loss(model(batch["x"]), batch), {})
+        return LossOutput(self.planted.loss(model(batch["x"]), batch), {})
 
 
 def noise(*shape: int, size: float = 1.0) -> dict[str, Tensor]:

@@ -1,40 +1,31 @@
-"""Every planted fault is named exactly: module, direction, kind and format."""
+"""Every planted fault is named exactly: kind, direction, module and format."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
-import torch
-from torch import Tensor
 
-from mantissa.doctor.diagnosis import FOUND
-from mantissa.finding import FORWARD, OVERFLOW
-from tests.mantissa.doctor.faults import FAULTS, FP16, Attention
-from tests.mantissa.doctor.planted import Expected, Fault, around
+from evidence.doctor.replay import take
+from mantissa.doctor.diagnosis import CHECKS, FOUND, diagnose
+from tests.mantissa.doctor.faults import FAULTS, TRAINED, miscompiling
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.number))
-def test_a_planted_fault_is_named(fault: Fault) -> None:
-    diagnosis = fault.examined()
-    assert not fault.wrong(diagnosis)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name: str) -> None:
+    diagnosis = FAULTS[name].examined()
+    first = diagnosis.findings[0]
+    assert (first.kind, first.direction, first.module, first.format) == FAULTS[name].expected, diagnosis.findings
     assert (diagnosis.verdict, diagnosis.exit_code, diagnosis.budget.left_out) == (FOUND, 7, [])
 
 
-class Masked(Attention):
-    """Large queries and keys, and a mask that becomes -inf in fp16 before they are multiplied, in a part of a row."""
-
-    def __init__(self) -> None:
-        super().__init__(size=200.0, mask=-1e9)
-        self.mask[3, 5:] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = self.mask.half()  # the first operator that is not finite, and harmless
-        q, k, v = self.qkv(x.unsqueeze(-1)).chunk(3, dim=-1)
-        y: Tensor = torch.softmax(q @ k.transpose(1, 2) + mask, dim=-1) @ v
-        return y.mean(-1) + x
-
-
-def test_of_several_first_operators_the_one_that_harms_is_named() -> None:
-    expected = Expected(OVERFLOW, FORWARD, "1", "fp16")
-    fault = Fault(0, "a mask and a product", expected, lambda: around(Masked()), FP16)
-    (finding,) = fault.examined().findings
-    assert (finding.kind, finding.module, finding.op) == (OVERFLOW, "1", "aten.bmm")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_fault_in_the_trainer_is_named(name: str) -> None:
+    expected, planted = TRAINED[name]
+    compiles = "compiled" in name
+    with miscompiling() if compiles else nullcontext():
+        replay = take(planted.trainer())
+        replay.step.ranks, replay.step.compiles = planted.ranks, compiles
+        diagnosis = diagnose(replay, tuple(check for check in CHECKS if check != "islands"), budget_s=600)
+    found = [(finding.kind, finding.direction, finding.module, finding.format) for finding in diagnosis.findings]
+    assert (diagnosis.verdict, found, diagnosis.budget.left_out) == (FOUND, expected, [])
