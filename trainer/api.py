@@ -5,7 +5,6 @@ While a function of it runs, the process is set up as a run needs it; afterwards
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +21,6 @@ from mantissa.generators import random_state, set_random_state
 from trainer.config import compose as overrides
 from trainer.config.command_line import quoted
 from trainer.config.schema import Config
-from trainer.devices import best_type
 from trainer.errors import Interrupted, UserError
 from trainer.precision import attention, kernels
 from trainer.progress import shown_by
@@ -160,21 +158,14 @@ def _text(key: str, value: object) -> str:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put back what a run sets for the whole process: torch's settings, the generators, logging. Show progress."""
+    """Put back torch's settings and the host's generators, which a run sets for the whole process. Show progress."""
     backends: Any = torch.backends
-    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    cuda, cudnn, mkldnn, host = backends.cuda, backends.cudnn, backends.mkldnn, torch.device("cpu")
     in_fp32 = (backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
     attributes = [(each, "fp32_precision") for each in in_fp32]
     # The older flags come back before the newer ones, which they change.
-    attributes += [
-        (cudnn, "allow_tf32"),
-        (cudnn, "benchmark"),
-        (torch.utils.deterministic, "fill_uninitialized_memory"),
-    ]
-    here = torch.device(best_type())
-    module: Any = torch.get_device_module(here)
-    begun = getattr(module, "is_initialized", lambda: True)()
-    device = here if begun else torch.device("cpu")
+    attributes += [(cudnn, "allow_tf32"), (cudnn, "benchmark")]
+    attributes += [(torch.utils.deterministic, "fill_uninitialized_memory")]
     with ExitStack() as stack:
         restore = stack.callback
         for owner, name in attributes:
@@ -185,14 +176,6 @@ def undisturbed() -> Iterator[None]:
         restore(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
         restore(attention.allow_cudnn, cuda.cudnn_sdp_enabled())
         restore(kernels.clear)
-        restore(set_random_state, random_state(device), device)
-        if not begun:  # a seed that was set before the GPU was first used
-            restore(module.manual_seed_all, torch.initial_seed())
-        elif device.type != "cpu":
-            restore(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
-        for logger in map(logging.getLogger, ("mantissa", "mlflow", "alembic", "urllib3.connectionpool")):
-            restore(logger.setLevel, logger.level)
-            restore(setattr, logger, "propagate", logger.propagate)
-            restore(setattr, logger, "handlers", logger.handlers[:])
+        restore(set_random_state, random_state(host), host)
         with shown_by(Terminal(logged=False).work):
             yield

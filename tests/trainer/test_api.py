@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import logging
 import os
 import random
 import signal
@@ -64,11 +63,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings() -> dict[str, Any]:
     """What a program may have set for its process."""
-    logger = logging.getLogger("mantissa")
     return {
         "folder": os.getcwd(),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
-        "logging": [logger.handlers[:], logger.level, logger.propagate, logging.root.handlers[:], logging.root.level],
         "torch": [torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()],
         "kernels": kernels.in_use(torch.bfloat16),
         "fp32": [each.fp32_precision for each in FP32],
@@ -79,7 +76,6 @@ def settings() -> dict[str, Any]:
 
 
 def test_a_program_is_as_it_was_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("mantissa"), "handlers", [logging.StreamHandler()])
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     program_s, seen = signal.signal(signal.SIGTERM, print), set()
 
