@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import help
@@ -24,7 +25,7 @@ from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import provenance
 from trainer.run.signals import OUTSIDE
-from trainer.run.sweep import Begin, Ended, Sweep
+from trainer.run.sweep import Ended, Sweep, TrainOne
 from trainer.run.terminal import leave_unread
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ def main(run_class: type[Run] | None = None) -> int:
         print(provenance.environment())
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
-    attempt = partial(_attempt, run_class)
+    train_one = partial(_train_one, run_class)
     try:
-        codes = _sweep(Sweep(read(sys.argv[1:])), attempt)
+        codes = _sweep(Sweep(read(sys.argv[1:])), train_one)
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -70,11 +71,11 @@ def _in_a_group() -> bool:
     return distributed is not None and distributed.is_initialized()
 
 
-def _sweep(sweep: Sweep, attempt: Callable[[Begin, list[str]], Ended]) -> list[int]:
+def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
     """Train every run of a command line, print their table, and return their exit codes."""
     failed = []
     try:
-        sweep.run(attempt)
+        sweep.run(train_one)
     except (UserError, HydraException, OmegaConfBaseException):
         raise
     except Exception as error:
@@ -91,18 +92,19 @@ def _sweep(sweep: Sweep, attempt: Callable[[Begin, list[str]], Ended]) -> list[i
     return [*(row.code for row in sweep.rows), *failed]
 
 
-def _attempt(run_class: type[Run] | None, begin: Begin, overrides: Sequence[str]) -> Ended:
+def _train_one(
+    run_class: type[Run] | None, composed: DictConfig, overrides: Sequence[str], recorded: Mapping[str, Any]
+) -> Ended:
     """Train a run, report what ends it early, and free its memory.
 
     Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
     the ranks would train different runs.
     """
     try:
-        composed, kept = begin()
         from trainer.config.build import build
         from trainer.run.start import Run, train
 
-        config = build(composed, overrides, kept)
+        config = build(composed, overrides, recorded)
         return Ended(0, train(config, run_class or Run))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared

@@ -132,11 +132,8 @@ class Ended(NamedTuple):
     """Whether no other run may begin."""
 
 
-Begin = Callable[[], tuple[DictConfig, Mapping[str, Any]]]
-"""Returns what Hydra composed for a run, checked, and what it was composed on, see ``recorded.base``.
-
-Raises UserError: it is a mistake.
-"""
+TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any]], Ended]
+"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``recorded.base``."""
 
 
 class Sweep:
@@ -152,8 +149,8 @@ class Sweep:
         self.jobs: Path | None = None
         """Where those jobs leave what they print, and their rows."""
 
-    def run(self, attempt: Callable[[Begin, list[str]], Ended]) -> None:
-        """Let Hydra call ``attempt`` once for every run, with what begins it, and its overrides.
+    def run(self, train_one: TrainOne) -> None:
+        """Let Hydra call ``train_one`` for every run.
 
         After a failed run, a sweep continues with the next one.
 
@@ -173,7 +170,8 @@ class Sweep:
             job = HydraConfig.get()
             # As given: Hydra would resolve ${…} in them against its own keys.
             overrides = cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False))
-            ended = attempt(lambda: (self.begin(composed, overrides), kept), overrides)
+            self.begin(composed, overrides)
+            ended = train_one(composed, overrides, kept)
             self.end(job.job.num if self.jobs else 0, ended)
 
         with self.scratch() as scratch:
@@ -195,7 +193,7 @@ class Sweep:
         self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=folder))
         yield str(self.jobs)
 
-    def begin(self, composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    def begin(self, composed: DictConfig, overrides: Sequence[str]) -> None:
         """Note that a run begins; give its config a name of its own, and let it continue an earlier run.
 
         Args:
@@ -208,7 +206,6 @@ class Sweep:
             name = name_of(name_of_composed(composed), values, composed.run_name is not None)
             self.rows[-1].name = composed.run_name = name
             composed.resume = composed.resume or SAME
-        return composed
 
     def end(self, number: int, ended: Ended) -> None:
         """Record how the run ended; job ``number`` does so in a file, as it is not in the process of the command."""

@@ -105,7 +105,8 @@ def test_what_jobs_leave_is_in_the_table_of_the_command(tmp_path: Path) -> None:
     best = {"status": "FINISHED", "best": {"step": 2.0, "value": 0.5}}
     for number, ended in enumerate([(0, best), (143, {})]):  # the last one's job is lost
         job = pickle.loads(pickle.dumps(sweep))
-        config = job.begin(composed(f"seed={number + 3}"), [f"seed={number + 3}"])
+        config = composed(f"seed={number + 3}")
+        job.begin(config, [f"seed={number + 3}"])
         assert (config.run_name, config.resume) == (f"bignet-fp32-s{number + 3}", "same")
         job.end(number, Ended(*ended))
     sweep.collect()
