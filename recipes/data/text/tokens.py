@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,8 +23,6 @@ from trainer.files import flush, locked, read_json, write_json
 from trainer.progress import work
 from trainer.recipe import DataSource
 
-if TYPE_CHECKING:
-    from recipes.data.text.corpus import Split
 
 FORMAT = 5
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
@@ -95,7 +93,22 @@ class Tokenized(NamedTuple):
     tokenizer: Tokenizer
 
 
-def open_or_build(cache: Path, name: str, splits: Mapping[str, Split], plan: TokenizerPlan) -> Tokenized:
+class Documents(Protocol):
+    """Documents to tokenize: see ``corpus.Split``."""
+
+    @property
+    def identity(self) -> Any:
+        """Return what is hashed to tell them from others."""
+
+    @property
+    def megabytes(self) -> float:
+        """Return the size of their text."""
+
+    def __iter__(self) -> Iterator[Iterable[str]]:
+        """Yield the documents, each as pieces of text."""
+
+
+def open_or_build(cache: Path, name: str, splits: Mapping[str, Documents], plan: TokenizerPlan) -> Tokenized:
     """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
@@ -130,7 +143,7 @@ def open_or_build(cache: Path, name: str, splits: Mapping[str, Split], plan: Tok
     return Tokenized(ids, meta["text_bytes"], plan.load(folder))
 
 
-def _build(folder: Path, splits: Mapping[str, Split], plan: TokenizerPlan) -> None:
+def _build(folder: Path, splits: Mapping[str, Documents], plan: TokenizerPlan) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
