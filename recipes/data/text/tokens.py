@@ -23,7 +23,6 @@ from trainer.files import flush, locked, read_json, write_json
 from trainer.progress import work
 from trainer.recipe import DataSource
 
-
 FORMAT = 5
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
