@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from evidence.comparison.compare import Result
 from evidence.comparison.report import lead
+from evidence.mlflow import publish
 from evidence.runs import Outcome, recorded
-from trainer.errors import first_line
+from trainer.tracking.mlflow import store
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
-from trainer.tracking.mlflow.store import connect, publish
 from trainer.tracking.sync import send
-from trainer.tracking.ui import curves_address, shown_at
+from trainer.tracking.ui import curves_address
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -39,24 +39,17 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
     shown = [record["run_id"] for outcome, record in delivered if outcome.finished]
     if not shown:
         return []
-    try:
-        client = connect(uri)
-        parent = _parent(client, result, delivered, files)
-    except Exception as error:  # of many kinds, by MLflow and what lies below it
-        return [f"upload of the comparison failed ({first_line(error)}); run the same command again to retry"]
-    experiment = delivered[0][1]["experiment_id"]
-    return [
-        shown_at(uri, experiment, parent),
-        "its runs side by side:",
-        f"  {curves_address(uri, experiment, shown)}",
-    ]
+    lines, run = publish("the comparison", uri, lambda client: _update_parent(client, result, delivered, files))
+    if run is None:
+        return lines
+    return [*lines, "its runs side by side:", f"  {curves_address(uri, run.info.experiment_id, shown)}"]
 
 
-def _parent(
+def _update_parent(
     client: MlflowClient, result: Result, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
-) -> str:
+) -> Any:
     comparison = result.comparison
-    run = publish(
+    return store.publish(
         client,
         client.get_experiment(delivered[0][1]["experiment_id"]).name,
         f"compare-{comparison.name}",
@@ -75,7 +68,6 @@ def _parent(
         files=files,
         children={record["run_id"]: {"arm": outcome.arm} for outcome, record in delivered},
     )
-    return str(run.info.run_id)
 
 
 def _numbers(arm: Any) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import compose, same_bits
+from tests.kills.harness import metrics
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.data.contract import Batch
@@ -30,9 +31,6 @@ RECIPES = {
         *("optimizer.lr=0.01", "data=synthetic", "data.classes=3", "data.samples=24"),
     ],
 }
-# Clocks and the process's memory; every other number has to be the same.
-MEASURED = {"time", "tokens_per_s", "images_per_s", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s"}
-
 AtStep = Callable[..., None]
 
 
@@ -79,12 +77,6 @@ def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, 
     return train(compose(*RECIPES[recipe], *sizes, *scaled, *own, *exactly))
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert any(MEASURED & line.keys() for line in lines)
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
-
-
 def end_state(folder: Path) -> tuple[Any, ...]:
     saved = load(folder / "run" / "checkpoints", STEPS)
     assert saved.step == STEPS
@@ -124,14 +116,14 @@ def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
     summary = go(tmp_path, recipe, mode, resume)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert same_bits(end_state(tmp_path), end_state(whole))
-    assert metrics(tmp_path) == metrics(whole)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 4, 5, 8, 10, 11, 11]
+    assert metrics(tmp_path / "run") == metrics(whole / "run")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 4, 5, 8, 10, 11, 11]
     before = json.loads((whole / "run" / "summary.json").read_text())
     same = ("status", "step", "final", "best", "skipped_steps")
     assert {key: summary[key] for key in same} == {key: before[key] for key in same}
     if mode.startswith("fp16"):
         assert 2 <= summary["skipped_steps"] <= STEPS - 4
-        assert len({line["loss_scale"] for line in metrics(whole) if "loss_scale" in line}) > 1
+        assert len({line["loss_scale"] for line in metrics(whole / "run") if "loss_scale" in line}) > 1
 
 
 @pytest.mark.parametrize("step", [7, 9])
@@ -144,8 +136,8 @@ def test_a_killed_run_continues_from_the_last_checkpoint(
     with pytest.raises(Killed):
         go(tmp_path, "gpt2", "fp16")
     assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [5]
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 4, 5, 8][: 3 if step == 7 else 4]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 4, 5, 8][: 3 if step == 7 else 4]
     at_step(-1, kill)
     go(tmp_path, "gpt2", "fp16", "auto")
     assert same_bits(end_state(tmp_path), end_state(whole))
-    assert metrics(tmp_path) == metrics(whole)
+    assert metrics(tmp_path / "run") == metrics(whole / "run")

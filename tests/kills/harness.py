@@ -1,31 +1,25 @@
-"""Runs that are killed with SIGKILL at random moments, and MLflow's server with them, resumed until done, and compared.
-
-python -m tests.kills [kills=200] [seed=0] [workers=2] [table=FILE]        the table is also appended to the file
+"""Runs that are killed with SIGKILL, and MLflow's server with them, resumed until done, and compared.
 
 Each run is compared with an uninterrupted one: the last checkpoint by bit (weights, optimizer, averages, generators),
 the metric log line by line (without clocks), MLflow's points, each exactly once, and the files that are there: none
 more, none less. A moment is an event outside (a line is logged, the summary is written) and a random part of a second
-after it, or a number of events inside (see tests/killed.py): a file is changed or removed, a module evaluates.
+after it, or a number of events inside (see tests/kills/killed.py): a file is changed or removed, a module computes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +27,15 @@ import psutil
 
 from tests import forks, shortcuts
 from tests.helpers import same_bits
-from tests.killed import KINDS
+from tests.kills.killed import KINDS
 from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
 from trainer.files import final_status, read_json_lines
-from trainer.run.provenance import git_facts
 from trainer.tracking.mlflow.record import is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 OPTIONS = [
     *("batch_size=8", "micro_batch_size=2", "eval_every=5", "eval_samples=6", "log_every=4", "checkpoint.every=3"),
     *("deterministic=true", "profiler=none", "clip=norm"),
@@ -174,10 +167,12 @@ class Place:
             self.server.wait()
 
     def start(self, kill: str = "", script: str = "scripts/train.py") -> forks.Popen:
-        """Start the job; ``kill`` is for tests/killed.py."""
+        """Start the job; ``kill`` is for tests/kills/killed.py."""
         torchrun = [*FORKED_TORCHRUN, "--standalone", f"--nproc-per-node={self.job.ranks}"]
         command = torchrun if self.job.ranks and "train" in script else [sys.executable]
-        command += [str(PROJECT / "tests" / "killed.py"), kill, "counts.json"] if kill else [str(PROJECT / script)]
+        command += (
+            [str(PROJECT / "tests" / "kills" / "killed.py"), kill, "counts.json"] if kill else [str(PROJECT / script)]
+        )
         if "train" in script:
             address = [f"tracking.uri=http://127.0.0.1:{self.port}"] if self.job.served else []
             command += [*OPTIONS, *self.job.options, *address]
@@ -205,7 +200,7 @@ class Place:
         """Start the job and kill it, or the server, at this moment; False: it ended before."""
         if moment in KINDS:
             number = self.draw.randint(1, max(self.counts.get(moment, 20) // 2, 1))
-            rank = self.draw.randrange(self.job.ranks or 1) if moment == "evaluation" else 0
+            rank = self.draw.randrange(self.job.ranks or 1) if moment in ("evaluation", "accumulation") else 0
             process = self.start(f"{moment}:{number}:{rank}")
             return process.wait() != 0
         if moment == "server down":
@@ -386,95 +381,3 @@ def _files(run: Path) -> set[str]:
 
 def _exact(stored: list[tuple[str, int, float]]) -> set[tuple[str, int, float]]:
     return {point for point in stored if not point[0].startswith(CLOCKS) and not point[0].endswith("_per_s")}
-
-
-@dataclass
-class Campaign:
-    """Rounds of all jobs in turn, several at a time."""
-
-    folder: Path
-    seed: int
-    counted: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in JOBS})
-    """By job, the kills at each moment."""
-    differ: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in JOBS})
-    """By job, the rounds in which something differs, by kind."""
-    rounds: Counter[str] = field(default_factory=Counter)
-
-    def run(self, kills: int, workers: int) -> bool:
-        """Kill until there were so many, and return whether nothing differs."""
-        self.folder.mkdir()
-        os.environ[shortcuts.STORE] = str(self.folder / "empty.db")
-        self.store = shortcuts.migrated()
-        numbers, lock = iter(range(10**9)), threading.Lock()
-        with ThreadPoolExecutor(workers) as pool:
-            self.whole = dict(zip(JOBS, pool.map(self._undisturbed, JOBS), strict=True))
-
-            def work() -> None:
-                while sum(each.total() for each in self.counted.values()) < kills:
-                    with lock:
-                        number = next(numbers)
-                    self._round(number)
-
-            for done in [pool.submit(work) for _ in range(workers)]:
-                done.result()
-        return not any(self.differ.values())
-
-    def _undisturbed(self, name: str) -> tuple[Path, dict[str, int]]:
-        with placed(name, self.folder / f"{list(JOBS).index(name)}-whole", self.store) as place:
-            process = place.start("file:0:0")
-            assert process.wait() == 0, place.log.read_text()
-            return place.until_done(), json.loads((place.folder / "counts.json").read_text())
-
-    def _round(self, number: int) -> None:
-        name = list(JOBS)[number % len(JOBS)]
-        draw, job, (whole, counts) = random.Random(f"{self.seed} {number}"), JOBS[name], self.whole[name]
-        moments = [draw.choice((*PLAN, *job.own * 2)) for _ in range(draw.randint(2, 6))]
-        set_up = "set-up" in moments
-        if set_up:  # which comes only once
-            moments = ["set-up", *(moment for moment in moments if moment != "set-up")]
-        here = self.folder / f"{number:03}"
-        with placed(name, here, self.store, draw=draw, counts=counts, set_up=set_up) as place:
-            try:
-                killed = [moment for moment in moments if place.kill_at(moment)]
-                found = compared(whole, place.until_done())
-            except AssertionError as error:
-                found = {"ended otherwise": [str(error)[-2000:]]}
-        self.rounds[name] += 1
-        self.counted[name].update(killed)
-        self.differ[name].update(kind for kind, differences in found.items() if differences)
-        if not any(found.values()):  # what is kept is to be looked at
-            shutil.rmtree(here)
-        text = "; ".join(difference for differences in found.values() for difference in differences[:3])
-        print(f"{number:03} {name}: killed at {', '.join(killed) or 'no time'}: {text or 'equal'}", flush=True)
-
-    def table(self) -> str:
-        """Return the result as Markdown."""
-        kinds = ("bits", "lines", "points", "left over", "ended otherwise")
-        head = ("what was trained", "rounds", "kills", *kinds, "killed at")
-        rows = [head, ["---"] * len(head)]
-        for name, counted in self.counted.items():
-            at = ", ".join(f"{moment} {times}" for moment, times in sorted(counted.items()))
-            rows.append((name, self.rounds[name], counted.total(), *(self.differ[name][kind] for kind in kinds), at))
-        return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
-
-
-def main() -> int:
-    """Run the long form in ``kills/``; the exit code is 1 where anything differed."""
-    began = time.monotonic()
-    given = {"kills": "200", "seed": "0", "workers": "2", "table": ""}
-    given |= dict(argument.split("=", 1) for argument in sys.argv[1:])
-    campaign = Campaign(Path("kills").resolve(), int(given["seed"]))
-    equal = campaign.run(int(given["kills"]), int(given["workers"]))
-    command = f"python -m tests.kills kills={given['kills']} seed={given['seed']} workers={given['workers']}"
-    took = f"{(time.monotonic() - began) / 60:.0f} minutes"
-    commit = git_facts().get("commit", "unknown")[:7]
-    text = f"`{command}`, commit {commit}, {date.today()}, {took}\n\n{campaign.table()}\n"
-    print(f"\n{text}")
-    if given["table"]:
-        with Path(given["table"]).open("a", encoding="utf-8") as file:
-            file.write(f"\n{text}")
-    return int(not equal)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

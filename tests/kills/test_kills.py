@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.kills import compared, placed, undelivered
+from tests.kills.harness import compared, placed, undelivered
 from trainer.files import read_json, sha256, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -22,23 +22,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 @pytest.mark.parametrize(
     ("job", "moments"),
     [
-        ("bignet", ("file", "start", "training", "closing", "delivery")),
+        ("bignet", ("file", "accumulation", "start", "training", "closing", "delivery")),
         ("gpt2: Muon, EMA, epochs, bf16, text", ("evaluation", "removing", "export")),
         ("gpt2: EMA, two ranks", ("file", "a rank", "all ranks")),
         ("bignet: EMA, a server", ("file", "server and run", "server")),
     ],
 )
 def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
-    job: str, moments: tuple[str, ...], folder: Path, empty_store: Path
+    job: str, moments: tuple[str, ...], tmp_path: Path, empty_store: Path
 ) -> None:
     """At other places every time. The database's set-up is killed in test_mlflow_database.py; here it exists.
 
     The first kill is counted inside the run, so that it happens; those from outside may come after the run's end.
     """
-    with placed(job, folder / "whole", empty_store) as place:
+    with placed(job, tmp_path / "whole", empty_store) as place:
         assert place.start("file:0:0").wait() == 0, place.log.read_text()
         whole, counts = place.until_done(), json.loads((place.folder / "counts.json").read_text())
-    with placed(job, folder / "killed", empty_store, counts=counts) as place:
+    with placed(job, tmp_path / "killed", empty_store, counts=counts) as place:
         happened = [moment for moment in moments if place.kill_at(moment)]
         killed = place.until_done()
     assert moments[0] in happened
@@ -47,7 +47,7 @@ def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
         return
 
     # The comparison must be able to detect differences.
-    with sqlite3.connect(folder / "killed" / "mlflow.db") as database:
+    with sqlite3.connect(tmp_path / "killed" / "mlflow.db") as database:
         database.execute("insert into metrics select key, value, timestamp + 1, run_uuid, step, is_nan from metrics "
                          "where key = 'loss' and step = 8")  # fmt: skip
         database.execute("delete from metrics where key = 'lr' and step = 12")

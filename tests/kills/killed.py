@@ -1,6 +1,6 @@
-"""scripts/train.py that ends itself with SIGKILL at the n-th event of a kind; tests/kills.py starts it.
+"""scripts/train.py that ends itself with SIGKILL at the n-th event of a kind; tests/kills/harness.py starts it.
 
-python tests/killed.py <kind>:<n>:<rank> <file> <override> …        n = 0 counts the events into the file, until it ends
+python tests/kills/killed.py <kind>:<n>:<rank> <file> <override> …   n = 0 counts the events into the file, to the end
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHANGES = ("os.mkdir", "os.rename", "os.link", "os.truncate")
 REMOVALS = ("os.remove", "os.rmdir", "shutil.rmtree")
 EXPORTED = ("best", "serving", ".mlflow-model-")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-KINDS = ("file", "removing", "export", "evaluation")
+KINDS = ("file", "removing", "export", "evaluation", "accumulation")
 
 
 def kinds_of(event: str, arguments: tuple[Any, ...]) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def install(kind: str, limit: int, counts: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(lambda event, arguments: note(kinds_of(event, arguments)))
-    register_module_forward_pre_hook(lambda module, _: None if module.training else note(("evaluation",)))
+    register_module_forward_pre_hook(lambda module, _: note(("accumulation" if module.training else "evaluation",)))
     if not limit:
         atexit.register(lambda: counts.write_text(json.dumps(seen)))
 

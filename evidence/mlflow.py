@@ -1,0 +1,34 @@
+"""Reports in MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import first_line
+from trainer.tracking.mlflow.store import connect
+from trainer.tracking.ui import shown_at
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+def publish(what: str, uri: str, send: Callable[[MlflowClient], Any]) -> tuple[list[str], Any]:
+    """Send a report to MLflow. Where that fails, a line says so: the report is on the disk, and is sent again later.
+
+    ``publish("the advice", uri, lambda client: store.publish(client, experiment, name, key, …))`` brings a run of its
+    own up to date; a report on a run that MLflow has already can log on it and return it.
+
+    Args:
+        what: what is sent, in words, such as "the comparison".
+        uri: MLflow's address.
+        send: takes the client, sends what MLflow lacks, and returns the run.
+
+    Returns:
+        Lines to print, the address of the run's page or why there is none; and the run, None where it failed.
+    """
+    try:
+        run = send(connect(uri))
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        return [f"{what} is not in MLflow ({first_line(error)}); run the same command again to retry"], None
+    return [shown_at(uri, run.info.experiment_id, run.info.run_id)], run
