@@ -1,8 +1,7 @@
 """Measure the project's performance targets, as ratios from one run: ``python benchmarks/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, trainer, peers, nanogpt, optimizers, diagnostics, ema, memory,
-                          startup, saving, generation, parallel, documented
+                          precision, trainer, peers, nanogpt, optimizers, memory, startup, parallel, documented
   repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matmuls are too slow here
@@ -30,18 +29,14 @@ from trainer.config.options import parse, run
 from trainer.errors import UserError, nearest
 from trainer.hardware import detect
 
-MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row | peers.SideBySide]]] = {
+MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "precision": ratios.precision,
     "trainer": overhead.trainer_cost,
     "peers": peers.peers,
     "nanogpt": nanogpt.nanogpt,
     "optimizers": ratios.optimizers,
-    "diagnostics": ratios.diagnostics_cost,
-    "ema": ratios.ema_cost,
     "memory": overhead.peak_memory,
     "startup": ratios.startup,
-    "saving": ratios.saving,
-    "generation": ratios.generation,
     "parallel": ratios.parallel,
     "documented": ratios.documented,
 }

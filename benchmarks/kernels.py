@@ -2,7 +2,6 @@
 
   python benchmarks/kernels.py steps        time of a training step: formats × recipes × kernels, in turns
   python benchmarks/kernels.py training     200 steps with either kernels, from the same and from shaken weights
-  python benchmarks/kernels.py memory       peak memory of a run in each format, each in a process of its own
 
   rounds=8         steps of each arm that are timed; native=2: of torch's own kernels, where they are slow
   only=gpt2        one recipe
@@ -14,19 +13,15 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mantissa.statistics import ratio_interval
 from trainer.config.compose import compose
-from trainer.files import PROJECT
 from trainer.hardware import NATIVE, detect
 from trainer.precision import kernels
 from trainer.trainer import StepRecord, Trainer
@@ -99,20 +94,6 @@ def steps(rounds: int, native: int, only: str) -> Iterator[dict[str, Any]]:
             }
 
 
-def memory(_: int, __: int, only: str) -> Iterator[dict[str, Any]]:
-    """Measure the peak of the resident memory of a run of four steps, each in a process of its own."""
-    for (name, line), precision in itertools.product(RECIPES.items(), ("fp32", *FORMATS)):
-        if only not in name:
-            continue
-        own = [*line.split(), "device=cpu", "steps=4", "eval_samples=4", f"precision={precision}"]
-        with tempfile.TemporaryDirectory() as folder:
-            quiet = ["checkpoint=none", "tracking=local", "tracking.epilogue=false", f"output_dir={folder}"]
-            script = str(PROJECT / "scripts" / "train.py")
-            subprocess.run([sys.executable, script, *own, *quiet], check=True, stdout=subprocess.DEVNULL)
-            (summary,) = (json.loads(path.read_text()) for path in Path(folder).glob("*/summary.json"))
-        command = f"python scripts/train.py {' '.join(own)}"
-        peak = round(summary["peak_memory_bytes"] / 2**20, 1)
-        yield {"recipe": name, "command": command, "precision": precision, "peak_mib": peak}
 
 
 def training(_: int, __: int, only: str) -> Iterator[dict[str, Any]]:
@@ -192,20 +173,11 @@ def _training_table(rows: list[dict[str, Any]]) -> Table:
         yield row["recipe"], row["precision"], row["seed"], *losses, *apart, skipped
 
 
-def _memory_table(rows: list[dict[str, Any]]) -> Table:
-    yield "recipe", "precision", "peak of the process, MiB", "over fp32, MiB"
-    base = {row["recipe"]: row["peak_mib"] for row in rows if row["precision"] == "fp32"}
-    for row in rows:
-        more = f"{row['peak_mib'] - base[row['recipe']]:+.1f}" if row["precision"] != "fp32" else ""
-        yield row["recipe"], row["precision"], row["peak_mib"], more
-
-
 _TABLES = {
     "steps": _steps_table,
     "training": _training_table,
-    "memory": _memory_table,
 }
-MEASUREMENTS = {"steps": steps, "training": training, "memory": memory}
+MEASUREMENTS = {"steps": steps, "training": training}
 
 
 def main(arguments: list[str]) -> int:

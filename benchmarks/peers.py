@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,22 +33,20 @@ from benchmarks.overhead import (
     memory_is_by,
     stepwise,
 )
-from benchmarks.rows import Bench, Row
+from benchmarks.rows import Bench, Row, ratios
 from evidence.turns import Block
-from mantissa.display import size
+from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
 from trainer.devices import synchronise
 from trainer.hardware import Hardware
-from trainer.run.provenance import git_facts
 from trainer.trainer import Trainer
 
 FIT_WARM_UP = 3
 """Optimizer steps of a framework's fit that are not timed; every repeat is a new fit."""
 ALIKE = 0.01
 """Loops train alike where their weights differ by less than this share of the distance that they went."""
-BARE, MANTISSA = "bare loop", "Mantissa, everything on"
-HEADING = ("loop", "version", "step, ms", "over bare, ms", "{unit}/s", "of bare's", "peak memory", "of bare's")
+MANTISSA = "Mantissa"
 
 
 def fitted(fit: Fit, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
@@ -290,67 +287,6 @@ FRAMEWORKS = (
 )
 
 
-@dataclass
-class Peer:
-    """One loop's figures; those that are missing were not measured."""
-
-    name: str
-    version: str
-    note: str = ""
-    """What differs, or why it was not measured."""
-    peak_bytes: int = 0
-    drift: float | None = None
-    """How far its weights are from the bare loop's after three steps, as a share of the distance that those went."""
-    step_ms: list[float] = field(default_factory=list)
-    """Of each repeat."""
-
-
-def table(peers: Sequence[Peer], unit: str, units: int) -> str:
-    """Return the rows in Markdown.
-
-    Args:
-        peers: the first one is the loop written by hand.
-        unit: of what a step takes: tokens, images or samples.
-        units: how many of them a step takes.
-    """
-    heading = tuple(cell.format(unit=unit) for cell in HEADING)
-    rows = [heading, ("---",) * len(heading), *(_cells(peer, peers[0], units) for peer in peers)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cells(peer: Peer, bare: Peer, units: int) -> tuple[str, ...]:
-    peak = (size(peer.peak_bytes), f"{peer.peak_bytes / bare.peak_bytes:.3f}x") if peer.peak_bytes else ("–", "–")
-    if not peer.step_ms:
-        return (peer.name, peer.version or "–", "–", "–", "–", "–", *peak)
-    step_ms = statistics.median(peer.step_ms)
-    rate, digits = 1e3 * units / step_ms, 3 if step_ms < 10 else 1
-    extra = share = ""
-    if peer is not bare:
-        pairs = list(zip(peer.step_ms, bare.step_ms, strict=True))
-        extra = _range([own - other for own, other in pairs], f"+.{digits}f")
-        share = _range([other / own for own, other in pairs], ".3f")
-    speed = f"{rate:,.{0 if rate >= 100 else 1}f}"
-    return (peer.name, peer.version, f"{step_ms:.{digits}f}", extra, speed, share, *peak)
-
-
-def _range(values: list[float], form: str) -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
-def notes(peers: Sequence[Peer]) -> list[str]:
-    """Return what the rows do not say."""
-    alike = {peer.name: peer.drift for peer in peers[1:] if peer.drift is not None and peer.drift < ALIKE}
-    found = []
-    if alike:
-        same = f"after {PEAK_STEP} steps they differ by at most {max(alike.values()):.2%} of the distance that the"
-        found.append(f"the same weights as the bare loop's ({same} weights moved): {', '.join(alike)}")
-    for peer in peers[1:]:
-        if peer.drift is not None and peer.name not in alike:
-            apart = f"its weights differ from the bare loop's by {peer.drift:.0%} of the distance that those moved"
-            found.append(f"{peer.name}: NOT the same training; after {PEAK_STEP} steps {apart}")
-    return found + [f"{peer.name}: {peer.note}" for peer in peers if peer.note]
-
-
 def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
     """Return a language, a vision and a tiny model; on a CPU small enough for minutes."""
     tiny = replace(TINY_MLP, steps=500, rounds=1)
@@ -361,41 +297,15 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
     return Job("gpt2 mini", language, 5), Job("resnet18", (*vision, "batch_size=32"), 10), tiny
 
 
-@dataclass
-class SideBySide:
-    """The loops of one job."""
-
-    title: str
-    unit: str
-    """Of what a step takes: tokens, images or samples."""
-    units: int
-    """How many of them a step takes."""
-    how: str
-    peers: list[Peer]
-    """The first one is the loop written by hand."""
-
-    def __str__(self) -> str:
-        listed = "\n".join(f"- {note}" for note in (self.how, *notes(self.peers)))
-        return f"### {self.title}\n\n{table(self.peers, self.unit, self.units)}\n\n{listed}\n"
-
-    def record(self) -> dict[str, dict[str, Any]]:
-        """Return what results/ keeps of it: the step of each loop over that of the one written by hand."""
-        bare, *others = self.peers
-        found: dict[str, dict[str, Any]] = {}
-        for peer in others:
-            ratios = [own / other for own, other in zip(peer.step_ms, bare.step_ms, strict=False)]
-            found |= Row(f"{self.title}, step of {peer.name} {peer.version} / bare loop", "x", ratios, "").record()
-        return found
-
-
-def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[SideBySide]:
-    """Measure a step's overhead, throughput and peak memory in each framework, beside a loop written by hand."""
+def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[Row]:
+    """Measure step and peak memory of each framework and of the trainer, over those of a loop written by hand."""
     for job in jobs or peers_jobs(bench.hardware):
         vision = "recipe=resnet" in job.overrides
-        yield side_by_side(bench, job, [each for each in frameworks if vision or not each.vision_only])
+        some = [framework for framework in frameworks if vision or not framework.vision_only]
+        yield from side_by_side(bench, job, some)
 
 
-def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> SideBySide:
+def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> Iterator[Row]:
     """Measure the loops of one job."""
     mode, device = bench.mode, bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
@@ -404,37 +314,44 @@ def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> Sid
     workload = Workload(Trainer.from_config(config, bench.hardware)).first_batches(PEAK_STEP)
     baseline = first_steps(partial(bare, workload), device)
     way = _distance(baseline.weights, workload.weights)
-
-    def measured(peer: Peer, make: Callable[[], Loop]) -> Peer:
-        first = first_steps(make, device)
-        return replace(peer, peak_bytes=first.peak_bytes, drift=_distance(first.weights, baseline.weights) / way)
-
-    commit = f"commit {facts['commit'][:7]}" if (facts := git_facts()) else ""
-    rows = [
-        Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.peak_bytes),
-        measured(Peer(MANTISSA, commit), partial(mantissa, config, bench.hardware)),
-    ]
+    titles: dict[str, str] = {}
     timed: list[Framework] = []
-    for framework in frameworks:
-        known, why = framework.installed()
-        peer = Peer(framework.name, known, why or framework.note)
-        if not why:
-            try:
-                peer = measured(peer, partial(framework.make, workload, bench.folder))
-                timed.append(framework)
-            except Exception as error:  # the others are measured without it
-                peer.note = f"failed: {type(error).__name__}: {error}"
-        rows.append(peer)
+    for name, known, note, make in _loops(config, bench, workload, frameworks):
+        title = f"{job.name} {mode}, {{}} of {name} {known}".rstrip() + " / bare loop"
+        try:
+            first = first_steps(make, device)
+        except Exception as error:  # the others are measured without it
+            yield Row(title.format("step"), "x", [], f"failed: {type(error).__name__}: {error}")
+            continue
+        drift = _distance(first.weights, baseline.weights) / way
+        said = f"; after {PEAK_STEP} steps its weights differ by {drift:.2%} of the distance that the bare loop's moved"
+        said = ("" if drift < ALIKE else "; NOT the same training") + said + (f"; {note}" if note else "")
+        titles[name] = title
+        measured = f"third step, by {memory_is_by(device)}{said}"
+        yield Row(title.format("peak memory"), "x", [first.peak_bytes / baseline.peak_bytes], measured)
+        timed += [framework for framework in frameworks if framework.name == name]
 
     def blocks(workload: Workload) -> dict[str, Block]:
         return {framework.name: framework.make(workload, bench.folder).block for framework in timed}
 
-    times, steps = alternate(bench, job, options, blocks), job.steps * job.rounds
-    for peer in rows:
-        seconds = times.get({BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name), [])
-        peer.step_ms = [1e3 * each / steps for each in seconds]
-    how = f"{job.line(*options)}; {steps} steps a repeat; peak memory of the third step by {memory_is_by(device)}"
-    return SideBySide(f"{job.name} {mode}", *workload.units(), how, rows)
+    times = alternate(bench, job, options, blocks)
+    for name, title in titles.items():
+        key = "trainer" if name == MANTISSA else name
+        how = f"{job.line(*options)}; {job.steps * job.rounds} steps a repeat"
+        yield Row(title.format("step"), "x", ratios(times, key, "bare"), how)
+
+
+def _loops(
+    config: Config, bench: Bench, workload: Workload, frameworks: Sequence[Framework]
+) -> Iterator[tuple[str, str, str, Callable[[], Loop]]]:
+    """Yield name, version, note and maker of the trainer's loop and of the frameworks' that are installed."""
+    yield MANTISSA, "", "", partial(mantissa, config, bench.hardware)
+    for framework in frameworks:
+        known, why = framework.installed()
+        if why:
+            print(f"  {framework.name}: {why}")
+        else:
+            yield framework.name, known, framework.note, partial(framework.make, workload, bench.folder)
 
 
 def _distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Ratios between loops that alternate in one process: formats, optimizers, averages, checkpoints, …"""
+"""Ratios between loops that alternate in one process: formats, optimizers, DDP; and times of whole commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,26 +19,20 @@ from torch import nn
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
 from evidence.turns import steps_of, stopwatch
-from inference.generate import without_dropout, without_gradients
 from mantissa.formats import BASIC
-from trainer.checkpoint.store import Checkpoint
-from trainer.checkpoint.writer import CheckpointWriter
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT
 from trainer.hardware import UNAVAILABLE, detect
-from trainer.parallel.world import World
 from trainer.precision import kernels
-from trainer.profiling.diagnostics import Numerics
 from trainer.trainer import Trainer
 
 BF16_TARGET = 1.8
 OPTIMIZERS = ("muon", "lion", "lamb", "adafactor")
-"""Choices of ``optimizer``, with what else they need, that are measured beside adamw."""
+"""Choices of ``optimizer`` that are measured beside adamw."""
 PROCESSES = 2
 STEPS = 4
-"""Optimizer steps before a checkpoint, and in a block of several processes."""
+"""Number of optimizer steps in a block of several processes."""
 NCHW = "bf16 recipe.channels_last=false"
-"""The command whose output README shows."""
 FIRST = "python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=chars precision=bf16"
 """What ``make train`` runs."""
 DOCUMENTED = (
@@ -103,99 +96,12 @@ def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTI
     loops: dict[str, Callable[[int], None]] = {}
     for name in ("adamw", *names):
         try:
-            loops[name] = steps_of(_trainer(bench, job, *f"optimizer={name}".split()))
+            loops[name] = steps_of(_trainer(bench, job, f"optimizer={name}"))
         except UserError as error:  # the library that has it is not installed
             yield Row(title.format(name), "x", [], f"not measured: {error}")
     times = bench.times(loops, job.steps)
     for name in list(loops)[1:]:
         yield Row(title.format(name), "x", ratios(times, name, "adamw"), job.line(f"optimizer={name}"))
-
-
-def ema_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
-    """Measure what ema=default adds to a step: the update of the averages."""
-    job = job or gpt2_job(bench.hardware)
-    trainer = _trainer(bench, job, "ema=default")
-
-    def update(steps: int) -> None:
-        for _ in range(steps):
-            trainer.average.update(trainer.step)
-
-    times = bench.times({"step": steps_of(trainer), "update": update}, 1, 2 * bench.repeats)
-    share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
-    how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"
-    yield Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)
-
-
-def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
-    """Measure what diagnostics=numerics adds to its step, as a share of the steps from it to the next."""
-    job = job or gpt2_job(bench.hardware)
-    trainer = _trainer(bench, job, "clip=norm")
-    every = Numerics().every
-    diagnostics = Numerics(1).start(trainer.model, trainer.update, trainer.config.precision.half, every, World())
-    batches = trainer.batches()
-
-    def update(measured: bool) -> float:
-        correction = trainer.gradients(next(batches)).correction
-
-        def step(_: int) -> None:
-            if measured:
-                diagnostics.begin(1)
-            trainer.update.step(0, correction)
-            trainer.update.meter = None
-            list(diagnostics.collect())
-
-        return stopwatch(step, trainer.device)(1)
-
-    blocks: dict[str, Callable[[], float]] = {
-        "step": partial(stopwatch(steps_of(trainer), trainer.device), 1),
-        "update": partial(update, False),
-        "measured": partial(update, True),
-    }
-    times = bench.interleave(blocks, 2 * bench.repeats)
-    columns = zip(times["step"], times["update"], times["measured"], strict=True)
-    share = [100 * (measured - update) / (every * step) for step, update, measured in columns]
-    how = f"{job.line()}; updates with and without a measurement alternate, the difference is spread over {every} steps"
-    yield Row(f"{job.name}, diagnostics=numerics, over diagnostics=none", "%", share, how, 2.0)
-
-
-def generation(bench: Bench, job: Job | None = None) -> Iterator[Row]:
-    """Measure texts as long as the context, with the cache of keys and values and without."""
-    job = job or gpt2_job(bench.hardware)
-    trainer = _trainer(bench, job)
-    model: Any = trainer.model.eval()
-    network = without_dropout(model.network)
-    prompt = torch.zeros(1, 1, dtype=torch.int64, device=trainer.device)
-    length = network.config.max_position_embeddings - 1
-    fixed = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
-
-    def text(cache: bool) -> Callable[[int], object]:
-        return lambda _: network.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=cache, **fixed)
-
-    with without_gradients(trainer.device):
-        times = bench.times({"cached": text(True), "all": text(False)})
-    how = f"{job.line()}: its model with random weights; texts of {length + 1} tokens alternate"
-    yield Row(f"{job.name}, tokens/s with the KV cache / without", "x", ratios(times, "all", "cached"), how, 5.0, False)
-
-
-def saving(bench: Bench, job: Job | None = None) -> Iterator[Row]:
-    """Measure how long the loop waits for a checkpoint."""
-    job = job or gpt2_job(bench.hardware)
-    options = (f"precision={bench.mode}", "clip=norm")
-    trainer = _trainer(bench, job, *options)
-    block = stopwatch(steps_of(trainer), trainer.device)
-    for background in (True, False):
-        how = "in the background" if background else "in the loop (checkpoint.background=false)"
-        writer = CheckpointWriter(Checkpoint(background=background), bench.folder / str(background), World())
-        stalls = []
-        for _ in range(bench.repeats + 1):
-            step_s = block(STEPS) / STEPS
-            stalls.append(100 * writer.save(trainer.state_dict(), {}, None) / step_s)
-            block(STEPS)
-            writer.finish()
-        measured = f"{job.line(*options)}; one checkpoint after every {STEPS} steps"
-        name = f"{job.name}, a checkpoint {how}: stall, of one step"
-        # The first repeat allocates host memory and is a warm-up.
-        yield Row(name, "%", stalls[1:], measured, 10.0 if background else None)
 
 
 def parallel(bench: Bench, overrides: Sequence[str] = ()) -> Iterator[Row]:

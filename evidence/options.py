@@ -26,11 +26,8 @@ class AdviseOptions(Overriding):
     fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
 
     budget_minutes: float = 5.0
-    goal: str = "speed"
-    fresh: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("goal", self.goal, ("speed", "memory"))
         if not (math.isfinite(self.budget_minutes) and self.budget_minutes > 0):
             raise UserError(f"budget_minutes={self.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,10 +27,11 @@ from trainer.run.memory.fit import USABLE
 from trainer.run.memory.forecast import meta_model
 
 SLOWER = 1.2
-"""Times as long as in fp32 that matmuls of a format may take for goal=speed: a little more than 1, since 16 bits also
-move less memory."""
+"""Times as long as in fp32 that matmuls of a format may take: a little more than 1, since 16 bits move less memory."""
 AROUND = 8
 """Microbatches from 1/AROUND to AROUND times the default's are tried."""
+REACH = 3
+"""Number of values of one option that are tried, those nearest to the default."""
 PRECISION, COMPILE = "precision", "compile"
 
 
@@ -39,25 +40,25 @@ class Candidate:
     """One setting of the recipe."""
 
     label: str
-    """What differs from the baseline, in the words of the command line: ``bf16 + compile, micro_batch_size=32``."""
+    """Difference from the default, in the words of the command line: ``bf16 + compile, micro_batch_size=32``."""
     overrides: tuple[str, ...] = ()
-    """Of train.py, one for each change; they come after the user's own."""
+    """Overrides of train.py, one for each change; they come after the user's own."""
     compiles: bool = False
     """Whether it runs under torch.compile."""
 
 
 @dataclass
 class Space:
-    """All candidates of one recipe on one machine: every combination of the options' values."""
+    """Candidates of one recipe on one machine: combinations of the options' values."""
 
     precision: str
-    """The default's, in words."""
+    """Precision of the default, in words."""
     compiles: bool = False
     """Whether the default runs under torch.compile."""
     choices: dict[str, list[str]] = field(default_factory=dict)
-    """By option the overrides that set another value than the default's, those nearest to it first."""
+    """Overrides by option that set another value than the default's, those nearest to it first."""
     words: dict[str, str] = field(default_factory=dict)
-    """What overrides are called in labels, where that is not ``option=value``."""
+    """Names of overrides in labels, where they are not ``option=value``."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Values that are not tried, each with its reason."""
     notes: list[str] = field(default_factory=list)
@@ -79,30 +80,17 @@ class Space:
         """Return what an override is called in labels."""
         return self.words.get(override, override.removeprefix("recipe."))
 
-    def changed(self, candidate: Candidate, key: str, override: str | None) -> Candidate:
-        """Return the candidate with another value of one option; None: the default's."""
-        others = [each for each in candidate.overrides if key_of(each) != key]
-        return self.candidate([*others, override] if override else others)
-
-    def precisions(self) -> list[Candidate]:
-        """Return the default, and the candidates with another precision."""
-        return [self.candidate(), *(self.candidate([each]) for each in self.choices.get(PRECISION, []))]
-
-    def one_change(self, candidate: Candidate, most: int | None = None) -> Iterator[Candidate]:
-        """Yield the candidates that differ in one option, in at most so many values of each."""
-        for key, choices in self.choices.items():
-            for override in (None, *choices[:most]):
-                if (other := self.changed(candidate, key, override)) != candidate:
-                    yield other
+    def singles(self) -> list[Candidate]:
+        """Return the candidates that differ from the default in one option."""
+        return [self.candidate([override]) for choices in self.choices.values() for override in choices[:REACH]]
 
 
-def space_of(overrides: Sequence[str], hardware: Hardware, goal: str = "speed") -> tuple[Space, list[str]]:
+def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[str]]:
     """Return what is tried for a recipe here, and the overrides that all candidates share.
 
     Args:
         overrides: the user's own, which are not varied.
         hardware: where it runs.
-        goal: ``speed`` or ``memory``.
 
     Raises:
         UserError: train.py would refuse the overrides.
@@ -115,7 +103,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware, goal: str = "speed") 
     space = Space(_in_words(config.precision.mode, config, hardware), config.compile.mode != "off", notes=notes)
     values: dict[str, Sequence[object]] = {}
     if not given(overrides, PRECISION):
-        values[PRECISION] = _precisions(space, config, hardware, goal)
+        values[PRECISION] = _precisions(space, config, hardware)
     values[COMPILE] = ["off" if space.compiles else "default"]
     if not given(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, datasets)
@@ -126,7 +114,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware, goal: str = "speed") 
         values["recipe.attention"] = [form for form in ("sdpa", "eager") if form != attention]
     if hardware.device.type == "cpu" and not given(overrides, "threads"):
         values["threads"] = _threads(space, hardware)
-    if (goal == "memory" or notes) and type(recipe).blocks is not Recipe.blocks:
+    if notes and type(recipe).blocks is not Recipe.blocks:
         now = config.activation_checkpointing.mode
         values["activation_checkpointing"] = [mode for mode in CHECKPOINTING if mode != now]
     optimizer = config.optimizer
@@ -161,14 +149,14 @@ def _refusal(overrides: list[str], hardware: Hardware) -> str:
     return ""
 
 
-def _precisions(space: Space, config: Config, hardware: Hardware, goal: str) -> list[str]:
-    """Return the modes; for speed, what the hardware computes in instructions of its own, or not much slower."""
+def _precisions(space: Space, config: Config, hardware: Hardware) -> list[str]:
+    """Return the modes that the hardware computes in instructions of its own, and not much slower than fp32."""
     modes = []
     for mode in BASIC:
         if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
             continue
         space.words[f"{PRECISION}={mode}"] = _in_words(mode, config, hardware)
-        if goal == "speed" and (why := _too_slow(mode, config, hardware)):
+        if why := _too_slow(mode, config, hardware):
             space.left_out[mode] = why
         else:
             modes.append(mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,20 @@ from trainer.files import PROJECT, read_object
 from trainer.hardware import Hardware
 
 SAMPLES = 2
-"""Of the step that is examined, at most: formats do not depend on their number, and batch norm needs two."""
+"""Number of samples in the step that is examined, at most: formats do not depend on it, and batch norm needs two."""
 CHECKS = ("formats", "manifest", "range", "modules", "updates")
-"""Of the doctor's, those that need few steps."""
+"""Checks of the doctor that need few steps."""
 BUDGET_S, LIMIT_S = 30, 180.0
-"""For the doctor's checks; and for all of it, with the start of its process and the part that is running at the end."""
-Launch = Callable[..., shell.Ended]
-"""See ``mantissa.shell.run``."""
+"""Seconds for the doctor's checks; and for all of it, with the start of its process and the end of a part."""
 
 
-def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: Launch = shell.run) -> dict[str, Any]:
+def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[str, Any]:
     """Examine the first step of a setting as scripts/doctor.py does, in a process of its own, with few samples.
 
     Args:
-        overrides: of the setting, see ``experiment.overrides_of``.
+        overrides: of the setting.
         hardware: where it runs.
         folder: of the advice; the doctor's report goes below it.
-        launch: runs the doctor.
 
     Returns:
         ``faults``: what the doctor found, in words; ``missed``: what it did not examine, and why; ``healthy``: whether
@@ -46,7 +43,7 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: La
     command = [sys.executable, str(PROJECT / "scripts" / "doctor.py"), *merged(overrides, own), *options]
     for path in folder.glob(f"doctor/*/{VERDICT}"):
         path.unlink()  # of another candidate; the one that appears is of this
-    code = launch(command, folder / "doctor.log", limit_s=LIMIT_S).code
+    code = shell.run(command, folder / "doctor.log", limit_s=LIMIT_S).code
     if code is None:
         return _unexamined(f"the doctor did not end within {LIMIT_S:.0f} s")
     found = next((read_object(path) for path in folder.glob(f"doctor/*/{VERDICT}")), {})

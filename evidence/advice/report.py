@@ -1,66 +1,169 @@
-"""The advice for people: one sentence, a table, a plot of speed against memory; for a terminal and as a page."""
+"""The advice in words: one sentence, the commands that follow from it, and a table of what was measured."""
 
 from __future__ import annotations
 
-import statistics
-from pathlib import Path
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from evidence.advice.commands import comparison, training
-from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, UNDECIDED, Advice, Entry
+from evidence.advice.candidates import Candidate
+from evidence.advice.search import LEFT_OUT, MEASURED, Entry, Search
+from evidence.runs import merged
 from mantissa.display import duration, size
 from mantissa.ledger import MIB
 from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.statistics import Interval
-from trainer.files import write_text
+from trainer.config.compose import key_of
 from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
-ENDED = {
-    AHEAD: "one setting is ahead",
-    SEVERAL: "the best settings are equal",
-    UNDECIDED: "the times vary too much to decide; fresh=true measures again, best on a quieter machine",
-    BUDGET: "the budget ran out; a larger budget_minutes continues from here",
-}
+NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "profiler")
+"""Keys and groups that say where and how a run is recorded: those of the advice are not those of later runs."""
 
 
-def sentence(advice: Advice) -> str:
-    """Return the advice in one sentence of measured facts."""
-    winner, base = advice.entry(advice.winner), advice.entry(advice.baseline)
-    healthy = ", numerics healthy" if winner.health.get("healthy") else ""
-    number, worse = len(advice.equal), "larger" if advice.goal == MEMORY else "slower"
-    others = ""
-    if number:  # the table marks them
-        others = f"; {f'{number} other settings are' if number > 1 else f'{advice.equal[0]} is'} not clearly {worse}"
-    if advice.stopped == UNDECIDED:
-        others += "; not decided: another setting may be more than 5 % faster"
-    included = f" in a run of {advice.steps} steps, compile time included"
-    if winner is base:
-        setting = "no setting" + " that can be advised" * any(entry.refused for entry in advice.entries)
-        better = "needs less memory" if advice.goal == MEMORY else "is clearly faster"
-        scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == BUDGET else ""
-        run = f" in a run of {advice.steps} steps" if advice.mixed else ""
-        default = "" if base.candidate.overrides else ", train.py's default"
-        if sum(entry.timed for entry in advice.entries) == 1 and advice.stopped == BUDGET:
-            return f"{base.label}{default}: no other setting was measured in {duration(advice.spent_s)} min"
-        return f"{base.label}{default}: {setting} {better} here{scope}{run}{healthy}{others}"
-    assert winner.interval is not None
-    whole = winner.run_interval if advice.mixed else None
-    times = f"{_times(winner.interval)} as fast as {base.label}"
-    if base.candidate.compiles and not winner.candidate.compiles and whole is not None:
-        times = f"{_times(whole)} as fast as {base.label}{included}"
-    facts = [times, _memory(winner, base)]
-    if advice.goal == MEMORY:
-        facts.reverse()
-    said = f"{winner.label}: {', '.join(filter(None, facts))}{healthy}"
-    if winner.candidate.compiles and winner.pays_after_steps is not None:
-        said += f"; compiling pays off after {winner.pays_after_steps} steps"
-    if winner.candidate.compiles and whole is not None:
-        said += f"; {_times(whole)} as fast{included}"
-    return said + others + "; not all settings were measured" * (advice.stopped == BUDGET)
+def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
+    """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
+    kept = [text for text in given if re.split(r"[.=]", text.lstrip("+~"))[0] not in NOT_ADVISED]
+    return merged(kept, candidate.overrides)
+
+
+@dataclass
+class Advice:
+    """The answer of scripts/advise.py, and what it is based on."""
+
+    search: Search
+    winner: Entry
+    recipe: str
+    overrides: list[str]
+    """Overrides of all candidates: the user's own, and what the default needs to fit into the memory."""
+    command: str
+    """Command that was typed."""
+    seconds: float
+    """Time that it took."""
+    facts: dict[str, Any]
+    """Hardware, versions, commit and date."""
+
+    @property
+    def baseline(self) -> Entry:
+        """Entry that ratios are over."""
+        return self.search.reference
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some settings compile and some do not, so that whole runs are another matter than steps."""
+        return any(entry.compile_s for entry in self.search.entries.values())
+
+    def training(self) -> str:
+        """Return the command that trains with the winner."""
+        return shlex.join(["python", "scripts/train.py", *overrides_of(self.overrides, self.winner.candidate)])
+
+    def comparison(self) -> str:
+        """Return the command that tests whether the winner trains as well as the baseline."""
+        common = [text for text in overrides_of(self.overrides, Candidate("")) if key_of(text) != "seed"]
+        roles = {"baseline": self.baseline, "advised": self.winner}
+        arms = [f"arm.{role}={' '.join(entry.candidate.overrides)}" for role, entry in roles.items()]
+        return shlex.join(["python", "scripts/compare.py", *common, *arms])
+
+    def sentence(self) -> str:
+        """Return the advice in one sentence of measured facts."""
+        search, winner, base = self.search, self.winner, self.baseline
+        healthy = ", numerics healthy" if winner.health.get("healthy") else ""
+        some = any(entry.status == LEFT_OUT for entry in search.entries.values())
+        if winner is base:
+            default = "" if base.candidate.overrides else ", train.py's default"
+            setting = "no setting" + " that can be advised" * any(entry.fault for entry in search.entries.values())
+            scope = f" among those measured in {duration(self.seconds)} min" * some
+            run = f" in a run of {search.steps} steps" * self.mixed
+            return f"{base.label}{default}: {setting} is clearly faster here{scope}{run}"
+        interval, whole = search.interval(winner, whole=False), search.interval(winner)
+        assert interval is not None and whole is not None  # noqa: PT018
+        said = f"{winner.label}: {_times(interval)} as fast as {base.label}, {_memory(winner, base)}{healthy}"
+        if winner.candidate.compiles:
+            said += f"; compiling pays off after {search.pays_after(winner)} steps"
+        if self.mixed:
+            said += f"; {_times(whole)} as fast in a run of {search.steps} steps, compile time included"
+        return said + "; not all settings were measured" * some
+
+    def report(self) -> Report:
+        """Return the report for a terminal and as a page."""
+        sections = [Section("Train with it", text=self.training())]
+        if self.winner is not self.baseline:
+            sections.append(Section("Does it train as well?", ["Does it train as well?"], text=self.comparison()))
+        spent = f"Measured for {duration(self.seconds)} min on {self.facts['hardware']['name']}."
+        notes = [*self.remarks(), *(f"Note: {note}." for note in self.search.notes)]
+        plots = [drawn] if (drawn := self.plot()) else []
+        sections.insert(0, Section("What was measured", [spent], notes, self.rows(), plots=plots))
+        origin = measured_on(self.facts["hardware"], self.facts["versions"], self.facts["git"])
+        title = f"{self.recipe} on {self.facts['hardware']['name']}"
+        return Report("Advice", title, [f"{self.sentence()}."], self.command, origin, sections)
+
+    def remarks(self) -> list[str]:
+        """Return what was not measured and why, and what compiling took."""
+        space, entries = self.search.space, self.search.entries.values()
+        found = [f"{entry.status}: {entry.label} ({entry.reason})" for entry in entries if entry.status != MEASURED]
+        found += [f"left out: {label} ({why})" for label, why in space.left_out.items()]
+        found += [f"compiling took {entry.compile_s:.1f} s: {entry.label}" for entry in entries if entry.compile_s]
+        return found + [f"Note: {note}." for note in space.notes]
+
+    def rows(self) -> list[list[str]]:
+        """Return the head of the table and the measured entries, the advised one first, then the fastest.
+
+        A speed without an interval is of one process.
+        """
+        search = self.search
+        found = [["setting", "speed", *[f"run of {search.steps}"] * self.mixed, "step, ms", "memory"]]
+        timed = [entry for entry in search.entries.values() if entry.turns]
+        for entry in sorted(timed, key=lambda one: (one is not self.winner, -search.speed(one))):
+            interval, whole = search.interval(entry, whole=False), search.interval(entry)
+            default = entry.candidate == search.space.candidate()
+            roles = [" (advised)"] * (entry is self.winner) + [" (default)"] * default
+            found.append(
+                [
+                    entry.label + "".join(roles),
+                    _times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x",
+                    *[f"{whole.mean if whole else search.speed(entry):.3g}x"] * self.mixed,
+                    f"{1e3 * entry.step_s:.4g}",
+                    size(entry.memory_bytes) if entry.memory_bytes else "",
+                ]
+            )
+        return found
+
+    def plot(self) -> Plot | None:
+        """Draw peak memory to the right and throughput upwards; None: too little was measured."""
+        shown = [entry for entry in self.search.entries.values() if entry.turns and entry.memory_bytes]
+        if len(shown) < 2:
+            return None
+        figure, axes = bare_figure(4.8, 3.4)
+        axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
+        axes.set_ylabel(f"speed / {self.baseline.label}", color=QUIET)
+        axes.grid(color=RULE, linewidth=0.8)
+        colors = {self.winner.label: COLORS[2], self.baseline.label: COLORS[0]}
+        for entry in shown:
+            point = (entry.memory_bytes or 0) / MIB, self.search.speed(entry, whole=False)
+            axes.plot(*point, "o", color=colors.get(entry.label, NOISE))
+            if entry.label in colors:
+                axes.annotate(entry.label, point, xytext=(6, 6), textcoords="offset points", color=INK)
+        axes.margins(x=0.2, y=0.1)
+        return f"Speed and memory of each setting: {self.recipe}", figure
+
+    def content(self) -> dict[str, Any]:
+        """Return the advice for ``advice.json``."""
+        interval = self.search.interval(self.winner)
+        return {
+            "recipe": self.recipe,
+            "command": self.command,
+            "overrides": self.overrides,
+            "steps": self.search.steps,
+            "seconds": self.seconds,
+            "baseline": self.baseline.label,
+            "winner": self.winner.label,
+            "speed": interval and asdict(interval),
+            "training": self.training(),
+            "entries": [asdict(entry) for entry in self.search.entries.values()],
+            "notes": self.search.notes,
+            **self.facts,
+        }
 
 
 def _times(speed: Interval) -> str:
@@ -68,131 +171,7 @@ def _times(speed: Interval) -> str:
 
 
 def _memory(entry: Entry, base: Entry) -> str:
-    if not entry.memory_bytes or not base.memory_bytes:
-        return ""
-    change = entry.memory_bytes / base.memory_bytes - 1
+    change = (entry.memory_bytes or 1) / (base.memory_bytes or 1) - 1
     if abs(change) < 0.01:
         return "the same memory"
     return f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory"
-
-
-def print_advice(advice: Advice, console: Console) -> None:
-    """Print the sentence, the table, what was not measured, the notes, and the commands."""
-
-    def say(line: str, style: str | None = None) -> None:
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    say(f"\n{sentence(advice)}\n", "bold")
-    console.print(table(advice))
-    for line in remarks(advice):
-        say(line, "dim")
-    for note in advice.notes:
-        say(f"Note: {note}.")
-    say(f"{_ended(advice)}\n")
-    say(f"  {training(advice)}\n")
-    if advice.winner != advice.baseline:
-        say(f"Does it train as well? {comparison(advice)}")
-
-
-def write_report(advice: Advice, folder: Path) -> Path:
-    """Write ``report.html``, and return it.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    plots = [drawn] if (drawn := plot(advice)) else []
-    better = [Section("Does it train as well?", text=comparison(advice))] * (advice.winner != advice.baseline)
-    notes = [*remarks(advice), *(f"Note: {note}." for note in advice.notes)]
-    report = Report(
-        "Advice",
-        f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}",
-        [f"{sentence(advice)}."],
-        advice.command,
-        measured_on(advice.hardware, advice.versions, advice.git),
-        [
-            Section("Train with it", text=training(advice)),
-            *better,
-            Section("What was measured", [_ended(advice)], notes, rows(advice), plots=plots),
-        ],
-    )
-    write_text(folder / "report.html", report.html())
-    return folder / "report.html"
-
-
-def remarks(advice: Advice) -> list[str]:
-    """Return what was not measured and why, and what compiling took."""
-    found = []
-    for entry in advice.entries:
-        if entry.status != MEASURED:
-            found.append(f"{entry.status}: {entry.label} ({entry.reason})")
-        elif entry.candidate.compiles:
-            pays = f" and pays off after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""
-            found.append(f"compiling took {entry.compile_s:.1f} s{pays}: {entry.label}")
-    return found
-
-
-def _ended(advice: Advice) -> str:
-    return f"Measured for {duration(advice.spent_s)} min on {advice.hardware['name']}: {ENDED[advice.stopped]}."
-
-
-def rows(advice: Advice) -> list[list[str]]:
-    """Return the head of the table, and the measured entries, the advised one first.
-
-    A speed without an interval is of one process.
-    """
-    whole = [f"run of {advice.steps}"] * advice.mixed
-    found = [["setting", "speed", *whole, "step, ms", "memory"]]
-    for entry in advice.entries:
-        if not entry.timed:
-            continue
-        base = entry.label == advice.baseline
-        roles = {
-            "advised": entry.label == advice.winner,
-            "default": base and not entry.candidate.overrides,
-            f"not clearly {'larger' if advice.goal == MEMORY else 'slower'}": entry.label in advice.equal,
-        }
-        said = ", ".join(role for role, has in roles.items() if has)
-        found.append(
-            [
-                entry.label + f" ({said})" * bool(said),
-                "1x" if base else _times(entry.interval) if entry.interval else f"about {entry.speed:.3g}x",
-                *([f"{entry.run_speed:.3g}x"] if whole else []),
-                f"{1e3 * statistics.median(entry.step_s):.4g}",
-                size(entry.memory_bytes) if entry.memory_bytes else "",
-            ]
-        )
-    return found
-
-
-def table(advice: Advice) -> Table:
-    """Return the measured entries for a terminal."""
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    head, *below = rows(advice)
-    shown.add_column(head[0], min_width=16, overflow="fold")
-    for name in head[1:]:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in below:
-        shown.add_row(*map(escape, row), style="bold" if row is below[0] else None)
-    if advice.mixed:
-        shown.caption = f"{head[2]}: speed in a run of {advice.steps} steps, compile time included"
-        shown.caption_justify = "left"
-    return shown
-
-
-def plot(advice: Advice) -> Plot | None:
-    """Draw peak memory to the right and throughput upwards; None: too little was measured."""
-    shown = [entry for entry in advice.entries if entry.timed and entry.speed and entry.memory_bytes]
-    if len(shown) < 2:
-        return None
-    figure, axes = bare_figure(4.8, 3.4)
-    axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
-    axes.set_ylabel(f"speed / {advice.baseline}", color=QUIET)
-    axes.grid(color=RULE, linewidth=0.8)
-    named = {advice.winner: COLORS[2], advice.baseline: COLORS[0]}
-    for entry in shown:
-        point = (entry.memory_bytes or 0) / MIB, entry.speed or 0.0
-        axes.plot(*point, "o", color=named.get(entry.label, NOISE))
-        if entry.label in named:
-            axes.annotate(entry.label, point, xytext=(6, 6), textcoords="offset points", color=INK)
-    axes.margins(x=0.2, y=0.1)
-    return f"Speed and memory of each setting: {advice.recipe}", figure

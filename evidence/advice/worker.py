@@ -1,4 +1,4 @@
-"""One candidate in a process of its own, which trains blocks of steps when it is asked to."""
+"""One candidate in a fresh process, which trains blocks of steps when it is asked to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,52 +17,47 @@ import psutil
 import torch
 
 from evidence.advice.candidates import Candidate
+from evidence.memory.trial import peak_of
 from evidence.runs import merged
 from evidence.turns import steps_of, stopwatch
-from mantissa.ledger import MemoryLedger
 from trainer.config.compose import compose
 from trainer.errors import RunError, first_line, is_out_of_memory
-from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.trainer import Trainer
 
 WARM_UP_S = 0.3
 """Seconds that the steps of the warm-up after the first take together, or they are two."""
 END_S = 10.0
-"""For the end of a process; then it is killed."""
+"""Seconds for the end of a process; then it is killed."""
 COMPILED = "compiled"
-"""The folder below the advice's for what torch.compile keeps."""
+"""Folder below the advice's for what torch.compile keeps."""
 
 
 class Failed(Exception):
     """A candidate that ended with an error, whose process died, or that did not answer in time."""
 
-    def __init__(self, reason: str, label: str, out_of_memory: bool = False, late: bool = False) -> None:
+    def __init__(self, reason: str, label: str, out_of_memory: bool = False) -> None:
         super().__init__(reason)
         self.label, self.out_of_memory = label, out_of_memory
-        self.late = late
-        """Whether its start took longer than allowed; with more time it may work."""
 
 
 class Worker:
     """The parent's side: each call waits for the answer, at most so long, and raises ``Failed``."""
 
-    def __init__(self, candidate: Candidate, common: Sequence[str], folder: Path, fresh: bool = False) -> None:
-        """Start the process.
+    def __init__(self, candidate: Candidate, common: Sequence[str], folder: Path) -> None:
+        """Start the process: a new Python, with its own places in memory, as each run of train.py is.
 
         Args:
             candidate: what it trains.
             common: overrides of all candidates.
             folder: for what it prints, and for what torch.compile keeps.
-            fresh: whether it is a new Python, with its own places in memory, as each run of train.py is; else a copy of
-                a server that has imported everything, which starts sooner.
         """
         self._began, self._candidate = time.monotonic(), candidate
         # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
         compiled = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
-        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (theirs, merged(common, candidate.overrides), str(folder), str(compiled))
-        self._process = context.Process(target=serve, args=arguments)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -100,9 +92,8 @@ class Worker:
         try:
             self._connection.send((command, *arguments))
             if not self._connection.poll(limit_s):
-                late = command == "start"
-                what = "compiling" if late and self._candidate.compiles else f"its {command}"
-                raise Failed(f"{what} did not end within {limit_s:.0f} s", label, late=late)
+                what = "compiling" if command == "start" and self._candidate.compiles else f"its {command}"
+                raise Failed(f"{what} did not end within {limit_s:.0f} s", label)
             answer, failure = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
@@ -115,23 +106,9 @@ class Worker:
         return answer
 
 
-def prepare() -> None:
-    """Wait until the server of processes has imported everything, so that it is no part of the first start."""
-    sys.warnoptions.append("ignore:resource_tracker")  # of the semaphores of a killed worker, which are freed then
-    resource_tracker.ensure_running()
-    sys.warnoptions.pop()
-    context = multiprocessing.get_context("forkserver")
-    libraries = [name for name in sys.modules if name.startswith(("transformers.models.", "torchvision.models"))]
-    context.set_forkserver_preload([__name__, "recipes", *libraries])
-    process = context.Process(target=int)
-    process.start()
-    process.join()
-
-
 def serve(connection: Connection, overrides: Sequence[str], folder: str, compiled: str) -> None:
     """Answer the parent's commands with (result, failure) until it closes the pipe; a failure is (reason, memory)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     log = os.open(os.path.join(folder, "workers.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -149,13 +126,6 @@ def serve(connection: Connection, overrides: Sequence[str], folder: str, compile
             scarce = is_out_of_memory(error)
             kind = "out of memory" if scarce else "" if isinstance(error, RunError) else type(error).__name__
             connection.send((None, (": ".join(filter(None, (kind, first_line(error)))), scarce)))
-
-
-def _end_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 class Subject:
@@ -184,12 +154,5 @@ class Subject:
         return int(psutil.Process().memory_info().rss)
 
     def memory(self) -> int:
-        """Return the peak bytes of one step: on a GPU by the allocator, elsewhere by the ledger, not compiled."""
-        trainer = self.trainer
-        if trainer.hardware.is_gpu:
-            reset_peak_memory(trainer.device)
-            self.block(1)
-            return peak_memory_bytes(trainer.device)
-        with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
-            self.block(1)
-        return recording.report().peak_bytes
+        """Return the peak bytes of one step, on a CPU not compiled."""
+        return peak_of(self.trainer, lambda: self.block(1))

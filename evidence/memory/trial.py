@@ -6,8 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -97,16 +96,24 @@ def _two_steps(config: Config, hardware: Hardware, tracked: bool, copied: bool) 
     if copied and copies_on_device(config):
         masters = [] if trainer.masters is None else list(trainer.masters.held())
         saved = [tensor.clone() for tensor in tensors((trainer.model.state_dict(), trainer.optimizer.state, masters))]
-    with (
-        MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values())
-        if tracked
-        else nullcontext() as recording
-    ):
+    tracked_bytes = peak_of(trainer, lambda: trainer.train_step(microbatches)) if tracked else None
+    if not tracked:
         trainer.train_step(microbatches)
     del saved
     if not trainer.optimizer.state:
         raise RunError("the gradients are not finite, so the optimizer took no step")
-    return None if recording is None else recording.report().peak_bytes
+    return tracked_bytes
+
+
+def peak_of(trainer: Trainer, step: Callable[[], object]) -> int:
+    """Return the peak bytes of a step: on a GPU by the allocator, elsewhere by the ledger."""
+    if trainer.hardware.is_gpu:
+        reset_peak_memory(trainer.device)
+        step()
+        return peak_memory_bytes(trainer.device)
+    with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
+        step()
+    return recording.report().peak_bytes
 
 
 def _limit(hardware: Hardware, limit_bytes: int) -> bool:

@@ -1,34 +1,24 @@
-"""What a search prints at its end, its page, and its parent run in MLflow, which the trials' runs are below."""
+"""What a search prints at its end, and its parent run in MLflow, which the trials' runs are below."""
 
 from __future__ import annotations
 
 import shlex
-import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import optuna
-from optuna.distributions import CategoricalDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from evidence.search.space import overrides_of, shown
 from evidence.search.study import Search
 from mantissa.display import columns, loss
-from mantissa.page import Plot, Report, Section, measured_on
 from trainer.config.schema import Config
 from trainer.errors import first_line
-from trainer.files import write_text
-from trainer.run.provenance import git_facts, versions
 from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.mlflow.store import connect, publish
-from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
 AT_STEP, WHY = "at_step", "why"
 """Attributes of Optuna's trials: of the best score; why a trial was pruned or has failed."""
-FEWEST = 8
-"""Complete trials from which the importance of options is estimated."""
 _NAMES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -44,8 +34,6 @@ def lines(search: Search, metric: str, overrides: list[str]) -> list[str]:
     trials = ranked(search)
     if running := sum(trial.state == TrialState.RUNNING for trial in trials):
         said.append(f"\n{running} of {len(trials)} trials are still running in another process")
-    if weights := importance(search):
-        said.append("\nimportance: " + ", ".join(f"{key} {weight:.2f}" for key, weight in weights.items()))
     if complete := _complete(search):
         best = overrides_of(complete[0].params)
         said.append(f"\nbest: trial {complete[0].number}; paste:\n{shlex.join(best)}")
@@ -71,68 +59,6 @@ def rows(search: Search, metric: str) -> list[list[str]]:
     return [head, *([*_cells(trial, list(search.space)), search.run_of(trial)] for trial in ranked(search))]
 
 
-def importance(search: Search) -> dict[str, float]:
-    """Return how much each option matters; nothing where too few trials are complete."""
-    values = [trial.value for trial in _complete(search)]
-    if len(values) < FEWEST or len(set(values)) < 2 or len(search.space) < 2:
-        return {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scikit-learn's, about its own versions
-        return optuna.importance.get_param_importances(search.study)
-
-
-def write_report(
-    search: Search, metric: str, overrides: list[str], command: list[str], hardware: Mapping[str, Any]
-) -> Path:
-    """Write ``report.html`` into the search's folder, and return it."""
-    complete, answer, train = _complete(search), "No trial is complete.", []
-    if complete:
-        found = overrides_of(complete[0].params)
-        score = f"{metric} {loss(complete[0].value)}"
-        answer = f"Trial {complete[0].number} of {len(search.counted())} is best: {score} with {' '.join(found)}."
-        plots = [_plot(complete, key, metric) for key in search.space]
-        train = [
-            Section("Train with it", text=shlex.join(["python", "scripts/train.py", *overrides, *found])),
-            Section(f"{metric} by option", plots=plots),
-        ]
-    weights = [f"{key}: {weight:.2f}" for key, weight in importance(search).items()]
-    report = Report(
-        "Search",
-        search.study.study_name,
-        [answer],
-        shlex.join(command),
-        measured_on(hardware, versions(), git_facts()),
-        [
-            *train,
-            *([Section("Importance of the options", items=weights)] if weights else []),
-            Section("Trials", table=rows(search, metric)),
-        ],
-    )
-    write_text(search.folder / "report.html", report.html())
-    return search.folder / "report.html"
-
-
-def _plot(complete: list[FrozenTrial], key: str, metric: str) -> Plot:
-    """Draw the score of each complete trial, the best one first, over one option."""
-    figure, axes = bare_figure(4.6, 3.2)
-    distribution = complete[0].distributions[key]
-    given = [trial.params[key] for trial in complete]
-    if isinstance(distribution, CategoricalDistribution):
-        axes.set_xticks(range(len(distribution.choices)), [shown(choice) for choice in distribution.choices])
-        given = [distribution.choices.index(value) for value in given]
-        axes.set_xlim(-0.5, len(distribution.choices) - 0.5)
-    elif getattr(distribution, "log", False):
-        axes.set_xscale("log")
-    scores = [trial.value for trial in complete]
-    axes.plot(given[1:], scores[1:], "o", color=NOISE)
-    axes.plot(given[:1], scores[:1], "o", color=COLORS[2], markersize=8)
-    axes.annotate("best", (given[0], scores[0]), xytext=(8, 4), textcoords="offset points", color=INK)
-    axes.set_xlabel(key, color=QUIET)
-    axes.set_ylabel(metric, color=QUIET)
-    axes.grid(axis="y", color=RULE)
-    return f"{metric} of the complete trials over {key}", figure
-
-
 def _cells(trial: FrozenTrial, keys: list[str]) -> list[str]:
     value, step = trial.value, trial.user_attrs.get(AT_STEP)
     if trial.state != TrialState.COMPLETE and trial.intermediate_values:
@@ -148,7 +74,7 @@ def _cells(trial: FrozenTrial, keys: list[str]) -> list[str]:
 
 
 def publish_search(
-    config: Config, search: Search, metric: str, status: str, params: Mapping[str, str] = {}, files: Sequence[Path] = ()
+    config: Config, search: Search, metric: str, status: str, params: Mapping[str, str] = {}
 ) -> tuple[str | None, str]:
     """Create the run of the whole search in MLflow, or bring it up to date. Several processes share it.
 
@@ -158,7 +84,6 @@ def publish_search(
         metric: what is searched for.
         status: RUNNING, or how this process ended: FINISHED or KILLED.
         params: of the run.
-        files: of the report.
 
     Returns:
         MLflow's id of it, or None; and why MLflow could not take it, in which case the search continues.
@@ -184,7 +109,7 @@ def publish_search(
                 started_s=known["began_s"],
                 params=params,
                 step=len(trials),
-                files=files,
+                files=[],
                 status="RUNNING" if others_work else status,
                 **found,
             )

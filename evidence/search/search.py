@@ -14,10 +14,9 @@ import optuna
 import torch
 from optuna.trial import TrialState
 
-from evidence.runs import recorded
-from evidence.search.report import AT_STEP, WHY, lines, publish_search, write_report
+from evidence.search.report import AT_STEP, WHY, lines, publish_search
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space
-from evidence.search.study import Search, open_study, pruner_of
+from evidence.search.study import DATABASE, Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
 from mantissa.display import duration, loss
 from trainer.config.compose import compose
@@ -65,19 +64,17 @@ def main(arguments: list[str]) -> int:
     )
     shown = {"space": " ".join(typed), "options": " ".join(kept), "metric": options.metric, "pruner": options.pruner}
     parent, problem = publish_search(first, search, options.metric, "RUNNING", shown)
-    status, files = "KILLED", []
+    status = "KILLED"
     try:
         run_trials(search, overrides, options.metric, parent)
-        command = ["python", "scripts/search.py", *recorded(arguments)]
-        files.append(write_report(search, options.metric, overrides, command, hardware.facts()))
         status = "FINISHED"
     finally:
         if parent:
-            _, problem = publish_search(first, search, options.metric, status, files=files)
+            _, problem = publish_search(first, search, options.metric, status)
         if problem:
             print(f"MLflow has not taken the search ({problem}); its trials are in {output_dir}")
     print("\n" + "\n".join(lines(search, options.metric, overrides)))
-    print(f"\nreport {files[0]}")
+    print(f"\nplots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
     return int(not any(trial.state == TrialState.COMPLETE for trial in search.counted()))
 
 
@@ -94,34 +91,35 @@ def run_trials(search: Search, overrides: list[str], metric: str, parent: str | 
         UserError: the first runs were refused; later ones only fail.
         KeyboardInterrupt: of Ctrl-C; the run has saved a checkpoint.
     """
-    while True:
-        with search.next() as trial:
-            if trial is None:
-                return
-            proposed = overrides_of(trial.params)
-            print(f"trial {trial.number}: {' '.join(proposed)}", flush=True)
+
+    def objective(trial: optuna.Trial) -> float:
+        proposed = overrides_of(trial.params)
+        print(f"trial {trial.number}: {' '.join(proposed)}", flush=True)
+        began = time.monotonic()
+        try:
             config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])
             tracking = replace(config.tracking, parent=parent)
-            config = replace(config, run_name=search.run_of(trial), resume=SAME, tracking=tracking)
-            began, value, why = time.monotonic(), None, ""
-            try:
-                value, state = _train(config, trial, search.folder), TrialState.COMPLETE
-            except Pruned as error:
-                state, why = TrialState.PRUNED, str(error)
-            except (UserError, NonFiniteError, OutOfMemory) as error:
-                state, why = TrialState.FAIL, first_line(error)
-                trained = any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in search.counted())
-                if isinstance(error, UserError) and not trained:
-                    search.study.tell(trial, state=state)
-                    if len(search.counted()) == 1:  # the corrected command begins anew
-                        search.forget()
-                    raise UserError(str(error).replace("checkpoint.best", "metric")) from error
-            if why:
-                trial.set_user_attr(WHY, why)
-            search.study.tell(trial, value, state=state)
-            said = f"failed: {why}" if state == TrialState.FAIL else why
-            done = f"{metric} {loss(value)} at step {trial.user_attrs.get(AT_STEP)}"
-            print(f"  {said or done}, {duration(time.monotonic() - began)}", flush=True)
+            own = replace(config, run_name=search.run_of(trial), resume=SAME, tracking=tracking)
+            value = _train(own, trial, search.folder)
+        except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:
+            why = first_line(error)
+            trained = any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in search.counted())
+            if isinstance(error, UserError) and not trained:
+                raise
+            trial.set_user_attr(WHY, why)
+            said = why if isinstance(error, Pruned) else f"failed: {why}"
+            print(f"  {said}, {duration(time.monotonic() - began)}", flush=True)
+            raise
+        took = duration(time.monotonic() - began)
+        print(f"  {metric} {loss(value)} at step {trial.user_attrs.get(AT_STEP)}, {took}", flush=True)
+        return value
+
+    try:
+        search.run(objective)
+    except UserError as error:
+        if len(search.counted()) == 1:  # the corrected command begins anew
+            search.forget()
+        raise UserError(str(error).replace("checkpoint.best", "metric")) from error
 
 
 def _train(config: Config, trial: optuna.Trial, folder: Path) -> float:

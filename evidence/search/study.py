@@ -1,7 +1,7 @@
 """The study of a search: Optuna's, in an SQLite file, which several processes work on.
 
-A trial belongs to a process as long as that holds the trial's lock. A trial that is running and whose lock is free was
-killed: it is marked as failed, and another one with the same proposal continues its run.
+Optuna's heartbeat finds trials whose process was killed; each is marked as failed, and another one with the same
+proposal continues its run.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ import logging
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import TPESampler
-from optuna.storages import RDBStorage
+from optuna.storages import RDBStorage, RetryFailedTrialCallback, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.pool import NullPool
 
 from evidence.search.space import Space
-from trainer.errors import UserError
+from trainer.errors import NonFiniteError, OutOfMemory, RunError, UserError
 from trainer.files import locked, make_folder
 
 DATABASE = "optuna.db"
+HEARTBEAT_S, GRACE_S = 10, 60
+"""Seconds between two signs of life of a trial, and seconds without one after which its process counts as killed."""
 _SEARCH, _RUN = "search", "run"
 """Attributes of Optuna's studies and trials."""
 
@@ -49,7 +52,13 @@ def pruner_of(name: str, first: int, steps: int) -> BasePruner:
 def studies(output_dir: Path) -> RDBStorage:
     """Return the studies of a folder. Their database is made where there is none."""
     url = f"sqlite:///{(output_dir / DATABASE).absolute().as_posix()}"
-    return RDBStorage(url, engine_kwargs={"poolclass": NullPool})  # a pool would never close its connections
+    return RDBStorage(
+        url,
+        engine_kwargs={"poolclass": NullPool},  # a pool would never close its connections
+        heartbeat_interval=HEARTBEAT_S,
+        grace_period=GRACE_S,
+        failed_trial_callback=RetryFailedTrialCallback(),
+    )
 
 
 def open_study(
@@ -97,32 +106,47 @@ class Search:
 
     study: optuna.Study
     folder: Path
-    """For locks and for what the runs print."""
+    """Folder for what the runs print."""
     space: Space
     trials: int
     seed: int
 
     def alone(self) -> AbstractContextManager[None]:
-        """Keep other processes of this search from taking trials meanwhile."""
+        """Keep other processes of this search waiting meanwhile."""
         return locked(self.folder / ".lock")
 
-    @contextmanager
-    def next(self) -> Iterator[optuna.Trial | None]:
-        """Yield the next trial, or None when all of them are taken. First those that a kill has interrupted."""
-        with ExitStack() as stack:
-            with self.alone():
-                self._repeat_interrupted()
-                every = self.study.get_trials(deepcopy=False)
-                if len(self.counted()) >= self.trials and all(each.state != TrialState.WAITING for each in every):
-                    yield None
-                    return
-                # Random numbers depend on the seed and the trial's number only: so several processes do not propose the
-                # same, and a search that was killed proposes what it would have proposed.
-                seed = int(np.random.SeedSequence((self.seed, len(every))).generate_state(1)[0])
-                self.study.sampler = TPESampler(seed=seed, constant_liar=True)
-                trial = self.study.ask(fixed_distributions=self.space)
-                stack.enter_context(self._taken(trial.number))
-            yield trial
+    def run(self, objective: Callable[[optuna.Trial], float]) -> None:
+        """Take trials until all are taken, first those that a kill has interrupted.
+
+        Args:
+            objective: trains a trial and returns its score; it raises Optuna's ``TrialPruned`` where it is pruned. Any
+                other ``RunError`` fails the trial; a ``UserError`` ends the search if no trial was trained yet.
+        """
+        while True:
+            fail_stale_trials(self.study)
+            every = self.study.get_trials(deepcopy=False)
+            waiting = any(trial.state == TrialState.WAITING for trial in every)
+            if len(self.counted()) >= self.trials and not waiting:
+                return
+            # Random numbers depend on the seed and the trial's number only: so several processes do not propose the
+            # same, and a search that was killed proposes what it would have proposed.
+            seed = int(np.random.SeedSequence((self.seed, len(every))).generate_state(1)[0])
+            self.study.sampler = TPESampler(seed=seed, constant_liar=True)
+            trained = any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in every)
+            caught = (RunError,) if trained else (NonFiniteError, OutOfMemory)
+            self.study.optimize(lambda trial: self._take(objective, trial), n_trials=1, catch=caught)
+
+    def _take(self, objective: Callable[[optuna.Trial], float], trial: optuna.Trial) -> float:
+        """Propose a value of each option, and call the objective. The next call repeats what Ctrl-C interrupts."""
+        for key, distribution in self.space.items():
+            suggest(trial, key, distribution)
+        trial.set_user_attr(_RUN, self.run_of(trial))
+        try:
+            return objective(trial)
+        except KeyboardInterrupt:
+            self.study.tell(trial, state=TrialState.FAIL)
+            RetryFailedTrialCallback()(self.study, self.study.trials[trial.number])
+            raise
 
     def counted(self) -> list[FrozenTrial]:
         """Return the trials, without those that another one has continued and those that wait for a process."""
@@ -137,11 +161,12 @@ class Search:
         """Return the name of a trial's run: of the trial that it continues, where it continues one."""
         return str(trial.user_attrs.get(_RUN, f"{self.study.study_name}-t{trial.number}"))
 
-    def _repeat_interrupted(self) -> None:
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            with suppress(TimeoutError), self._taken(trial.number):  # else a process is working on it
-                self.study.tell(trial.number, state=TrialState.FAIL)
-                self.study.enqueue_trial(trial.params, user_attrs={_RUN: self.run_of(trial)})
 
-    def _taken(self, number: int) -> AbstractContextManager[None]:
-        return locked(self.folder / f".trial-{number}.lock", timeout_s=0)
+def suggest(trial: optuna.Trial, key: str, distribution: BaseDistribution) -> Any:
+    """Return what a trial proposes for an option."""
+    if isinstance(distribution, CategoricalDistribution):
+        return trial.suggest_categorical(key, distribution.choices)
+    if isinstance(distribution, IntDistribution):
+        return trial.suggest_int(key, distribution.low, distribution.high)
+    assert isinstance(distribution, FloatDistribution)
+    return trial.suggest_float(key, distribution.low, distribution.high, log=distribution.log)

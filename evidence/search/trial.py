@@ -13,7 +13,7 @@ from trainer.run.run import Run
 from trainer.run.scores import Score
 
 
-class Pruned(RunError):
+class Pruned(RunError, optuna.TrialPruned):
     """The study has ended a trial, because earlier ones were better at this step."""
 
     status = "KILLED"

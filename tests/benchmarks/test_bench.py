@@ -93,12 +93,3 @@ def test_blocks_take_turns_and_the_first_repeat_is_not_kept() -> None:
     assert times == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert rows.ratios(times, "b", "a") == [3.0, 2.5]
-
-
-def test_a_row_quotes_the_median_and_judges_it() -> None:
-    speed = Row("bf16 / fp32", "x", [1.7, 1.9, 2.4], "a command", target=1.8, at_most=False)
-    assert "1.900x  (1.700 to 2.400)" in str(speed)
-    assert "target ≥ 1.8x: met" in str(speed)
-    cost = Row("cost", "ms", [0.1, 0.3, 0.2], "a command", target=0.15)
-    assert "target ≤ 0.15 ms: MISSED" in str(cost)
-    assert "–" in str(Row("cost", "ms", [], "left out: it takes hours", target=0.15))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import nanogpt as module
 from benchmarks.jobs import shakespeare
-from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, Contestant, PlainShape, Point, _plain, nanogpt, race, race_rows
+from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, PlainShape, _plain, nanogpt
 from benchmarks.rows import Bench
-from recipes.gpt2 import SHAPES
 from trainer.hardware import detect
 from trainer.trainer import Trainer
 
@@ -28,20 +25,6 @@ def contest(tmp_path: Path) -> Contest:
     job = replace(job, overrides=(*job.overrides, *small))
     settings = {DEFAULT: (), "ours, other options": ("steps=4",)}
     return Contest(job, SHAPE, settings, rounds=4, windows=6, judged_from=0.5, compiled=(False,))
-
-
-def test_the_recipes_are_the_same_run(shared_data: Path) -> None:
-    job = shakespeare(str(shared_data / "tinyshakespeare.txt"))
-    config = job.config().resolve(detect("cpu"))
-    shape, plan = PlainShape(), config.plan
-    own = SHAPES[config.config.recipe.size]  # type: ignore[attr-defined]
-    for name in ("layers", "heads", "width", "context"):
-        assert getattr(own, name) == getattr(shape, name)
-    assert (plan.steps, plan.batching.batch_size, plan.batching.accumulation) == (shape.steps, shape.batch_size, 1)
-    optimizer, schedule = config.config.optimizer, config.config.schedule
-    for step in (0, 50, 99, 100, 1000, 1999):
-        assert optimizer.lr * schedule.factor(step, plan.steps) == pytest.approx(shape.lr_at(step), rel=0.02)
-    assert shape.lr_at(5000) == shape.final_lr
 
 
 def test_the_models_are_the_same_function(contest: Contest) -> None:
@@ -76,20 +59,6 @@ def _copy(plain: nn.Module, ours: dict[str, nn.Parameter]) -> None:
         own.copy_(parameter.T if parameter.ndim == 2 and name not in outer else parameter)
 
 
-def _row(steps: int, losses: list[float], seconds_a_step: float) -> Contestant:
-    left = iter(losses)
-    return Contestant(steps, lambda count: count * seconds_a_step, lambda: next(left))
-
-
-def test_each_takes_its_share_of_its_steps_in_every_round(contest: Contest) -> None:
-    one, other = _row(1000, [3.0, 1.8, 1.7], 1.0), _row(500, [2.0, 1.95, 1.89], 2.0)
-    race([one, other], contest)
-    assert one.curve == [Point(500, 500, 3.0), Point(750, 750, 1.8), Point(1000, 1000, 1.7)]
-    assert other.curve == [Point(500, 250, 2.0), Point(750, 375, 1.95), Point(1000, 500, 1.89)]
-    assert (one.reached(1.89), other.reached(1.89)) == (Point(750, 750, 1.8), Point(1000, 500, 1.89))
-    assert other.reached(1.5) is None
-
-
 def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:
     rows = list(nanogpt(Bench(detect("cpu"), 1, tmp_path, modes=frozenset({"bf16"})), contest))
     assert [row.name.removeprefix("shakespeare, ") for row in rows] == [
@@ -101,15 +70,3 @@ def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:
         *(f"time to the loss, {name} / {PLAIN}" for name in contest.ours),
     ]
     assert all(min(row.values) > 0 for row in rows)
-
-
-def test_a_run_that_does_not_reach_the_loss_counts_as_infinite(
-    contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = [1.8, 1.95, 1.8]  # the loss at the end, with each seed the next one
-    monkeypatch.setattr(module, "_ours", lambda *_: _row(400, [2.5, 2.0, ends.pop(0)], 1.0))
-    monkeypatch.setattr(module, "_baseline", lambda *_: _row(1000, [2.5, 1.8, 1.7], 1.0))
-    (row,) = race_rows(Bench(detect("cpu"), 3, tmp_path), replace(contest, ours={"ours": ("steps=400",)}))
-    assert row.values == [400 / 750, math.inf, 400 / 750]
-    missed = "1.950 (not reached) after 400 steps and 400.0 s against 1.800 after 750 steps"
-    assert str(row).count(missed) == str(row).count("not reached") == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from benchmarks import peers as module
 from benchmarks.jobs import TINY_MLP, BareLoop, Workload
-from benchmarks.overhead import PEAK_STEP, After, Loop, bare, first_steps, stepwise
-from benchmarks.peers import BARE, FIT_WARM_UP, FRAMEWORKS, MANTISSA, Framework, Peer, _distance, fitted, peers, table
+from benchmarks.overhead import PEAK_STEP, Loop, bare, first_steps, stepwise
+from benchmarks.peers import FRAMEWORKS, MANTISSA, Framework, _distance, fitted, peers
 from benchmarks.rows import Bench
 from trainer.hardware import detect
 from trainer.trainer import Trainer
@@ -40,7 +41,7 @@ def cannot_start(workload: Workload, folder: Path) -> Loop:
     raise ImportError("a part of it is missing")
 
 
-def test_loops_of_the_same_job_are_side_by_side(tmp_path: Path) -> None:
+def test_loops_of_the_same_job_are_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that trains otherwise is found out; one that fails or is not installed is named, the others are measured."""
     made = (
         Framework("whole", whole, ("torch",)),
@@ -49,35 +50,20 @@ def test_loops_of_the_same_job_are_side_by_side(tmp_path: Path) -> None:
         Framework("absent", by_hand, ("a-package-that-nobody-has",)),
         Framework("for images", by_hand, ("torch",), vision_only=True),
     )
-    (found_page,) = peers(Bench(detect("cpu"), 2, tmp_path), [JOB], made)
-    page = str(found_page)
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
-    found = {row[0]: row for row in rows}
-    assert list(found) == [BARE, MANTISSA, "whole", "other rate", "cannot start", "absent"]
-    for name in (BARE, MANTISSA, "whole", "other rate"):
-        assert float(found[name][2]) > 0
-        assert 0.9 < float(found[name][7].removesuffix("x")) < 1.1
-    assert found["cannot start"][2:] == ["–"] * 6
-    for words in (
-        "other rate: NOT the same training; after 3 steps its weights differ from the bare loop's",
-        "other rate: differs",
-        "differ by at most 0.00% of the distance that the weights moved): Mantissa, everything on, whole\n",
-        "absent: a-package-that-nobody-has is not installed; make bench-peers installs it",
-        "cannot start: failed: ImportError: a part of it is missing",
-    ):
-        assert words in page
-
-
-def test_the_figures_are_of_one_step() -> None:
-    compared = [
-        Peer(BARE, "1.0", "", 2**20, None, [100.0, 200.0, 160.0]),
-        Peer("other", "2.0", "", 2**21, 0.0, [200.0, 200.0, 320.0]),
-    ]
-    heading, _, by_hand, other = (line.strip("| ").split(" | ") for line in table(compared, "tokens", 100).splitlines())
-    assert heading[4] == "tokens/s"
-    assert by_hand == [BARE, "1.0", "160.0", "", "625", "", "1.0 MiB", "1.000x"]
-    assert (other[2], other[3]) == ("200.0", "+100.0 (+0.0 to +160.0)")
-    assert (other[5], other[7]) == ("0.500 (0.500 to 1.000)", "2.000x")
+    bench = Bench(detect("cpu"), 2, tmp_path)
+    rows = {row.name.removeprefix(f"tiny MLP {bench.mode}, "): row for row in peers(bench, [JOB], made)}
+    torch_version = version("torch")
+    for name in (MANTISSA, f"whole {torch_version}", f"other rate {torch_version}"):
+        assert min(rows[f"step of {name} / bare loop"].values) > 0
+        assert 0.9 < rows[f"peak memory of {name} / bare loop"].values[0] < 1.1
+    broken = rows[f"step of cannot start {torch_version} / bare loop"]
+    assert (broken.values, broken.measured) == ([], "failed: ImportError: a part of it is missing")
+    other = rows[f"peak memory of other rate {torch_version} / bare loop"].measured
+    assert "NOT the same training" in other
+    assert other.endswith("; differs")
+    assert "NOT" not in rows[f"peak memory of whole {torch_version} / bare loop"].measured
+    assert "absent: a-package-that-nobody-has is not installed" in capsys.readouterr().out
+    assert not any("for images" in name for name in rows)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
@@ -95,19 +81,6 @@ def test_an_installed_framework_trains_the_same(framework: Framework, tmp_path: 
     assert way > 0.01
     assert _distance(theirs.weights, ours.weights) < 1e-4 * way
     assert 0 < theirs.peak_bytes < 1.2 * ours.peak_bytes
-
-
-def test_a_fit_is_timed_after_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def fit(steps: int, after: After) -> None:
-        for step in range(1, steps + 1):
-            now[0] += 2.0 if step > FIT_WARM_UP else 100.0
-            after(step)
-
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    model = torch.nn.Linear(1, 1)
-    assert fitted(fit, model, torch.optim.SGD(model.parameters())).block(5) == 10.0
 
 
 @pytest.mark.parametrize(("version", "why"), [("2.5.6", ""), ("2.6.2", "2.6.2 is installed")])

@@ -13,14 +13,13 @@ import torch
 
 from benchmarks import overhead, ratios
 from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job
-from benchmarks.overhead import alternate, by_repeat, overheads
+from benchmarks.overhead import alternate
 from benchmarks.rows import Bench, Times
 from evidence.turns import Block
 from mantissa.formats import BASIC
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.optim import classes as optimizer_names
-from trainer.profiling.diagnostics import Numerics
 from trainer.trainer import Trainer
 
 SMALL = Job(
@@ -63,17 +62,6 @@ def known(tmp_path: Path) -> Known:
     return Known(detect("cpu"), 1, tmp_path, modes=frozenset(BASIC))  # however slow formats are here
 
 
-def test_a_repeat_is_the_sum_of_its_blocks_and_the_first_one_is_a_warm_up() -> None:
-    seconds = {"trainer": [30.0, 30.0, 1.0, 2.0, 3.0, 4.0, 99.0], "bare": [9.0, 9.0, 1.0, 1.0, 2.0, 2.0, 99.0]}
-    assert by_repeat(seconds, repeats=2, rounds=2) == {"trainer": [3.0, 7.0], "bare": [2.0, 4.0]}
-
-
-def test_overheads_are_per_cent_or_milliseconds_a_step() -> None:
-    times = {"trainer": [1.02, 2.2], "bare": [1.0, 2.0]}
-    assert overheads(times, "%", 100) == pytest.approx([2.0, 10.0])
-    assert overheads(times, "ms", 100) == pytest.approx([0.2, 2.0])
-
-
 def test_the_jobs_are_commands_that_resolve() -> None:
     for hardware in (detect("cpu"), Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))):
         for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
@@ -100,22 +88,11 @@ def test_a_speedup_is_the_time_of_the_slower_over_that_of_the_faster(known: Know
     }
 
 
-def test_costs_are_shares_of_the_steps_without_them(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
-    (ema,) = ratios.ema_cost(known, SMALL)
-    assert (ema.unit, ema.values) == ("%", [pytest.approx(100 * 0.25 / 0.75)])
-    (numerics,) = ratios.diagnostics_cost(known, SMALL)
-    assert numerics.values == [pytest.approx(100 * 0.25 / Numerics().every)]
+def test_an_optimizer_whose_library_is_missing_is_named(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(optimizer_names._ELSEWHERE, "Lion", ("missing_library", "missing_library>=1"))
     lion, muon = ratios.optimizers(known, SMALL, ("muon", "lion"))
     assert (muon.unit, muon.values, lion.values) == ("x", [1.5], [])
     assert "pip install 'missing_library>=1'" in lion.measured
-
-
-def test_the_gain_of_the_cache_is_in_texts_as_long_as_the_context(known: Known) -> None:
-    job = Job("nano", ("recipe=gpt2", "recipe.size=nano", "recipe.context=8", "data=synthetic", "data.vocab_size=90"))
-    (row,) = ratios.generation(known, job)
-    assert (row.values, row.met) == ([6.0], True)
-    assert row.measured.endswith("; texts of 8 tokens alternate")
 
 
 def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:
@@ -138,12 +115,6 @@ def test_the_overhead_is_of_a_whole_run(tmp_path: Path) -> None:
     rows = list(overhead.trainer_cost(Bench(detect("cpu"), 2, tmp_path, modes=frozenset(BASIC)), jobs))
     assert [(row.unit, len(row.values)) for row in rows] == [("%", 2), ("ms", 2), ("ms", 2)]
     assert (tmp_path / "tiny-MLP" / "mlflow.json").exists()
-
-
-def test_peak_memory_is_compared(known: Known) -> None:
-    (row,) = overhead.peak_memory(known, [(SMALL, "fp32")])
-    assert len(row.values) == 1
-    assert 0.8 < statistics.median(row.values) < 1.25
 
 
 FAKE_TRAIN = """
