@@ -192,10 +192,6 @@ class Workload:
             pin_memory=self.device.type == "cuda" and not self.on_device,
         )
 
-    def units(self) -> tuple[str, int]:
-        """Return the recipe's unit (tokens, images, samples), and how many of them one step has."""
-        return self.recipe.unit, self.recipe.count_units(self.fetch(self.order[: self.batch_size]))
-
     def mean_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss over the batch."""
         return self.recipe.loss(model, batch).loss_sum / self.recipe.count_targets(batch)

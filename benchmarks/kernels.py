@@ -94,8 +94,6 @@ def steps(rounds: int, native: int, only: str) -> Iterator[dict[str, Any]]:
             }
 
 
-
-
 def training(_: int, __: int, only: str) -> Iterator[dict[str, Any]]:
     """Train 200 steps with torch's kernels, with fp32 arithmetic, and with torch's from weights half a unit off."""
     for (name, line), (precision, dtype), seed in itertools.product(SMALL.items(), FORMATS.items(), range(SEEDS)):

@@ -1,4 +1,4 @@
-"""The language model beside nanoGPT's recipe for a CPU: the time of a step, and the time to a validation loss.
+"""The language model beside nanoGPT's recipe for a CPU: the time to a validation loss.
 
 The baseline is written from the description of that project's model (GPT-2's blocks without biases, exact GELU, tied
 tables, a smaller start of what is added to the residual) and of its loop (random windows of one array, AdamW, a cosine
@@ -8,7 +8,6 @@ after a warm-up, the loss read in every iteration). No code is shared with it.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
-from benchmarks.rows import ENDLESS, Bench, Row, ratios
+from benchmarks.jobs import Job, shakespeare
+from benchmarks.rows import Bench, Row
 from evidence.turns import Block, steps_of, stopwatch
 from mantissa.compare import interleave
 from recipes.data.text.tokens import TextDatasets
@@ -37,7 +36,7 @@ WEIGHT_DECAY = 0.1
 GOAL = 1.89
 """Validation loss in nats per character: what the recipe reaches with the text of tinyshakespeare."""
 RACES = 3
-PLAIN, BARE, DEFAULT = "nanoGPT's loop", "a bare loop", "ours"
+PLAIN, DEFAULT = "nanoGPT's loop", "ours"
 _MUON = ("optimizer=muon", "optimizer.lr=6e-3", "schedule.final=0", "recipe.vocabulary_multiple=1")
 SETTINGS = {
     DEFAULT: (),
@@ -125,7 +124,6 @@ class PlainLoop:
         shape: of model and run.
         train: token ids.
         seed: of the weights and of the batches.
-        compiled: with torch.compile.
         autocast: opens the context of a forward pass; None: fp32. (The project itself has none on a CPU.)
         device: where it trains; with fused AdamW only where the project has it, on CUDA.
     """
@@ -135,7 +133,6 @@ class PlainLoop:
         shape: PlainShape,
         train: np.ndarray,
         seed: int = 0,
-        compiled: bool = False,
         autocast: Callable[[], AbstractContextManager[None]] | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -143,8 +140,6 @@ class PlainLoop:
         self.device = device or torch.device("cpu")
         torch.manual_seed(seed)
         self.model = PlainGPT(shape).to(self.device)
-        if compiled:
-            self.model.compile()
         self.autocast = autocast or nullcontext
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
@@ -197,54 +192,15 @@ class Contest:
     """Of the validation text, on which all are judged."""
     judged_from: float = 0.4
     """The share of the rounds after which losses are looked at."""
-    compiled: tuple[bool, ...] = (False, True)
 
 
-def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
-    """Measure a step beside nanoGPT's and beside a bare loop's, and the time to the same validation loss."""
-    contest = contest or Contest(shakespeare(bench.text))
-    yield from step_rows(bench, contest)
-    yield from race_rows(bench, contest)
-
-
-def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
-    """Measure the time of a step, in each format and with and without torch.compile."""
-    job, hardware = contest.job, bench.hardware
-    can_compile = hardware.is_gpu or any(map(shutil.which, ("c++", "g++", "clang++")))
-    commands: dict[str, str] = {}
-    loops: dict[str, Callable[[int], None]] = {}
-    for mode in ("fp32", "bf16"):
-        if why := bench.left_out(mode):
-            yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], why)
-            continue
-        for compiled in (each for each in contest.compiled if can_compile or not each):
-            form = f"{mode} compiled" if compiled else mode
-            options = (f"precision={mode}", *["compile=default"] * compiled)
-            commands[form] = job.line(*options)
-            config = job.config(*options, ENDLESS, f"device={hardware.device}")
-            trainer = Trainer.from_config(config, hardware)
-            bare = BareLoop(Workload(trainer))
-            if compiled:
-                bare.model.compile()
-            loops[f"ours {form}"] = steps_of(trainer)
-            loops[f"{PLAIN} {form}"] = _plain(contest, trainer, 0, compiled).run
-            loops[f"{BARE} {form}"] = bare.run
-    times = bench.times(loops, job.steps)
-    for form, command in commands.items():
-        ours = f"ours {form}"
-        for other in dict.fromkeys((f"{PLAIN} {form}", f"{BARE} {form}", f"{PLAIN} fp32")):
-            each = [1e3 * min(times[name]) / job.steps for name in (ours, other)]
-            how = f"{command}; a step takes at least {each[0]:.1f} and {each[1]:.1f} ms; {job.steps} steps a repeat"
-            yield Row(f"{job.name}, step, {ours} / {other}", "x", ratios(times, ours, other), how)
-
-
-def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False) -> PlainLoop:
+def _plain(contest: Contest, trainer: Trainer, seed: int) -> PlainLoop:
     """Return the baseline on a trainer's text and in its format."""
     assert isinstance(trainer.datasets, TextDatasets)
     tokens, precision, device = trainer.datasets.tokens, trainer.config.precision, trainer.device
     shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
     autocast = None if precision.mode == "fp32" else partial(precision.autocast, device)
-    return PlainLoop(shape, tokens.train, seed, compiled, autocast, device)
+    return PlainLoop(shape, tokens.train, seed, autocast, device)
 
 
 class Point(NamedTuple):
@@ -280,12 +236,13 @@ class Contestant:
         return f"{point.loss:.3f}{missed} after {point.step} steps and {point.seconds:.1f} s"
 
 
-def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
+def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
     """Measure the time to a loss of ``GOAL``, or to the best that nanoGPT's loop reaches where that is higher.
 
     One repeat is a whole run of each, with a seed of its own; more than ``RACES`` are not worth their time. A run that
     does not reach the loss counts as infinite.
     """
+    contest = contest or Contest(shakespeare(bench.text))
     job, hardware = contest.job, bench.hardware
     fastest = ("precision=bf16",) if hardware.support("bf16") == NATIVE else ()
     options = {name: (*given, *fastest) if given else () for name, given in contest.ours.items()}

@@ -50,23 +50,11 @@ def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) 
     if git.get("dirty") != "false":
         return "not kept: commit your changes first, so that others can run what was measured"
     path = RESULTS / f"{machine_name(hardware)}.json"
-    found = read_json(path) if path.exists() else {}
-    measurements = found.get("measurements", {})
-    found = {
-        "machine": path.stem,
-        "cpu": hardware.name,
-        "cores": hardware.cpu_cores,
-        "flags": sorted(hardware.cpu_flags),
-        "memory_gib": round(hardware.memory_bytes / 2**30),
-        "versions": versions(),
-        "measurements": measurements,
-    }
-    origin = {
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": git["commit"],
-    }
-    measurements |= {name: values | origin for name, values in measured.items()}
+    kept = read_json(path)["measurements"] if path.exists() else {}
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    origin = {"command": command, "date": today, "commit": git["commit"]}
+    found = {"machine": path.stem, "hardware": hardware.facts(), "versions": versions()}
+    found["measurements"] = kept | {name: values | origin for name, values in measured.items()}
     write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return f"kept in {path.relative_to(PROJECT)}"
 
@@ -99,10 +87,8 @@ def shown(found: dict[str, Any] | None) -> str:
     """Return a measurement in a cell of a table."""
     if found is None:
         return ""
-    middle, low, high = (
-        f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"
-        for number in (found["value"], found["low"], found["high"])
-    )
+    numbers = (found[end] for end in ("value", "low", "high"))
+    middle, low, high = (f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}" for number in numbers)
     unit = found["unit"] if found["unit"] in ("", "x") else f" {found['unit']}"
     interval = f" [{low}, {high}]" if low != high else ""
     return f"{middle}{unit}{interval} {found.get('verdict', '')}".strip()

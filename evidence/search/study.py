@@ -21,7 +21,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import TPESampler
-from optuna.storages import RDBStorage, RetryFailedTrialCallback, fail_stale_trials
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.pool import NullPool
 
@@ -57,7 +57,7 @@ def studies(output_dir: Path) -> RDBStorage:
         engine_kwargs={"poolclass": NullPool},  # a pool would never close its connections
         heartbeat_interval=HEARTBEAT_S,
         grace_period=GRACE_S,
-        failed_trial_callback=RetryFailedTrialCallback(),
+        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
     )
 
 
@@ -145,7 +145,7 @@ class Search:
             return objective(trial)
         except KeyboardInterrupt:
             self.study.tell(trial, state=TrialState.FAIL)
-            RetryFailedTrialCallback()(self.study, self.study.trials[trial.number])
+            RetryHeartbeatStaleTrialCallback()(self.study, self.study.trials[trial.number])
             raise
 
     def counted(self) -> list[FrozenTrial]:

@@ -144,7 +144,6 @@ print(sorted(heavy & set(sys.modules)))
 
 IN_OTHERS = {
     "advise recipe=gpt2 presicion=bf16": "did you mean 'precision'?",
-    "advise recipe=gpt2 goal=fast": "goal=fast is not one of speed, memory",
     "advise recipe=gpt2 budget_minutes=inf": "must be a time above 0",
     "advise recipe=gpt2 precision=fp32,bf16": "an option has several values",
     "compare recipe=gpt2 arms=fp32,bf61": "arms: bf61 is not a precision",
