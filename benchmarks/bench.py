@@ -44,7 +44,7 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 @dataclass
 class BenchOptions:
-    """Of the command line."""
+    """Options of the command line."""
 
     only: list[str] = field(default_factory=list)
     repeats: int = 5

@@ -116,7 +116,7 @@ MAX_NORM = 1.0
 
 
 class _Batches(torch.utils.data.Dataset[Batch]):
-    """For torch's DataLoader: takes samples, returns a whole batch."""
+    """A dataset for torch's DataLoader that takes samples and returns a whole batch."""
 
     def __init__(self, size: int, fetch: Callable[[Sequence[SampleId]], Batch]) -> None:
         self.size, self.fetch = size, fetch
@@ -144,7 +144,7 @@ class Workload:
         """The trainer's at this moment, on the CPU."""
         train = trainer.datasets.train
         self.order = trainer.order.samples(0, len(train))
-        """Of the trainer's first epoch, and of each epoch of the others."""
+        """Samples of the trainer's first epoch, and of each epoch of the others, in order."""
         self.on_device = isinstance(trainer.config.loader, OnDeviceLoader)
         self.fetch: Callable[[Sequence[SampleId]], Batch] = train.batch
         if self.on_device:

@@ -150,7 +150,7 @@ class PlainLoop:
         self._batch = self._next()
         self.step = 0
         self.loss = math.nan
-        """Of the last step."""
+        """Loss of the last step."""
 
     def run(self, steps: int) -> None:
         """Take optimizer steps."""
@@ -183,13 +183,13 @@ class Contest:
 
     job: Job
     shape: PlainShape = field(default_factory=PlainShape)
-    """Of the baseline; the vocabulary is the text's."""
+    """Shape of the baseline; the vocabulary is the text's."""
     ours: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SETTINGS)
     """Further options of the recipe by the name of what races with them."""
     rounds: int = 40
     """Blocks of each contestant on the way to the loss, in turns; each takes its share of its steps."""
     windows: int = 1000
-    """Of the validation text, on which all are judged."""
+    """Number of windows of the validation text, on which all are judged."""
     judged_from: float = 0.4
     """The share of the rounds after which losses are looked at."""
 
@@ -207,7 +207,7 @@ class Point(NamedTuple):
     """Where a contestant is after a round."""
 
     seconds: float
-    """Of training alone."""
+    """Seconds of training alone."""
     step: int
     loss: float
 
@@ -217,7 +217,7 @@ class Contestant:
     """One that trains to the loss."""
 
     steps: int
-    """Of its whole run."""
+    """Number of steps of its whole run."""
     block: Block
     judge: Callable[[], float]
     """Returns the validation loss on the common windows."""

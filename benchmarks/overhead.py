@@ -42,7 +42,7 @@ class MeasuredRun(Run):
     others: dict[str, Block]
     clock: Clock
     seconds: Times
-    """Of each block by name; those of the run itself are called ``trainer``."""
+    """Seconds of each block by name; those of the run itself are called ``trainer``."""
 
     def measure(self, block_steps: int, others: dict[str, Block], clock: Clock) -> Times:
         """Train to the end in turns with other loops, and return the seconds of each block."""
@@ -146,9 +146,9 @@ def overheads(times: Times, unit: str, steps: int) -> list[float]:
 
 
 After = Callable[[int], None]
-"""Is called after each optimizer step of a loop, with its number from 1."""
+"""A function that is called after each optimizer step of a loop, with its number from 1."""
 Fit = Callable[[int, After], None]
-"""Takes a number of optimizer steps."""
+"""A function that takes a number of optimizer steps."""
 
 
 @dataclass
@@ -193,9 +193,9 @@ class FirstSteps:
     """What a loop's first ``PEAK_STEP`` steps leave."""
 
     peak_bytes: int = 0
-    """Of the last one, by CUDA's allocator, elsewhere by the ledger. What existed before the loop does not count."""
+    """Peak of the last one, by CUDA's allocator or the ledger; what existed before the loop does not count."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """After it, on the CPU."""
+    """Weights after it, on the CPU."""
 
 
 def first_steps(make: Callable[[], Loop], device: torch.device) -> FirstSteps:

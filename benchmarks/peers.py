@@ -250,12 +250,12 @@ class Framework:
 
     name: str
     make: Callable[[Workload, Path], Loop]
-    """Takes the workload and a folder for what the framework writes."""
+    """Maker of the loop, from the workload and a folder for what the framework writes."""
     needs: tuple[str, ...]
     """Packages; the first is the one whose version is shown."""
     vision_only: bool = False
     note: str = ""
-    """In what it differs from the loop written by hand."""
+    """Difference from the loop written by hand, in words."""
 
     def installed(self) -> tuple[str, str]:
         """Return its version and, without importing it, why it cannot be measured (empty: it can)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch import nn
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
 from evidence.turns import steps_of, stopwatch
+from mantissa import shell
 from mantissa.formats import BASIC
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT
@@ -115,9 +115,9 @@ def parallel(bench: Bench, overrides: Sequence[str] = ()) -> Iterator[Row]:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}"]
     command += ["-m", "benchmarks.ratios", str(file), str(bench.repeats), *options]
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // PROCESSES))}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    ended = shell.run(command, cwd=PROJECT, env=environment)
+    if ended.code:
+        raise RunError(f"{' '.join(command)} ended with status {ended.code}:\n{ended.output[-2000:]}")
     over = [100 * (ratio - 1) for ratio in ratios(json.loads(file.read_text()), "mantissa", "bare")]
     line = gpt2_job(hardware).line(*options).removeprefix("python ")
     yield Row(name, "%", over, f"{torchrun} {line}; {STEPS} steps a repeat, alternating in the same processes", 3.0)
@@ -172,14 +172,12 @@ def documented(bench: Bench, runs: Sequence[tuple[str, str, str]] = DOCUMENTED) 
         place = bench.folder / str(number)
         words = shlex.split(command)[1:]
         full = [sys.executable, str(PROJECT / words[0]), *words[1:], f"output_dir={place}", "tracking=local"]
-        began = time.perf_counter()
-        done = subprocess.run(full, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        took = time.perf_counter() - began
-        if done.returncode:
-            raise RunError(f"{command} ended with status {done.returncode}:\n{done.stdout[-2000:]}")
+        ended = shell.run(full, cwd=bench.folder)
+        if ended.code:
+            raise RunError(f"{command} ended with status {ended.code}:\n{ended.output[-2000:]}")
         (summary,) = (json.loads(path.read_text(encoding="utf-8")) for path in place.glob("*/summary.json"))
         how = f"{command} tracking=local; one run"
-        yield Row(f"{command}: time", "s", [took], how)
+        yield Row(f"{command}: time", "s", [ended.seconds], how)
         reached = summary["final"][metric] * (100 if unit == "%" else 1)
         yield Row(f"{command}: {metric}", unit, [reached], how)
 
@@ -191,20 +189,21 @@ def _seconds(command: list[str], folder: Path, code: int = 0, until: str | None 
         RunError: it ended otherwise.
     """
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
-    began, lines = time.perf_counter(), []
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if until is not None and line.startswith(until):
-                seconds = time.perf_counter() - began
-                process.kill()
-                return seconds
-    if until is None and process.returncode == code:
-        return time.perf_counter() - began
-    raise RunError(f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(lines[-20:])}")
+    printed: list[float] = []
+    began = time.perf_counter()
+
+    def ends(line: str) -> bool:
+        if until is not None and line.startswith(until):
+            printed.append(time.perf_counter() - began)
+        return bool(printed)
+
+    ended = shell.run(command, cwd=folder, env=environment, on_line=ends)
+    if printed:
+        return printed[0]
+    if until is None and ended.code == code:
+        return ended.seconds
+    last = "\n".join(ended.output.splitlines()[-20:])
+    raise RunError(f"{' '.join(command)} ended with status {ended.code}:\n{last}")
 
 
 if __name__ == "__main__":

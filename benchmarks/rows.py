@@ -16,7 +16,7 @@ from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 
 ENDLESS = "steps=1000000"
-"""For a trainer whose steps are taken by hand, so that its schedule does not end."""
+"""Override for a trainer whose steps are taken by hand, so that its schedule does not end."""
 _DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "nats": 2}
 Times = dict[str, list[float]]
 """Seconds of each block by its name, one number per repeat."""

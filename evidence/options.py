@@ -21,7 +21,7 @@ CLAIMS = PROJECT / "evidence" / "claims" / "published"
 
 @dataclass
 class AdviseOptions(Overriding):
-    """Of scripts/advise.py."""
+    """Options of scripts/advise.py."""
 
     fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
 
@@ -107,7 +107,7 @@ class DoctorOptions(Overriding):
 
 @dataclass
 class MaxBatchOptions(Overriding):
-    """Of scripts/max_batch.py."""
+    """Options of scripts/max_batch.py."""
 
     fixed = dict.fromkeys(("micro_batch_size",), "it is what this command finds")
 
@@ -117,14 +117,14 @@ class MaxBatchOptions(Overriding):
 
 @dataclass
 class MemoryOptions(Overriding):
-    """Of scripts/memory.py."""
+    """Options of scripts/memory.py."""
 
     check: bool = False
 
 
 @dataclass
 class RangeOptions(Overriding):
-    """Of scripts/lr_range.py."""
+    """Options of scripts/lr_range.py."""
 
     fixed = ONE_PROCESS | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
 
@@ -144,7 +144,7 @@ class RangeOptions(Overriding):
 
 @dataclass
 class ReproduceOptions:
-    """Of scripts/reproduce.py."""
+    """Options of scripts/reproduce.py."""
 
     claim: list[str] = field(default_factory=list)
     all: bool = False

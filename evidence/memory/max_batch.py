@@ -30,10 +30,10 @@ class LargestBatch:
     micro_batch_size: int
     """The largest size that fitted; above 32 times ``multiple``, to within 1/32."""
     batch_size: int
-    """Of the config: samples per optimizer step."""
+    """Number of samples per optimizer step, as the config has it."""
     trials: int
     multiple: int = 1
-    """What a microbatch has to be a multiple of."""
+    """Number that a microbatch has to be a multiple of."""
 
     @property
     def dividing(self) -> int:

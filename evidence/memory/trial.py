@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
+from mantissa import shell
 from mantissa.ledger import MemoryLedger, tensors
 from trainer.config.compose import compose
 from trainer.config.schema import Config
@@ -49,14 +49,14 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
     options = json.dumps({"limit_bytes": limit_bytes, "ledger": ledger})
     # -P: modules in the current folder are not imported.
     command = [sys.executable, "-P", "-m", "evidence.memory.trial", options, *overrides]
-    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if process.returncode == 0:
-        return Trial(**json.loads(process.stdout.splitlines()[-1]))
-    message = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
-    if process.returncode == UserError.exit_code:
+    ended = shell.run(command, errors_apart=True)
+    if ended.code == 0:
+        return Trial(**json.loads(ended.output.splitlines()[-1]))
+    message = ended.errors.strip().splitlines()[-1:] or [f"status {ended.code}"]
+    if ended.code == UserError.exit_code:
         raise UserError(message[0])
     # The kernel kills where it has overcommitted memory; C++ aborts where it cannot raise.
-    if process.returncode == -signal.SIGKILL or (limit_bytes and process.returncode == -signal.SIGABRT):
+    if ended.code == -signal.SIGKILL or (limit_bytes and ended.code == -signal.SIGABRT):
         return Trial(fits=False)
     raise RunError(f"a trial with {' '.join(overrides)} failed: {message[0]}")
 

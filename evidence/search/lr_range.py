@@ -96,7 +96,7 @@ class Curve:
     label: str
     """The overrides in which it differs from the other tests of a command, such as ``precision=bf16``."""
     lr: list[float] = field(default_factory=list)
-    """Of each step."""
+    """Loss of each step."""
     loss: list[float] = field(default_factory=list)
     """The training loss of each step, before its update; the last one may be not finite."""
     smoothed: list[float] = field(default_factory=list)

@@ -25,7 +25,7 @@ _NAMES = {
     TrialState.RUNNING: "running",
     TrialState.FAIL: "failed",
 }
-"""In the order of the table."""
+"""Names of the states, in the order of the table."""
 
 
 def lines(search: Search, metric: str, overrides: list[str]) -> list[str]:

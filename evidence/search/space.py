@@ -35,7 +35,7 @@ _ITEM = re.compile(r"(?:[^,()\[\]{}]|\[[^\]]*\]|\{[^}]*\}|\([^)]*\))+")
 
 @dataclass
 class SearchOptions(Overriding):
-    """Of scripts/search.py."""
+    """Options of scripts/search.py."""
 
     fixed = ONE_PROCESS | dict.fromkeys(
         ("resume", "run_name", "checkpoint.best", "tracking.parent"), "the search sets it for every run"
