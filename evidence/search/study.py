@@ -51,6 +51,7 @@ def pruner_of(name: str, first: int, steps: int) -> BasePruner:
 
 def studies(output_dir: Path) -> RDBStorage:
     """Return the studies of a folder. Their database is made where there is none."""
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     url = f"sqlite:///{(output_dir / DATABASE).absolute().as_posix()}"
     return RDBStorage(
         url,
@@ -78,7 +79,6 @@ def open_study(
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # failures are exceptions
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     make_folder(output_dir)
     with locked(output_dir / f".{DATABASE}.lock"):  # two processes that make the tables at the same time both fail
         study = optuna.create_study(
@@ -122,6 +122,15 @@ class Search:
             objective: trains a trial and returns its score; it raises Optuna's ``TrialPruned`` where it is pruned. Any
                 other ``RunError`` fails the trial; a ``UserError`` ends the search if no trial was trained yet.
         """
+        taken: list[int] = []
+
+        def take(trial: optuna.Trial) -> float:
+            taken.append(trial.number)
+            for key, distribution in self.space.items():
+                suggest(trial, key, distribution)
+            trial.set_user_attr(_RUN, self.run_of(trial))
+            return objective(trial)
+
         while True:
             fail_stale_trials(self.study)
             every = self.study.get_trials(deepcopy=False)
@@ -134,19 +143,11 @@ class Search:
             self.study.sampler = TPESampler(seed=seed, constant_liar=True)
             trained = any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in every)
             caught = (RunError,) if trained else (NonFiniteError, OutOfMemory)
-            self.study.optimize(lambda trial: self._take(objective, trial), n_trials=1, catch=caught)
-
-    def _take(self, objective: Callable[[optuna.Trial], float], trial: optuna.Trial) -> float:
-        """Propose a value of each option, and call the objective. The next call repeats what Ctrl-C interrupts."""
-        for key, distribution in self.space.items():
-            suggest(trial, key, distribution)
-        trial.set_user_attr(_RUN, self.run_of(trial))
-        try:
-            return objective(trial)
-        except KeyboardInterrupt:
-            self.study.tell(trial, state=TrialState.FAIL)
-            RetryHeartbeatStaleTrialCallback()(self.study, self.study.trials[trial.number])
-            raise
+            try:
+                self.study.optimize(take, n_trials=1, catch=caught)
+            except KeyboardInterrupt:  # the next call continues its run
+                RetryHeartbeatStaleTrialCallback()(self.study, self.study.trials[taken[-1]])
+                raise
 
     def counted(self) -> list[FrozenTrial]:
         """Return the trials, without those that another one has continued and those that wait for a process."""
