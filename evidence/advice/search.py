@@ -10,7 +10,7 @@ from typing import Any
 
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.worker import Failed, Worker
-from mantissa.comparison import in_turns
+from mantissa.compare import interleave
 from mantissa.statistics import Interval, ratio_interval
 from trainer.errors import RunError
 
@@ -264,7 +264,7 @@ class Search:
                 self._close(kept=group[0].label)
             for side in group:
                 self._start(side)
-            for side, _ in in_turns(group, range(count)):
+            for side, _ in interleave(group, range(count)):
                 found[side.label].append(self._block(side, found[side.label]))
         return found
 
