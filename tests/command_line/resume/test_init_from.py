@@ -240,18 +240,10 @@ def test_what_is_no_run_with_weights_is_refused(folder: Path, given: str, messag
         compose("recipe=gpt2", f"init_from={given}")
 
 
-def test_an_edited_config_or_tokenizer_is_refused_with_a_remedy_that_works(source: Path, train: Train) -> None:
-    new = ("recipe=gpt2", *SHORT, TEXT, "data.path=one.txt", "run_name=new")
-    tokenizer, config = source / "tokenizer" / "tokenizer.json", source / "config.json"
-    for path, change in ((tokenizer, " "), (config, "")):
-        before = path.read_text()
-        path.write_text(before.replace('"seed": 0', '"seed": 1') + change)
-        for command in ((*new, f"init_from={source}"), (f"resume={source}", "steps=3")):
-            refused = train(*command)
-            assert (refused.code, str(path) in refused.err) == (2, True), refused.err
-        path.write_text(before)
-    assert train(f"resume={source}", "steps=3").code == 0
-    config.write_text("{}")
-    assert f"recipe.pretrained={source / 'best'}" in train(f"resume={source}", "steps=4").err
-    done = train(*new, f"recipe.pretrained={source / 'best'}")
+def test_a_damaged_config_is_refused_with_a_remedy_that_works(source: Path, train: Train) -> None:
+    (source / "config.json").write_text("{")
+    best = f"recipe.pretrained={source / 'best'}"
+    refused = train(f"resume={source}", "steps=4")
+    assert (refused.code, best in refused.err) == (2, True), refused.err
+    done = train("recipe=gpt2", *SHORT, TEXT, "data.path=one.txt", "run_name=new", best)
     assert done.code == 0, done.err
