@@ -77,6 +77,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "optimizer.lr=abc": ("optimizer.lr=abc: Value 'abc' of type 'str' could not be converted to Float",),
     "deterministic=maybe": ("deterministic=maybe: Value 'maybe' is not a valid bool",),
     "precision=bf16 precision.fp32_modules=lm_head": ("precision.fp32_modules=lm_head: ",),
+    "steps=1000000000": ("steps=1e+09 must be at most 99999999",),
+    f"{BIGNET} output_dir={300 * 'a'}": ("output_dir=aaa", "File name too long"),
     "run_name=a/b": ("run_name=a/b", "without a slash"),
     # options that exclude each other
     "batch_size=7 micro_batch_size=2": ("batch_size=7", "micro_batch_size=1 or 7", "batch_size=6 or 8"),

@@ -177,28 +177,10 @@ def test_a_full_disk_at_the_start_is_one_sentence(
     assert "output_dir=outputs cannot be written (No space left on device); free disk space, or choose" in done.err
 
 
-@pytest.mark.parametrize(
-    "absurd",
-    [
-        "steps=1000000000",
-        "batch_size=1000000000",
-        "eval_samples=1000000000000",
-        "output_dir=" + "a" * 300,
-    ],
-)
-def test_absurd_values_are_refused_before_anything_is_made(absurd: str, train: Train, folder: Path) -> None:
-    kept = [each for each in RUN if not (absurd.startswith("epochs") and each.startswith("steps="))]
-    done = train(*kept, absurd)
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert absurd.partition("=")[0] in done.err
-    assert "must be at most" in done.err or "File name too long" in done.err
-    assert list(folder.iterdir()) == []
-
-
 def test_an_invalid_address_in_the_environment_matters_only_with_mlflow(
     train: Train, succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://bob:[x@host")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "htp://host:5000")
     done = train(*RUN, "tracking=mlflow")
     assert (done.code, done.err.count("\n"), "MLFLOW_TRACKING_URI" in done.err) == (2, 1, True), done.err
     assert not (folder / "outputs").exists()
