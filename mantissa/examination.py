@@ -20,9 +20,10 @@ from mantissa.doctor.report import files_of, lines, opening
 from mantissa.errors import UsageError
 from mantissa.finding import Finding
 from mantissa.generators import random_state, set_random_state
-from mantissa.loop import LoopReplay, LoopStep, Loss
+from mantissa.loop import Loss, step_of_loop
+from mantissa.step import Replay, Step
 from mantissa.tensors import finite, in_dtype
-from mantissa.updates import Counts, UpdateMeter
+from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
 _REPEATED = 0.05
@@ -136,8 +137,8 @@ def examine(
         if not any(id(weight) in known for group in optimizer.param_groups for weight in group["params"]):
             raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
     before = random_state(next(model.parameters()).device)
-    step = LoopStep.of(model, loss, batches, precision, optimizer, scale, fixed_scale, accumulate, number, generators)
-    if step.optimizer is None:
+    step = step_of_loop(model, loss, batches, precision, optimizer, scale, fixed_scale, accumulate, number, generators)
+    if optimizer is None:
         checks = [check for check in checks if check not in ("updates", "state")]
     try:
         with torch.enable_grad():
@@ -146,62 +147,90 @@ def examine(
         set_random_state(before, step.device)
 
 
-def take(step: LoopStep, failed: bool = False) -> TakenStep:
-    """Take a step as its loop does, eagerly, and say how it ended."""
-    passes = step.replay(step.format.name, as_run=True)
-    replay = TakenStep(step, math.nan, math.nan, False, 0.0, 0, "its beginning", failed=failed)
+def take(step: Step, failed: bool = False, began: str = "its beginning") -> TakenStep:
+    """Take a step as its loop does, eagerly, and say how it ended.
+
+    Args:
+        step: of any loop.
+        failed: whether it was not finite when it was taken.
+        began: where its replay started.
+
+    Raises:
+        UsageError: the step cannot be replayed, or trains nothing.
+    """
+    taken = TakenStep(step, began=began, failed=failed)
+    held = _begin_peak(step.device)
+    passes = step.as_run()
     try:
         found = passes.run_with_backoff()
     except UsageError:
         raise
     except Exception:  # the format sweep says what it is
-        return replay
+        return taken
     step.changes_batches = passes.changed
     if not found.gradients:
         raise UsageError(
             "the loss gives no parameter a gradient: let it use the model that it is called with, detach nothing, and "
             "leave requires_grad of some parameters on"
         )
-    loss, first = found.loss.item(), [] if found.nonfinite else [each.clone() for each in found.gradients.values()]
-    began = time.monotonic()  # what is done for the first time takes longer
+    loss = found.loss.item()
+    first = [] if found.nonfinite else [gradient.clone() for gradient in found.gradients.values()]
+    clock = time.monotonic()  # what is done for the first time takes longer
     found = passes.run()
-    replay.seconds = step.seconds = time.monotonic() - began
-    weights = found.gradients.values()
-    if _size([one - other for one, other in zip(first, weights, strict=False)]) > _REPEATED * _size(first):
+    taken.seconds = step.seconds = time.monotonic() - clock
+    gradients = list(found.gradients.values())
+    if _size([one - other for one, other in zip(first, gradients, strict=False)]) > _REPEATED * _size(first):
         raise UsageError(
             f"the same step gives other gradients when it is taken again (loss {loss:.6g}, then {found.loss.item():.6g}"
             "): let the loss draw from global generators, or from generators that are attributes of modules, and keep "
             "nothing from call to call"
         )
-    replay.loss, replay.skipped = found.loss.item(), not all(map(finite, weights))
-    replay.memory_bytes = 4 * sum(each.numel() * each.element_size() for each in step.weights.values())
-    replay.grad_norm = _size(weights) / passes.scale if weights else math.nan
-    if not replay.skipped:
+    taken.loss, taken.skipped = found.loss.item(), not all(map(finite, gradients))
+    taken.memory_bytes = _peak(step, held)
+    taken.grad_norm = _size(gradients) * found.correction / passes.scale if gradients else math.nan
+    if not taken.skipped:
         step.scale = passes.scale  # to which a scaler backs off at this step
-    if not replay.skipped and passes.optimizer is not None:
-        replay.updates, why = _updates(passes)
-        replay.notes += [f"updates: not measured ({why})"] if why else []
-    return replay
+        taken.updates, why = _updates(passes, found.correction)
+        taken.notes += [f"updates: not measured ({why})"] if why else []
+    return taken
+
+
+def _begin_peak(device: torch.device) -> int:
+    """Begin to watch the peak of an accelerator's memory, and return what is held there."""
+    if device.type == "cpu":
+        return 0
+    torch.accelerator.reset_peak_memory_stats(device)
+    return torch.accelerator.memory_allocated(device)
+
+
+def _peak(step: Step, held: int) -> int:
+    """Return the memory that a step takes: measured on an accelerator, four times that of the weights elsewhere."""
+    if step.device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(step.device) - held
+    return 4 * sum(weight.numel() * weight.element_size() for weight in step.weights.values())
 
 
 def _size(gradients: Iterable[Tensor]) -> float:
     """Return the norm of all that are not sparse; 0: there are none."""
-    norms = [torch.linalg.vector_norm(in_dtype(each, torch.float32)) for each in gradients if not each.is_sparse]
-    return torch.stack(norms).norm().item() if norms else 0.0
+    dense = [in_dtype(gradient, torch.float32) for gradient in gradients if not gradient.is_sparse]
+    return torch.stack([torch.linalg.vector_norm(gradient) for gradient in dense]).norm().item() if dense else 0.0
 
 
-def _updates(passes: LoopReplay) -> tuple[dict[str, Counts], str]:
-    """Return what rounding does to the update for which the passes stand ready, and why it is not known."""
-    assert passes.optimizer is not None
-    torch._foreach_mul_([each.grad for each in passes.model.parameters() if each.grad is not None], 1 / passes.scale)
+def _updates(passes: Replay, correction: float) -> tuple[dict[str, Counts], str]:
+    """Return what rounding does to the update for which a replay stands ready, and why it is not known."""
+    name = type(passes.optimizer).__name__
+    if not passes.step.trains:
+        return {}, ""
+    if not is_elementwise(name):
+        return {}, f"{name} treats elements together"
+    built = passes.built
     try:
-        meter = UpdateMeter(passes.model, passes.optimizer, passes.format.half)
-        meter.before()
-        passes.optimizer.step()
-        meter.after(1, torch.tensor(True))
+        meter = UpdateMeter(passes.model, passes.optimizer, passes.format.half, passes.masters, built.clip)
+        built.prepare(passes.step.number, 1.0, False)
+        passes.update(correction, meter)
         return meter.results(), ""
     except Exception as error:  # an optimizer that cannot be copied, or does not treat each element alone
-        return {}, f"{type(passes.optimizer).__name__}: {error}"
+        return {}, f"{name}: {error}"
 
 
 def _machine() -> dict[str, Any]:

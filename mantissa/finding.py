@@ -7,13 +7,8 @@ from typing import Any
 
 OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
 ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "optimizer state"
-DIFFERENCE, DIVERGENCE, EXCEPTION, RATE, BLOCKED = (
-    "difference",
-    "divergence",
-    "exception",
-    "learning rate",
-    "no gradient",
-)
+DIFFERENCE, DIVERGENCE, EXCEPTION, RATE = "difference", "divergence", "exception", "learning rate"
+BLOCKED, CRASH = "no gradient", "crash"
 
 MEANINGS = {
     OVERFLOW: "A number is larger than the format can hold, so it becomes infinite.",
@@ -30,11 +25,12 @@ MEANINGS = {
     EXCEPTION: "The step cannot be computed in this format.",
     RATE: "The updates are too large: the loss grows, in fp32 as well.",
     BLOCKED: "No gradient reaches a weight that the loss depends on.",
+    CRASH: "A check of the examination failed: the traceback is in the report.",
     DIVERGENCE: "Within a few steps, the loss leaves the spread of the reference.",
 }
 """The kinds of faults."""
 
-FORWARD, BACKWARD, UPDATE, EXCHANGE = "forward", "backward", "update", "exchange"
+FORWARD, BACKWARD, UPDATE, EXCHANGE, EXAMINATION = "forward", "backward", "update", "exchange", "examination"
 
 
 @dataclass

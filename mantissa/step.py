@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from itertools import chain
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from mantissa.errors import UsageError
 from mantissa.formats import FORMATS, Format
+from mantissa.generators import random_state, set_random_state
+from mantissa.ledger import MemoryLedger
 from mantissa.tensors import finite, in_dtype
+from mantissa.updates import Masters, UpdateMeter
 
 Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
+LEAST_SCALE = 2.0**-10
+"""Loss scale below which a skipped step is not tried again."""
+_QUICK = 0.5
+"""Seconds up to which a step is examined with all its samples, and not with two of them."""
+_STATE = (int, float, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Types of what a module may keep from one forward pass to the next, besides tensors."""
 
 
 def batch_key(tensor: str) -> str:
@@ -62,41 +76,69 @@ class Remedies:
         return f"a learning rate of {factor:g} times the present one"
 
 
-class Masters(Protocol):
-    """The fp32 weights that an optimizer changes in the place of 16-bit ones."""
+@dataclass(kw_only=True)
+class Built:
+    """A model in a format, and how it trains."""
 
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return what the optimizer changes, named as in the model."""
+    model: nn.Module
+    """The model in training, whose weights do not matter."""
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Batch], Tensor]
+    """From a microbatch to its loss, a scalar in the dtype in which it was computed; called in ``autocast``."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Returns the context of the format around forward and loss."""
+    prepare: Callable[[int, float, bool], None]
+    """Makes the optimizer stand before the step of a number: with learning rates times a factor, and with its state or
+    a fresh one."""
+    update: Callable[[float, float, UpdateMeter | None], None]
+    """Changes the weights by gradients as backward left them, given the loss scale and the factor they need besides
+    its inverse; a meter measures it."""
+    fp32_modules: list[str] = field(default_factory=list)
+    """Names of the submodules that compute in fp32."""
+    masters: Masters | None = None
+    """Masters of the model's weights; None: the optimizer changes the model's own."""
+    clip: Any = None
+    """See ``UpdateMeter``."""
+    blocks: list[nn.Module] = field(default_factory=list)
+    """The repeated parts of the model, in order."""
+    compiled: list[nn.Module] = field(default_factory=list)
+    """The modules that the run compiles."""
 
-    def held(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return those that are kept between steps."""
 
-    def take_gradients(self) -> None:
-        """Move the gradients that backward left with the model's weights to the masters."""
+class Build(Protocol):
+    """Builds the model of a step in a format."""
+
+    def __call__(
+        self, format: str, fp32_modules: list[str], fp32_ops: list[str], *, as_run: bool, recompute: bool
+    ) -> Built:
+        """Return the model, and what trains it.
+
+        Args:
+            format: its name.
+            fp32_modules: name patterns of submodules that compute in fp32.
+            fp32_ops: names of operators that do.
+            as_run: whether it is the run's own, so that dtypes that a user set stay.
+            recompute: whether activations are recomputed where the run does so.
+
+        Raises:
+            FormatError: the model cannot.
+        """
 
 
 @dataclass(kw_only=True)
-class Step(ABC):
-    """What a step starts from. Subclasses know how a model is built in a format, and how its loss is computed.
+class Step:
+    """What a step starts from, and how its model is built, in whatever loop it is.
 
-    The tensors are copies on the host, so that the step can be taken any number of times.
+    The tensors are copies, so that the step can be taken any number of times.
     """
 
-    remedies: ClassVar[Remedies] = Remedies()
-    sums_loss: ClassVar[bool] = True
-    """Whether the loss is a sum, which has to be in fp32."""
     number: int
-    """Of the step, counted from 1."""
+    """Number of the step, from 1."""
     format: Format
-    """Of the run."""
-    fp32_modules: list[str]
-    """Of the run: name patterns of submodules that compute in fp32."""
-    fp32_ops: list[str]
-    """Of the run: names of operators that compute in fp32."""
-    compiles: bool
-    """Whether the run compiles its model."""
-    round_as_eager: bool = False
-    """See ``mantissa.compile.compile_in_place``."""
+    """Format of the run."""
+    build: Build
+    batches: Callable[[int, int], list[list[Batch]]]
+    """Returns the microbatches of steps: from the number of the first one, and how many."""
     device: torch.device
     microbatches: list[Batch]
     weights: dict[str, Tensor]
@@ -104,22 +146,51 @@ class Step(ABC):
     stored: dict[str, Tensor]
     """By parameter: the model's own, in the run's dtype."""
     buffers: dict[str, Tensor]
+    generators: dict[str, Tensor]
+    """State of all random generators from which the step starts."""
     scale: float
-    """The loss scale of the step."""
+    """Loss scale of the step."""
     least_scale: float = 0.0
-    """To which the run's scaler backs off; 0: its scale stays as it is."""
+    """Scale down to which the run's scaler backs off; 0: its scale stays as it is."""
+    count: Callable[[list[Batch]], int] = len
+    """Number that the losses of microbatches are divided by: theirs, or that of their targets."""
+    normaliser: Callable[[int, Format], tuple[float, float]] = lambda count, format: (count, 1.0)
+    """From that number of the whole step and a format: the divisor of the loss before backward, and the factor that
+    gradients then still need."""
+    sums_loss: bool = False
+    """Whether the loss is a sum, which has to be in fp32."""
+    fp32_modules: list[str] = field(default_factory=list)
+    """Name patterns of the submodules that compute in fp32 in the run."""
+    fp32_ops: list[str] = field(default_factory=list)
+    """Names of the operators that compute in fp32 in the run."""
+    with_fp32_weights: str
+    """Name of a format with the run's numbers in which updates of fp32 weights are kept."""
+    remedies: Remedies = field(default_factory=Remedies)
     moments: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By parameter: the optimizer's state."""
-    different: int | None = None
-    """How many of the following steps differ; None: all of them."""
-    optimized: frozenset[str] = frozenset()
-    """The parameters that an optimizer is known to have."""
     eps: float = 0.0
-    """Which the optimizer adds where it divides by the size of gradients; 0: it does not, or it is not known."""
+    """Number that the optimizer adds where it divides by the size of gradients; 0: it does not, or it is not known."""
+    optimized: frozenset[str] = frozenset()
+    """Names of the parameters that an optimizer is known to have."""
+    trains: bool = True
+    """Whether an optimizer changes the weights."""
+    different: int | None = None
+    """Number of the following steps that differ; None: all of them."""
     ranks: int = 1
-    """Processes that the run's gradients were summed over; the microbatches are those of all."""
+    """Number of the processes that the run's gradients were summed over; the microbatches are those of all."""
+    compiles: bool = False
+    """Whether the run compiles its model."""
+    round_as_eager: bool = False
+    """See ``mantissa.compile.compile_in_place``."""
+    changes_batches: bool = False
+    """Whether the loss may change tensors of a batch in place."""
+    originals: frozenset[int] = frozenset()
+    """Ids of the parameters of the model that was copied, to which no gradient may go."""
+    seconds: float = math.inf
+    """Duration of the step; infinite: not known, and too long for more than two samples."""
+    free_bytes: Callable[[], int]
+    """Returns how much memory is left."""
 
-    @abstractmethod
     def replay(
         self,
         format: str,
@@ -129,7 +200,7 @@ class Step(ABC):
         fp32_ops: list[str] | None = None,
         recompute: bool = True,
     ) -> Replay:
-        """Return the eager passes of this step in a format, in one process.
+        """Return a replay of this step in a format, eager and in one process.
 
         Args:
             format: its name. fp32 modules and operators are the run's, where the format has 16 bits.
@@ -142,42 +213,54 @@ class Step(ABC):
         Raises:
             FormatError: the model cannot.
         """
+        half = FORMATS[format].half is not None
+        modules = (self.fp32_modules if half else []) if fp32_modules is None else fp32_modules
+        operators = (self.fp32_ops if half else []) if fp32_ops is None else fp32_ops
+        built = self.build(format, modules, operators, as_run=as_run, recompute=recompute)
+        return Replay(self, FORMATS[format], built, as_run)
 
-    @abstractmethod
-    def restore_generators(self) -> None:
-        """Give all random generators the state from which the step starts."""
+    def as_run(
+        self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None, recompute: bool = True
+    ) -> Replay:
+        """Return a replay as the run takes the step, eager; the arguments are those of ``replay``."""
+        lists = {"fp32_modules": fp32_modules, "fp32_ops": fp32_ops}
+        return self.replay(self.format.name, as_run=True, recompute=recompute, **lists)
 
-    @abstractmethod
+    def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Replay:
+        """Return a replay in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
+        replay = self.replay("fp32", recompute=recompute)
+        replay.widen(dtype)
+        return replay
+
     def following(self, count: int) -> list[list[Batch]]:
         """Return the microbatches of this step and of those after it, ``count`` steps in all."""
+        return self.batches(self.number, count)
 
-    def after(self, passes: Replay, count: int) -> Step:
-        """Return the step that follows ``count`` steps, which these passes have trained, from their weights."""
-        kept = passes.masters or passes.model
-        stored = {name: tensor.detach().to("cpu", copy=True) for name, tensor in passes.model.named_parameters()}
+    def after(self, replay: Replay, count: int) -> Step:
+        """Return the step that follows ``count`` steps, which a replay has trained, from their weights."""
+        kept = replay.masters or replay.model
         return replace(
             self,
             number=self.number + count,
             microbatches=self.following(count + 1)[-1],
             weights={
-                name: in_dtype(each.detach().cpu(), torch.float32).clone() for name, each in kept.named_parameters()
+                name: in_dtype(weight.detach().cpu(), torch.float32).clone() for name, weight in kept.named_parameters()
             },
-            stored=stored,
-            buffers={name: each.detach().to("cpu", copy=True) for name, each in passes.model.named_buffers()},
-            scale=passes.scale,
+            stored={name: tensor.detach().to("cpu", copy=True) for name, tensor in replay.model.named_parameters()},
+            buffers={name: buffer.detach().to("cpu", copy=True) for name, buffer in replay.model.named_buffers()},
+            scale=replay.scale,
         )
 
-    @abstractmethod
     def share(self, microbatches: list[Batch]) -> float:
         """Return what the run multiplies the gradients of the mean over these microbatches by, before a loss scale."""
+        return self.count(microbatches) / self.normaliser(self.count(self.microbatches), self.format)[0]
 
-    @abstractmethod
     def available(self, format: str) -> bool:
         """Return whether the machine computes in a format, if only by emulation."""
-
-    @abstractmethod
-    def free_bytes(self) -> int:
-        """Return how much memory is left."""
+        number = FORMATS[format].number
+        if not number.only_nvidia:
+            return True
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= number.capability
 
     @property
     def scales(self) -> list[float]:
@@ -187,42 +270,30 @@ class Step(ABC):
             scales.append(scales[-1] / 2)
         return scales
 
-    @property
-    @abstractmethod
-    def with_fp32_weights(self) -> str:
-        """The name of a format with the run's numbers in which updates of fp32 weights are kept."""
-
-    def as_run(
-        self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None, recompute: bool = True
-    ) -> Replay:
-        """Return the passes as the run takes them, eager; the arguments are those of ``replay``."""
-        lists = {"fp32_modules": fp32_modules, "fp32_ops": fp32_ops}
-        return self.replay(self.format.name, as_run=True, recompute=recompute, **lists)
-
-    def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Replay:
-        """Return the passes in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
-        passes = self.replay("fp32", recompute=recompute)
-        passes.widen(dtype)
-        return passes
-
     def first_samples(self) -> list[Batch]:
-        """Return two samples of the first microbatch: rounding is alike in all, and batch norm cannot take one."""
-        return [map_tensors(self.microbatches[0], lambda tensor: tensor[:2])]
+        """Return two samples of the first microbatch: rounding is alike in all, and batch norm cannot take one.
+
+        All of them, where the step is quick, or where rows of tensors are not the samples, which cannot be cut.
+        """
+        first = self.microbatches[0]
+        if self.seconds <= _QUICK or len({tensor.shape[:1] for tensor in first.values()}) != 1:
+            return [first]
+        return [map_tensors(first, lambda tensor: tensor[:2])]
 
 
 @dataclass
 class ReplayResult:
-    """What the passes of a step leave. The buffers are the model's own, and change with the next attempt."""
+    """What a replay of a step leaves. The buffers are the model's own, and change with the next run."""
 
     loss: Tensor
-    """Of the whole step, fp32 scalar."""
+    """Loss of the whole step, fp32 scalar."""
     correction: float
-    """The factor that the gradients still need besides the inverse of the loss scale."""
+    """Factor that the gradients still need besides the inverse of the loss scale."""
     gradients: dict[str, Tensor]
     """By parameter: what the optimizer is given, masters' own where there are some."""
     buffers: dict[str, Tensor]
     before: dict[str, Tensor]
-    """The buffers that the step started from."""
+    """Buffers that the step started from."""
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -231,9 +302,9 @@ class ReplayResult:
 
     @cached_property
     def nonfinite(self) -> list[str]:
-        """The names of the sinks that are not finite, and were before the step.
+        """The names of the outputs that are not finite, and were before the step.
 
-        Kept once read: read it before the next attempt, which changes the buffers. It is not computed with the attempt,
+        Kept once read: read it before the next run, which changes the buffers. It is not computed with the result,
         because a mode that records the step's operators would record these, too.
         """
         return [
@@ -243,79 +314,36 @@ class ReplayResult:
         ]
 
 
-class Replay(ABC):
+class Replay:
     """The forward and backward passes of a step in one format: taken any number of times, from the same start.
 
     Args:
         step: that is taken.
-        model: in the format, in training.
-        masters: of the model's weights; None: the optimizer changes the model's own.
-        fp32_modules: names of the submodules that compute in fp32.
-        as_run: whether the model starts from the run's stored weights.
+        format: in which.
+        built: the model in it.
+        as_run: whether the model starts from the run's stored weights and loss scale.
     """
 
-    def __init__(
-        self, step: Step, format: str, model: nn.Module, masters: Masters | None, fp32_modules: list[str], as_run: bool
-    ) -> None:
-        self.step = step
-        self.format = FORMATS[format]
-        self.model = model
-        self.masters = masters
-        self.fp32_modules = fp32_modules
+    def __init__(self, step: Step, format: Format, built: Built, as_run: bool) -> None:
+        self.step, self.format, self.built = step, format, built
+        self.model, self.masters, self.optimizer = built.model, built.masters, built.optimizer
+        self.fp32_modules = built.fp32_modules
         self.weights = step.stored if as_run else step.weights
         """What the model starts from; may be replaced."""
         self.microbatches = step.microbatches
-        """What ``run`` takes, and by whose targets a loss is divided; may be replaced."""
+        """What ``run`` takes, and by whose number a loss is divided; may be replaced."""
+        self.scale = step.scale if as_run else 1.0
+        """The loss scale, which may be set."""
         self.loss_factor = 1.0
-        """What the loss of a loop is multiplied by."""
+        """What the loss is multiplied by."""
         self.updates: AbstractContextManager[Any] | None = None
-        """In which the optimizer steps, where it is one of a loop of its own; None: in what the passes run in."""
+        """In which the optimizer steps; None: in what the replay runs in."""
+        self.changed = False
+        """Whether the loss has changed a batch that it was given."""
         self._wide: torch.dtype | None = None
+        self._states = _states(built.model)
+        self._own = set(map(id, built.model.parameters()))
         self.start()
-
-    scale: float
-    """The loss scale, which may be set."""
-
-    @abstractmethod
-    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
-        """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers.
-
-        Returns:
-            ``loss`` and ``correction`` of an attempt.
-        """
-
-    @abstractmethod
-    def loss(self, batch: Batch) -> Tensor:
-        """Return the summed loss of one microbatch in the format, a scalar in the dtype in which it was summed."""
-
-    @abstractmethod
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of the format around forward and loss."""
-
-    @abstractmethod
-    def blocks(self) -> list[nn.Module]:
-        """Return the repeated parts of the model, in order."""
-
-    @abstractmethod
-    def compiled(self) -> list[nn.Module]:
-        """Return the modules that the run compiles."""
-
-    @abstractmethod
-    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
-        """Train some steps from this one's start, as the run does; one that is skipped is taken at half the scale.
-
-        Args:
-            steps: the microbatches of each.
-            lr: multiplies the learning rates.
-            fresh: whether the optimizer begins without what it kept of earlier steps.
-
-        Returns:
-            The loss of each.
-        """
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """Return the memory that an attempt takes at its peak."""
 
     @torch.no_grad()
     def start(self) -> None:
@@ -329,14 +357,27 @@ class Replay(ABC):
             if self.masters is not None:
                 for name, master in self.masters.held():
                     master.copy_(self.step.weights[name])
-                for _, master in self.masters.named_parameters():
-                    master.grad = None
-            self.step.restore_generators()
+            self._clear_gradients()
+            self.restore_generators()
+            _restore(self._states)
+
+    def restore_generators(self) -> None:
+        """Give all random generators the state from which the step starts."""
+        set_random_state(self.step.generators, self.step.device)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._changed():
+            parameter.grad = None
+
+    def _changed(self) -> Iterable[nn.Parameter]:
+        """Return the weights of the model and their masters."""
+        masters = self.masters.named_parameters() if self.masters is not None else ()
+        return chain(self.model.parameters(), (master for _, master in masters))
 
     def widen(self, dtype: torch.dtype) -> None:
         """Compute in a wider dtype from now on, in which explicit casts to narrower ones have no effect."""
         self._wide = dtype
-        self.model._apply(lambda tensor: in_dtype(tensor, dtype))
+        cast_training(self.model, self.optimizer, dtype)
 
     def run(self, microbatches: list[Batch] | None = None) -> ReplayResult:
         """Take the passes of the step, from its start.
@@ -345,14 +386,124 @@ class Replay(ABC):
             microbatches: a part of the step, whose loss is divided as that of the whole; None: all of them.
         """
         self.start()
-        part = self.microbatches if microbatches is None else microbatches
         with self.around():
-            loss, correction = self.gradients([map_tensors(batch, self.widened) for batch in part])
+            loss, correction = self.gradients(self.microbatches if microbatches is None else microbatches)
         if self.masters is not None:
             self.masters.take_gradients()
         changed = (self.masters or self.model).named_parameters()
         gradients = {name: parameter.grad for name, parameter in changed if parameter.grad is not None}
         return ReplayResult(loss, correction, gradients, dict(self.model.named_buffers()), self.step.buffers)
+
+    def run_with_backoff(self, scales: Sequence[float] = ()) -> ReplayResult:
+        """Run with one loss scale after another until all is finite; return the last result, whose scale stays.
+
+        Args:
+            scales: to try; empty: those of the step.
+        """
+        for scale in scales or self.step.scales:
+            self.scale = scale
+            found = self.run()
+            if not found.nonfinite or "loss" in found.nonfinite:  # no scale mends a forward pass
+                break
+        return found
+
+    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
+        """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers.
+
+        Returns:
+            ``loss`` and ``correction`` of a result.
+        """
+        divisor, correction = self.step.normaliser(self.step.count(self.microbatches), self.format)
+        total: Tensor | None = None
+        for batch in microbatches:
+            share = self.loss(map_tensors(batch, self.widened)) * self.loss_factor / divisor
+            if share.requires_grad:
+                self._backward(share * self.scale)
+            total = share.detach() if total is None else total + share.detach()
+        assert total is not None
+        total = total if correction == 1 else total * correction
+        return total.float() if total.itemsize < 4 else total, correction
+
+    def _backward(self, loss: Tensor) -> None:
+        """Give the model its gradients, and leave those of other leaves as they are, such as a discriminator's."""
+        others = [leaf for leaf in _leaves(loss) if id(leaf) not in self._own]
+        if any(id(leaf) in self.step.originals for leaf in others):
+            raise UsageError(
+                "a gradient goes to the model that was given, and not to its copy: let the loss use the model that it "
+                "is called with, and no forward keep a method of the model from before it was replaced"
+            )
+        kept = [other.grad for other in others]
+        for other in others:
+            other.grad = None
+        try:
+            loss.backward()
+        finally:
+            for other, gradient in zip(others, kept, strict=True):
+                other.grad = gradient
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of one microbatch in the format, a scalar in the dtype in which it was computed."""
+        given = map_tensors(batch, torch.clone) if self.step.changes_batches else batch
+        with self.autocast():
+            loss = self.built.loss(given)
+        self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
+        return loss
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of the format around forward and loss."""
+        return self.built.autocast()
+
+    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
+        """Train some steps from this one's start, as the run does; one that is skipped is taken at half the scale.
+
+        Args:
+            steps: the microbatches of each.
+            lr: multiplies the learning rates.
+            fresh: whether the optimizer begins without what it kept of earlier steps.
+
+        Returns:
+            The loss of each; NaN where it would be skipped for ever.
+        """
+        self.start()
+        self.built.prepare(self.step.number, lr, fresh)
+        return [self._train_step(microbatches) for microbatches in steps]
+
+    def _train_step(self, microbatches: list[Batch]) -> float:
+        self.microbatches = microbatches
+        generators, states = random_state(self.step.device), _states(self.model)
+        scaled = self.format.needs_loss_scale
+        while True:
+            self._clear_gradients()
+            with self.around():
+                loss, correction = self.gradients(microbatches)
+            sound = all(finite(weight.grad) for weight in self._changed() if weight.grad is not None)
+            if sound or not scaled or self.scale <= LEAST_SCALE or not self.step.least_scale:
+                break
+            self.scale /= 2  # as a dynamic scaler would, with the same dropout
+            set_random_state(generators, self.step.device)
+            _restore(states)
+        if scaled and not sound:
+            return math.nan
+        self.update(correction)
+        return loss.item()
+
+    def update(self, correction: float, meter: UpdateMeter | None = None) -> None:
+        """Change the weights by the gradients of the last passes; a meter measures how."""
+        with self.updates or self.around():
+            self.built.update(self.scale, correction, meter)
+
+    def drop_dropout(self) -> None:
+        """Turn dropout off from now on."""
+        for module in self.model.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+        self._states = _states(self.model)
+
+    def peak_bytes(self) -> int:
+        """Return the memory that a run takes at its peak."""
+        with MemoryLedger(self.model, self.optimizer) as recording:
+            self.run()
+        return recording.report().peak_bytes
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -369,21 +520,8 @@ class Replay(ABC):
             torch.set_default_dtype(default)
 
     def widened(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of a batch as these passes take it."""
+        """Return a tensor of a batch as this replay takes it."""
         return tensor.to(self._wide) if self._wide and tensor.is_floating_point() else tensor
-
-    def run_with_backoff(self, scales: Sequence[float] = ()) -> ReplayResult:
-        """Take the passes with one loss scale after another until all is finite; return the last, whose scale stays.
-
-        Args:
-            scales: to try; empty: those of the step.
-        """
-        for scale in scales or self.step.scales:
-            self.scale = scale
-            found = self.run()
-            if not found.nonfinite or "loss" in found.nonfinite:  # no scale mends a forward pass
-                break
-        return found
 
 
 class Widened(TorchDispatchMode):
@@ -402,3 +540,44 @@ class Widened(TorchDispatchMode):
 
     def _of(self, value: Any) -> Any:
         return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def cast_training(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:
+    """Cast weights, buffers and the optimizer's state, as ``model.to(dtype)`` before training does."""
+    model._apply(lambda tensor: in_dtype(tensor, dtype))
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        for key, value in state.items():
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            if alike and key != "step":
+                state[key] = value.to(dtype)
+
+
+def _states(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return what a forward pass may change besides buffers: numbers, tensors and generators that modules keep."""
+    return [
+        (
+            module,
+            {
+                name: copy.deepcopy(value)
+                for name, value in vars(module).items()
+                if isinstance(value, _STATE) or (isinstance(value, Tensor) and not value.requires_grad)
+            },
+        )
+        for module in model.modules()
+    ]
+
+
+def _restore(states: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, state in states:
+        vars(module).update(copy.deepcopy(state))
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Return the tensors in which a backward pass leaves gradients."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]

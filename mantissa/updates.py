@@ -7,14 +7,14 @@ Low-Precision Strategy for LLM Training", 2024 (effective descent quality).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
 from mantissa.formats import Format
-from mantissa.step import Masters
 
 SAMPLE = 65536
 """Elements of a parameter that are measured, at most."""
@@ -23,6 +23,19 @@ _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 _MOST, _QUALITY = 0.5, 0.9
 """A fault are updates of which more are lost, and whose effective descent quality is less."""
 _SHOWN = 3
+
+
+class Masters(Protocol):
+    """The fp32 weights that an optimizer changes in the place of 16-bit ones."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return what the optimizer changes, named as in the model."""
+
+    def held(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return those that are kept between steps."""
+
+    def take_gradients(self) -> None:
+        """Move the gradients that backward left with the model's weights to the masters."""
 
 
 class Counts(NamedTuple):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from evidence.doctor.step import TrainerStep, steps_of
+from evidence.doctor.step import Setting, step_of
 from mantissa.doctor.diagnosis import TakenStep
-from mantissa.updates import is_elementwise
+from mantissa.examination import take
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
@@ -19,10 +18,8 @@ from trainer.config.recorded import options_of
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.single import Parallel
-from trainer.profiling.diagnostics import meter_of
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
 from trainer.run.resume import check_same
@@ -33,7 +30,7 @@ _MAY_CHANGE = ("device", "loader", "loader.workers")
 """Overrides that a run may be examined with."""
 
 
-def of_overrides(overrides: Sequence[str], step: int) -> TakenStep:
+def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Setting]:
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
     config = replace(compose(overrides), parallel=Parallel())
     trainer = Trainer.from_config(config)
@@ -42,10 +39,10 @@ def of_overrides(overrides: Sequence[str], step: int) -> TakenStep:
         raise UserError(
             f"step={wanted}: the run has {trainer.plan.steps} steps; set steps={wanted}, or a smaller step="
         )
-    return _replay(config, trainer, wanted, None)
+    return _take(config, trainer, wanted, None), Setting.of(trainer)
 
 
-def of_run(resume: str, overrides: Sequence[str], step: int) -> TakenStep:
+def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep, Setting]:
     """Replay a step of a run: ``step``, or 0 for the one that failed, or one more where the run is complete.
 
     Raises:
@@ -71,17 +68,17 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> TakenStep:
     wanted = step or failed or last + 1
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
-    replay = _replay(config, trainer, wanted, folder)
-    replay.notes += _differences(summary)
-    replay.finished = not step and not failed and summary.get("status") == "FINISHED"
-    replay.failed = replay.step.number == failed or replay.step.number < wanted
-    if replay.failed and failure.get("loss_scale"):
-        replay.step.scale = float(failure["loss_scale"])
-    replay.step.ranks = int(summary.get("processes", 1))
-    return replay
+    taken = _take(config, trainer, wanted, folder)
+    taken.notes += _differences(summary)
+    taken.finished = not step and not failed and summary.get("status") == "FINISHED"
+    taken.failed = taken.step.number == failed or taken.step.number < wanted
+    if taken.failed and failure.get("loss_scale"):
+        taken.step.scale = float(failure["loss_scale"])
+    taken.step.ranks = int(summary.get("processes", 1))
+    return taken, Setting.of(trainer)
 
 
-def _replay(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> TakenStep:
+def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> TakenStep:
     """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet.
 
     Args:
@@ -96,12 +93,12 @@ def _replay(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | N
         notes = [f"the loss is already not finite at step {reached}: that step is examined instead of step {wanted}"]
         trainer = Trainer.from_config(config)
         began, _, losses = _go_to(trainer, reached, folder)
-    replay = take(trainer, began)
-    replay.before = losses
-    replay.retrained = partial(_retrained, config, reached, folder)
-    replay.notes = notes + replay.notes
-    replay.folder = folder.path if folder is not None else None
-    return replay
+    taken = take(step_of(trainer), began=began)
+    taken.before = losses
+    taken.retrained = partial(_retrained, config, reached, folder)
+    taken.notes = notes + taken.notes
+    taken.folder = folder.path if folder is not None else None
+    return taken
 
 
 def _retrained(config: Config, step: int, folder: RunFolder | None, rate: float) -> list[float]:
@@ -110,7 +107,7 @@ def _retrained(config: Config, step: int, folder: RunFolder | None, rate: float)
     _restore(folder, trainer, step)
     for group in trainer.optimizer.param_groups:
         group[LR_FACTOR] *= rate
-    batches = steps_of(trainer, trainer.step, step - trainer.step)
+    batches = Setting.of(trainer).steps(trainer.step, step - trainer.step)
     return [trainer.train_step(microbatches).loss.item() for microbatches in batches]
 
 
@@ -126,7 +123,7 @@ def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, 
     if left:
         print(f"replaying {left} step{'s' * (left > 1)} from {began} …")
     losses: list[float] = []
-    for microbatches in steps_of(trainer, trainer.step, left):
+    for microbatches in Setting.of(trainer).steps(trainer.step, left):
         record = trainer.train_step(microbatches)
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
         if not math.isfinite(record.loss.item()) and not passed_over:
@@ -145,32 +142,6 @@ def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
     path = store.find_verified(place, number)
     trainer.restore(CheckpointReader(path))
     return path.name
-
-
-def take(trainer: Trainer, began: str = "the beginning") -> TakenStep:
-    """Take the next step of a trainer, and keep what it starts from; ``began`` is where the trainer did."""
-    config, device = trainer.config, trainer.device
-    start = TrainerStep.of(trainer)
-    metered = is_elementwise(config.optimizer.name)
-    meter = meter_of(trainer.update, trainer.model, config.precision.half) if metered else None
-    reset_peak_memory(device)
-    clock = time.monotonic()
-    trainer.update.meter = meter
-    record = trainer.train_step(start.microbatches)
-    trainer.update.meter = None
-    loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
-    seconds = time.monotonic() - clock
-    return TakenStep(
-        step=start,
-        loss=loss,
-        grad_norm=norm,
-        skipped=skipped,
-        seconds=seconds,
-        memory_bytes=peak_memory_bytes(device),
-        began=began,
-        updates=meter.results() if meter else {},
-        notes=[] if metered else [f"updates: not measured with optimizer.name={config.optimizer.name}"],
-    )
 
 
 def _differences(summary: dict[str, Any]) -> list[str]:

@@ -1,28 +1,27 @@
-"""A step of the trainer, as the doctor takes it again: the trainer's own code, in any format and in one process."""
+"""A step of the trainer, as the doctor takes it again: the trainer's own model, optimizer and loss, in one process."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
-from mantissa.formats import FORMATS
+from mantissa.formats import FORMATS, Format
 from mantissa.generators import random_state, set_random_state
-from mantissa.ledger import MemoryLedger
-from mantissa.loop import LEAST_SCALE
-from mantissa.step import Batch, Remedies, Replay, Step, map_tensors
+from mantissa.step import Batch, Build, Built, Remedies, Step
+from mantissa.updates import UpdateMeter
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
-from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
+from trainer.hardware import Hardware, available_bytes
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
 from trainer.parallel.activation import ActivationCheckpointing
@@ -58,207 +57,159 @@ class Overrides(Remedies):
         return f"scaler=dynamic scaler.init={value:.10g}"
 
 
-@dataclass(kw_only=True)
-class TrainerStep(Step):
-    """The next step of a trainer."""
+class Setting(NamedTuple):
+    """What all trainers of a run have in common; it holds no weights."""
 
-    remedies = Overrides()
     config: Config
-    """Of the run, resolved."""
     plan: Plan
     hardware: Hardware
     datasets: Datasets
-    generators: dict[str, Tensor]
-    prototype: nn.Module
-    """The recipe's model in fp32 on the host; its weights do not matter."""
 
     @classmethod
-    def of(cls, trainer: Trainer) -> TrainerStep:
-        """Copy what the next step of a trainer starts from."""
-        config, masters = trainer.config, trainer.masters
-        (microbatches,) = steps_of(trainer, trainer.step, 1)  # data may draw from the generators, before the step does
-        kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
-        names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
-        generators = random_state(trainer.device)
-        prototype = trainer.recipe.build_model(trainer.datasets)
-        set_random_state(generators, trainer.device)  # the trainer takes the step, too, with its own dropout
-        return cls(
-            number=trainer.step + 1,
-            format=config.precision.format,
-            fp32_modules=config.precision.fp32_modules,
-            fp32_ops=config.precision.fp32_ops or [],
-            compiles=config.compile.mode != "off",
-            round_as_eager=config.precision.rounds_as_eager,
-            device=trainer.device,
-            microbatches=microbatches,
-            weights={name: _copy(tensor) for name, tensor in kept.named_parameters()},
-            stored={name: _copy(tensor) for name, tensor in trainer.model.named_parameters()},
-            buffers={name: _copy(tensor) for name, tensor in trainer.model.named_buffers()},
-            scale=trainer.loss_scale.scale.item(),
-            least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
-            config=config,
-            plan=trainer.plan,
-            hardware=trainer.hardware,
-            datasets=trainer.datasets,
-            generators=generators,
-            prototype=prototype,
-            eps=max((group.get("eps") or 0.0 for group in trainer.optimizer.param_groups), default=0.0),
-            moments={
-                names[id(parameter)]: {key: _copy(each) for key, each in state.items()}
-                for parameter, state in trainer.optimizer.state.items()
-            },
-        )
+    def of(cls, trainer: Trainer) -> Setting:
+        """Return that of a trainer."""
+        return cls(trainer.config, trainer.plan, trainer.hardware, trainer.datasets)
 
-    def replay(
-        self,
-        format: str,
-        *,
-        as_run: bool = False,
-        fp32_modules: list[str] | None = None,
-        fp32_ops: list[str] | None = None,
-        recompute: bool = True,
-    ) -> TrainerReplay:
-        precision = self.config.precision
-        if FORMATS[format].half is None:
-            precision = Precision(mode=format)
-        elif format != precision.mode:
-            precision = replace(precision, mode=format, fp8_scaling=None)
-        if fp32_modules is not None:
-            precision = replace(precision, fp32_modules=fp32_modules)
-        if fp32_ops is not None:
-            precision = replace(precision, fp32_ops=fp32_ops)
-        config = replace(
-            self.config,
-            precision=precision,
-            scaler=StaticScaler(force=True, scale=self.scale if as_run else 1.0),
-            compile=Compile(),
-            parallel=Parallel(),
-            activation_checkpointing=self.config.activation_checkpointing if recompute else ActivationCheckpointing(),
-        )
+    def steps(self, first: int, count: int) -> Generator[list[Batch], None, None]:
+        """Yield the microbatches of ``count`` steps, from index ``first`` on, also of those after the run's last."""
+        order = DataOrder(len(self.datasets.train), self.config.seed)
+        return self.config.loader.steps(self.datasets.train, order, self.plan.batching, first, count, self.hardware)
+
+
+def step_of(trainer: Trainer) -> Step:
+    """Copy what the next step of a trainer starts from."""
+    setting, masters, recipe = Setting.of(trainer), trainer.masters, trainer.recipe
+    config = setting.config
+    (microbatches,) = setting.steps(trainer.step, 1)  # data may draw from the generators, before the step does
+    kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
+    names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
+    moments = {
+        names[id(parameter)]: {key: _copy(value) for key, value in state.items()}
+        for parameter, state in trainer.optimizer.state.items()
+    }
+    generators = random_state(trainer.device)
+    prototype = recipe.build_model(trainer.datasets)
+    set_random_state(generators, trainer.device)  # the trainer may take the step, too, with its own dropout
+
+    def following(first: int, count: int) -> list[list[Batch]]:
+        return list(setting.steps(first - 1, count))
+
+    def count(batches: list[Batch]) -> int:
+        return max(1, sum(map(recipe.count_targets, batches)))
+
+    def normaliser(targets: int, format: Format) -> tuple[int, float]:
+        return Precision(mode=format.name).normaliser(targets)
+
+    return Step(
+        number=trainer.step + 1,
+        format=config.precision.format,
+        build=_builder(setting, prototype, moments),
+        batches=following,
+        device=trainer.device,
+        microbatches=microbatches,
+        weights={name: _copy(tensor) for name, tensor in kept.named_parameters()},
+        stored={name: _copy(tensor) for name, tensor in trainer.model.named_parameters()},
+        buffers={name: _copy(tensor) for name, tensor in trainer.model.named_buffers()},
+        generators=generators,
+        scale=trainer.loss_scale.scale.item(),
+        least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
+        count=count,
+        normaliser=normaliser,
+        sums_loss=True,
+        fp32_modules=config.precision.fp32_modules,
+        fp32_ops=config.precision.fp32_ops or [],
+        with_fp32_weights=f"{config.precision.format.number.name}_master",
+        remedies=Overrides(),
+        moments=moments,
+        eps=max((group.get("eps") or 0.0 for group in trainer.optimizer.param_groups), default=0.0),
+        compiles=config.compile.mode != "off",
+        round_as_eager=config.precision.rounds_as_eager,
+        free_bytes=partial(available_bytes, trainer.device),
+    )
+
+
+def _builder(setting: Setting, prototype: nn.Module, moments: dict[str, dict[str, Any]]) -> Build:
+    """Return what builds a trainer for a format.
+
+    Args:
+        setting: of the run.
+        prototype: the recipe's model in fp32 on the host.
+        moments: of the optimizer, by parameter.
+    """
+
+    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], *, as_run: bool, recompute: bool) -> Built:
+        config = _in_format(setting.config, format, fp32_modules, fp32_ops, recompute)
         try:
-            return TrainerReplay(self, config, as_run)
+            trainer = _Eager(setting._replace(config=config), prototype)
         except UserError as error:
             raise FormatError(str(error)) from error
+        model, blocks = trainer.model, list(trainer.recipe.blocks(trainer.model))
+        return Built(
+            model=model,
+            optimizer=trainer.optimizer,
+            loss=lambda batch: trainer.recipe.loss(model, to_device(batch, trainer.device)).loss_sum,
+            autocast=partial(config.precision.autocast, trainer.device),
+            prepare=partial(trainer.stand_before, moments),
+            update=trainer.end_step,
+            fp32_modules=trainer.fp32_modules,
+            masters=trainer.masters,
+            clip=config.clip,
+            blocks=blocks,
+            compiled=list(config.parallel.compiled(model, blocks)),
+        )
 
-    def restore_generators(self) -> None:
-        set_random_state(self.generators, self.device)
-
-    def following(self, count: int) -> list[list[Batch]]:
-        return list(steps_of(self, self.number - 1, count))
-
-    def share(self, microbatches: list[Batch]) -> float:
-        count = self.config.recipe.count_targets
-        whole, part = (max(1, sum(map(count, batches))) for batches in (self.microbatches, microbatches))
-        return part / self.config.precision.normaliser(whole)[0]
-
-    def available(self, format: str) -> bool:
-        return self.hardware.support(format) != UNAVAILABLE
-
-    def free_bytes(self) -> int:
-        return available_bytes(self.device)
-
-    @property
-    def with_fp32_weights(self) -> str:
-        return f"{self.format.number.name}_master"
+    return build
 
 
-class TrainerReplay(Replay):
-    """The passes of a trainer of its own, which stands before the step."""
-
-    step: TrainerStep
-
-    def __init__(self, step: TrainerStep, config: Config, as_run: bool) -> None:
-        self.trainer = _Eager(step, config)
-        mode, kept = config.precision.mode, self.trainer.fp32_modules
-        super().__init__(step, mode, self.trainer.model, self.trainer.masters, kept, as_run)
-
-    @property
-    def scale(self) -> float:
-        return self.trainer.loss_scale.scale.item()
-
-    @scale.setter
-    def scale(self, value: float) -> None:
-        self.trainer.loss_scale.scale.fill_(value)
-
-    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
-        self.trainer.counted = self.microbatches
-        found = self.trainer.gradients(microbatches)
-        return found.loss, found.correction
-
-    def loss(self, batch: Batch) -> Tensor:
-        with self.autocast():
-            return self.trainer.recipe.loss(self.model, to_device(batch, self.step.device)).loss_sum
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return self.trainer.config.precision.autocast(self.step.device)
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.trainer.recipe.blocks(self.model))
-
-    def compiled(self) -> list[nn.Module]:
-        return list(self.trainer.config.parallel.compiled(self.model, self.blocks()))
-
-    @torch.no_grad()
-    def _continue(self, moments: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the optimizer and the schedule stand before the step, too."""
-        self.start()
-        self.trainer.step = self.step.number - 1
-        for name, parameter in (self.masters or self.model).named_parameters():
-            for key, value in moments.get(name, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                    value = torch.empty_like(parameter).copy_(value)
-                elif isinstance(value, Tensor):
-                    value = value.clone()
-                self.trainer.optimizer.state[parameter][key] = value
-
-    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
-        with self.around():
-            return self._train(steps, lr, fresh)
-
-    def _train(self, steps: Iterable[list[Batch]], lr: float, fresh: bool) -> list[float]:
-        self._continue({} if fresh else self.step.moments)
-        for group in self.trainer.optimizer.param_groups:
-            group[LR_FACTOR] *= lr
-        losses = []
-        for microbatches in steps:
-            microbatches = [map_tensors(batch, self.widened) for batch in microbatches]
-            self.trainer.counted = microbatches
-            generators = random_state(self.trainer.device)
-            record = self.trainer.train_step(microbatches)
-            while bool(record.skipped) and self.scale > LEAST_SCALE:  # as a dynamic scaler would
-                self.scale *= 0.5
-                self.trainer.step -= 1
-                set_random_state(generators, self.trainer.device)  # the same dropout as in fp32, which skips nothing
-                record = self.trainer.train_step(microbatches)
-            losses.append(record.loss.item())
-        return losses
-
-    def peak_bytes(self) -> int:
-        with MemoryLedger(self.model, self.trainer.optimizer) as recording:
-            self.run()
-        return recording.report().peak_bytes
+def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: list[str], recompute: bool) -> Config:
+    """Return the config of a run, for one eager process in a format whose loss scale the replay sets."""
+    own = config.precision
+    precision = own if FORMATS[format].half is not None else Precision()
+    if format != own.mode:
+        precision = replace(precision, mode=format, fp8_scaling=None)
+    precision = replace(precision, fp32_modules=fp32_modules, fp32_ops=fp32_ops or None)
+    return replace(
+        config,
+        precision=precision,
+        scaler=StaticScaler(force=True, scale=1.0),
+        compile=Compile(),
+        parallel=Parallel(),
+        activation_checkpointing=config.activation_checkpointing if recompute else ActivationCheckpointing(),
+    )
 
 
 class _Eager(Trainer[Config]):
-    """A trainer of one process whose model is a copy of a prototype, and whose losses have a given divisor."""
+    """A trainer of one process whose model is a copy of a prototype, and whose gradients come from elsewhere."""
 
-    def __init__(self, step: TrainerStep, config: Config) -> None:
-        self._prototype = step.prototype
-        self.counted = step.microbatches
-        """The whole step, of which also a part may be taken."""
-        super().__init__(config, step.plan, step.hardware, World(), step.datasets)
+    def __init__(self, setting: Setting, prototype: nn.Module) -> None:
+        self._prototype = prototype
+        super().__init__(setting.config, setting.plan, setting.hardware, World(), setting.datasets)
 
     def first_model(self) -> nn.Module:
         return copy.deepcopy(self._prototype).to(self.device)
 
-    def count(self, microbatches: list[Batch]) -> tuple[int, int]:
-        return super().count(self.counted)
+    @torch.no_grad()
+    def stand_before(self, moments: dict[str, dict[str, Any]], number: int, lr: float, fresh: bool) -> None:
+        """Make the optimizer and the schedule stand where the run did before the step of this number."""
+        self.step = number - 1
+        for name, parameter in (self.masters or self.model).named_parameters():
+            for key, value in () if fresh else moments.get(name, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                    value = torch.empty_like(parameter).copy_(value)
+                elif isinstance(value, Tensor):
+                    value = value.clone()
+                self.optimizer.state[parameter][key] = value
+        for group in self.optimizer.param_groups:
+            group[LR_FACTOR] *= lr
 
-
-def steps_of(run: Trainer | TrainerStep, first: int, count: int) -> Generator[list[Batch], None, None]:
-    """Yield the microbatches of ``count`` steps of a run, from index ``first`` on, also of those after its last."""
-    order = DataOrder(len(run.datasets.train), run.config.seed)
-    return run.config.loader.steps(run.datasets.train, order, run.plan.batching, first, count, run.hardware)
+    def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
+        """Take the optimizer's step with the gradients that backward left, and count it."""
+        self._set_lr()
+        self.loss_scale.scale.fill_(scale)
+        self.update.meter = meter
+        self.update.step(self.step, correction)
+        self.update.meter = None
+        self.step += 1
 
 
 def _copy(value: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from mantissa.compile import compile_in_place
 from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
@@ -53,9 +52,7 @@ def compiled_trials(step: Step, time_left: Callable[[], float]) -> tuple[list[Fo
 
 def _gradients(passes: Replay) -> list[Tensor]:
     """Return the true gradients of the step without dropout, in fp64."""
-    for module in passes.model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
+    passes.drop_dropout()
     found = passes.run()
     factor = found.correction / passes.scale
     return [in_dtype(gradient, torch.float64) * factor for gradient in found.gradients.values()]
@@ -74,7 +71,7 @@ def _compiled(step: Step, backend: str, block: int | None = None) -> list[Tensor
     The switches are the run's; inductor draws eager's random numbers and, where asked, rounds as eager does.
     """
     passes = step.as_run()
-    modules: list[nn.Module] = passes.compiled() if block is None else [passes.blocks()[block]]
+    modules: list[nn.Module] = passes.built.compiled if block is None else [passes.built.blocks[block]]
     emulated = step.round_as_eager or backend == _EMULATED
     options: dict[str, Any] = {"mixed": bool(passes.fp32_modules or step.fp32_ops), "round_as_eager": emulated}
     torch._dynamo.reset()
@@ -89,7 +86,7 @@ def _first_block(step: Step, backend: str, eager: list[Tensor], allowed: float, 
     """Return the name of the first block that differs when it is compiled alone; an empty string: none was found."""
     passes = step.as_run()
     names = {id(module): name for name, module in passes.model.named_modules()}
-    for number, block in enumerate(passes.blocks()):
+    for number, block in enumerate(passes.built.blocks):
         if time_left() > 0 and not _difference(_compiled(step, backend, number), eager) <= allowed:
             return names[id(block)]
     return ""

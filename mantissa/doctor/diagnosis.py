@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -34,12 +35,14 @@ from mantissa.doctor.gradients import gradients
 from mantissa.doctor.module_errors import ModuleErrors, keep_harmful, local_errors, wrong_gradients
 from mantissa.doctor.state import state_updates
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, RAISES, TF32, FormatTrial, format_sweep
-from mantissa.errors import is_out_of_memory
+from mantissa.errors import FormatError, UsageError, is_out_of_memory
 from mantissa.finding import (
     BACKWARD,
+    CRASH,
     DIVERGENCE,
     DOMAIN,
     ERROR,
+    EXAMINATION,
     EXCEPTION,
     FORWARD,
     INPUT,
@@ -55,18 +58,17 @@ from mantissa.finding import (
 from mantissa.formats import FORMATS
 from mantissa.step import Batch, Replay, Step
 from mantissa.tensors import finite
-from mantissa.trace import is_raised_here
+from mantissa.trace import is_raised_here, line_of_exception
 from mantissa.updates import Counts, judge
 
-HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
-EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
+HEALTHY, FOUND, NOT_REPRODUCED, CRASHED = "HEALTHY", "FOUND", "NOT REPRODUCED", "CRASHED"
+EXIT_CODES = {HEALTHY: 0, CRASHED: 3, FOUND: 7, NOT_REPRODUCED: 8}
 SWEEP = "formats"
 """The name of the format sweep among the checks."""
 _TRAINING = 10.0
 """Seconds that more than the fewest steps of a divergence may take."""
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Examined)
-CHECKS = (SWEEP, "manifest", "gradients", "range", "modules", "updates", "state", "divergence", "islands")
 
 
 @dataclass
@@ -74,15 +76,15 @@ class TakenStep:
     """A step that was taken as the run takes it, and what it started from."""
 
     step: Step
-    loss: float
-    grad_norm: float
-    skipped: bool
-    seconds: float
-    """That the step took."""
-    memory_bytes: int
-    """At the step's peak, with all that training holds."""
     began: str
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    skipped: bool = False
+    seconds: float = 0.0
+    """Duration of the step."""
+    memory_bytes: int = 0
+    """Memory that a step takes at its peak, with all that training holds."""
     updates: dict[str, Counts] = field(default_factory=dict)
     """What rounding did to each parameter's update; empty where it was skipped, or cannot be measured."""
     folder: Path | None = None
@@ -120,6 +122,8 @@ class Budget:
     def __init__(self, seconds: float, free_bytes: Callable[[], int], say: Callable[[str], None] = lambda name: None):
         self.seconds = seconds
         self.left_out: list[str] = []
+        self.crashes: dict[str, str] = {}
+        """By part that crashed: the traceback."""
         self.spent: dict[str, float] = {}
         self._free_bytes = free_bytes
         self._say = say
@@ -129,27 +133,63 @@ class Budget:
         """Return the seconds that are left."""
         return self.seconds - (time.monotonic() - self._began)
 
-    def run(self, name: str, part: Callable[[], Result], memory_bytes: int = 0, always: bool = False) -> Result | None:
-        """Run a part if there is time and memory for it, or ``always``; return its result, else None."""
-        if not always and memory_bytes > (free := self._free_bytes()):
-            self.left_out.append(f"{name} (it needs about {size(memory_bytes)}, {size(free)} are free)")
-            return None
-        if not always and self.left() <= 0:
-            self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")
+    def run(
+        self,
+        name: str,
+        part: Callable[[], Result],
+        memory_bytes: float = 0,
+        seconds: float = 0,
+        always: bool = False,
+    ) -> Result | None:
+        """Run a part if there is time and memory for it, or ``always``; return its result, else None.
+
+        A part that this model cannot do is left out; one that fails for any other reason is a crash, and kept.
+
+        Args:
+            name: of the part.
+            part: to run.
+            memory_bytes: that it needs.
+            seconds: that it takes at least.
+            always: whether it is run whatever is left; it raises where memory runs out.
+        """
+        if not always and (why := self._lacks(memory_bytes, seconds)):
+            self.left_out.append(f"{name} ({why})")
             return None
         self._say(name)
         began = time.monotonic()
         try:
             return part()
-        except Exception as error:  # a check that cannot be made of this model says nothing of it
-            mistake = isinstance(error, AssertionError | AttributeError | NameError) and is_raised_here(error)
-            if always or mistake:
+        except Exception as error:
+            if always and is_out_of_memory(error):
                 raise
-            why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-            self.left_out.append(f"{name} ({why.partition(chr(10))[0][:200]})")
+            if is_out_of_memory(error):
+                self.left_out.append(f"{name} (out of memory)")
+            elif _is_the_models(error):
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+                self.left_out.append(f"{name} ({reason})")
+            else:
+                self.crashes[name] = traceback.format_exc()
             return None
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - began
+
+    def _lacks(self, memory_bytes: float, seconds: float) -> str:
+        """Return why there is no time or no memory for a part; an empty string: there is."""
+        if memory_bytes > (free := self._free_bytes()):
+            return f"it needs about {size(memory_bytes)}, {size(free)} are free"
+        left = self.left()
+        if left <= 0:
+            return f"no time left of budget_s={self.seconds:g}"
+        if seconds > left:
+            return f"it takes about {seconds:.0f} s; set budget_s={self.seconds + seconds:.0f}"
+        return ""
+
+
+def _is_the_models(error: Exception) -> bool:
+    """Return whether a model cannot be computed so: torch or the model's own code raises it, not this library's."""
+    if isinstance(error, FormatError | UsageError):
+        return True
+    return isinstance(error, RuntimeError) and (line_of_exception(error) is not None or not is_raised_here(error))
 
 
 @dataclass
@@ -169,6 +209,24 @@ class Diagnosis:
     islands: Islands | None = None
     divergence: Divergence | None = None
     notes: list[str] = field(default_factory=list)
+    reference: torch.dtype | None = None
+    """What modules are compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the run's own format raises nothing."""
+        return self.own is None or self.own.status != RAISES
+
+    @property
+    def sound(self) -> bool:
+        """Whether the step is finite, and nothing is found so far."""
+        return self.finite and not self.findings
+
+    @property
+    def finite_in_fp32(self) -> bool:
+        """Whether the step is finite in fp32, as far as it is known."""
+        fp32 = self.trial(FP32)
+        return self.finite if fp32 is None else fp32.status == OK
 
     @property
     def finite(self) -> bool:
@@ -179,11 +237,10 @@ class Diagnosis:
         """Return that of a format."""
         return next((trial for trial in self.sweep if trial.name == name), None)
 
-    def add(self, found: Found | None) -> Found | None:
+    def add(self, found: Found) -> Found:
         """Add what a check found to what is known, and return it."""
-        if found is not None:
-            self.findings += found.findings
-            self.notes += found.notes
+        self.findings += found.findings
+        self.notes += found.notes
         return found
 
     @property
@@ -192,9 +249,29 @@ class Diagnosis:
         return EXIT_CODES[self.verdict]
 
 
+@dataclass(frozen=True)
+class Check:
+    """A check of a step: when it is made, what it does, and what it costs."""
+
+    name: str
+    """Name of the check among ``checks``."""
+    applies: Callable[[Diagnosis], bool]
+    """Whether it has something to say of a step, after the checks before it."""
+    run: Callable[[Diagnosis], object]
+    """Makes it, and adds what it finds to the diagnosis."""
+    memories: float = 0
+    """Memory that it needs, in those of a step."""
+    seconds: Callable[[Diagnosis], float] = lambda result: 0
+    """Time that it takes at least."""
+    free: bool = False
+    """Whether it costs nothing, so that it is made without time left, too."""
+    part: str = ""
+    """Name of the part where a check has several; empty: that of the check."""
+
+
 def diagnose(
     replay: TakenStep,
-    checks: tuple[str, ...] = CHECKS,
+    checks: Sequence[str] | None = None,
     budget_s: float = 60,
     reference: torch.dtype | None = None,
     say: Callable[[str], None] = lambda name: None,
@@ -203,74 +280,69 @@ def diagnose(
 
     Args:
         replay: the step.
-        checks: of ``CHECKS``.
+        checks: of ``CHECKS``; None: all of them.
         budget_s: seconds; fp32 and the run's own format are always tried.
         reference: what the modules are compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32.
         say: hears what is examined next.
     """
-    step = replay.step
-    budget = Budget(budget_s, step.free_bytes, say)
-    result = Diagnosis(replay, budget, notes=list(replay.notes))
+    budget = Budget(budget_s, replay.step.free_bytes, say)
+    result = Diagnosis(replay, budget, notes=list(replay.notes), reference=reference)
+    checks = CHECKS if checks is None else checks
     if SWEEP in checks or not replay.finite:
         _sweep(result)
-    if result.own is not None and result.own.status == RAISES:
-        if "islands" in checks:
-            _cure(result)
-        result.verdict = FOUND
-        return result
-    if "manifest" in checks:
-        found = budget.run("manifest", lambda: _manifest(step))
-        if found is not None:  # what breaks is found already, with the cast that does it
-            known = {finding.line for finding in result.findings}
-            found.findings = [finding for finding in found.findings if not finding.line or finding.line not in known]
-        result.manifest = result.add(found)
-    if "gradients" in checks and result.finite:
-        result.add(budget.run("gradients", lambda: gradients(step)))
-    fp32 = result.trial(FP32)
-    if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
-        scales = budget.run("range", lambda: fp16_range(step))
-        for finding in scales.findings if scales is not None else ():
-            assert scales is not None
-            build = functools.partial(_at_scale, step, scales)
-            if finding.cure and not budget.run("cures", functools.partial(trains_with, step, build)):
-                finding.cure = []
-        if scales is not None and result.findings:  # what is found there has a cause, which is found already
-            scales.findings = []
-        result.range = result.add(scales)
-    if "modules" in checks and result.finite and not result.findings:
-        result.modules = result.add(
-            budget.run("modules", lambda: _module_errors(step, reference), 2 * replay.memory_bytes)
-        )
-        for finding in (each for each in result.findings if not each.module):  # which no island can cure
-            if wrong := budget.run("whole gradients", lambda: wrong_gradients(step), 2 * replay.memory_bytes):
-                budget.run("place", functools.partial(locate, step, finding, wrong.fixed_by, budget.left))
-    if "modules" in checks and result.finite and not result.findings:
-        _wrong_gradients(result)
-    if "updates" in checks:
-        _updates(result)
-    if "state" in checks and result.finite:
-        result.add(budget.run("state", lambda: state_updates(step)))
-    if "divergence" in checks:
-        _train_on(result)
-    if "islands" in checks:
-        _cure(result)
-    if result.findings:
-        result.verdict = FOUND
-    elif replay.failed and replay.finite:
-        result.verdict = NOT_REPRODUCED
-        result.notes.append(
-            f"the run failed at this step, but its replay is finite; train with {step.remedies.deterministic}"
-        )
-    elif not replay.finite and result.own is not None and result.own.scale == result.own.scales[0]:
-        result.verdict = NOT_REPRODUCED
-        result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
+    for check in _CHECKS:
+        if check.name in checks and check.applies(result):
+            memory_bytes, seconds = check.memories * replay.memory_bytes, check.seconds(result)
+            part = functools.partial(check.run, result)
+            budget.run(check.part or check.name, part, memory_bytes, seconds, always=check.free)
+    _judge(result)
     return result
 
 
-def _manifest(step: Step) -> OperatorManifest:
-    passes = step.as_run()
-    passes.microbatches = step.first_samples()
-    return manifest(passes)
+def _judge(result: Diagnosis) -> None:
+    """Set the verdict, and make a finding of each check that crashed."""
+    replay, own = result.replay, result.own
+    if result.findings:
+        result.verdict = FOUND
+    elif result.budget.crashes:
+        result.verdict = CRASHED
+    elif replay.failed and replay.finite:
+        result.verdict = NOT_REPRODUCED
+        deterministic = replay.step.remedies.deterministic
+        result.notes.append(f"the run failed at this step, but its replay is finite; train with {deterministic}")
+    elif not replay.finite and own is not None and own.scale == own.scales[0]:
+        result.verdict = NOT_REPRODUCED
+        result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
+    for part, trace in result.budget.crashes.items():
+        what = trace.strip().rpartition("\n")[2]
+        detail = f"{what}; this is a fault of the examination, and says nothing of the step"
+        result.findings.append(Finding(CRASH, EXAMINATION, "", replay.precision, detail=detail, tensor=f"check {part}"))
+
+
+def _manifest(result: Diagnosis) -> None:
+    passes = result.replay.step.as_run()
+    passes.microbatches = passes.step.first_samples()
+    found = manifest(passes)
+    known = {finding.line for finding in result.findings}  # what breaks is found already, with the cast that does it
+    found.findings = [finding for finding in found.findings if not finding.line or finding.line not in known]
+    result.manifest = result.add(found)
+
+
+def _gradients(result: Diagnosis) -> None:
+    result.add(gradients(result.replay.step))
+
+
+def _range(result: Diagnosis) -> None:
+    """Find the loss scales that fit, and try the one that is proposed."""
+    step = result.replay.step
+    scales = fp16_range(step)
+    for finding in scales.findings:
+        build = functools.partial(_at_scale, step, scales)
+        if finding.cure and not result.budget.run("cures", functools.partial(trains_with, step, build)):
+            finding.cure = []
+    if result.findings:  # what is found there has a cause, which is found already
+        scales.findings = []
+    result.range = result.add(scales)
 
 
 def _at_scale(step: Step, scales: Range) -> Replay:
@@ -280,8 +352,10 @@ def _at_scale(step: Step, scales: Range) -> Replay:
     return passes
 
 
-def _module_errors(step: Step, reference: torch.dtype | None) -> ModuleErrors:
-    found = local_errors(step, reference)
+def _module_errors(result: Diagnosis) -> None:
+    """Find modules whose error harms the gradients of the step, and the place of one that is in no module."""
+    step, budget = result.replay.step, result.budget
+    found = local_errors(step, result.reference)
     if found.findings:
         found.findings = name_overflows(step.as_run(), found.findings)
         harmful = keep_harmful(step, found)
@@ -290,17 +364,23 @@ def _module_errors(step: Step, reference: torch.dtype | None) -> ModuleErrors:
         found.findings = harmful
     for finding in found.findings:
         finding.line = finding.line or str(line_of_error(step, finding.module) or "")
-    return found
+    result.modules = result.add(found)
+    for finding in (each for each in result.findings if not each.module):  # which no island can cure
+        if wrong := budget.run("whole gradients", lambda: wrong_gradients(step), 2 * result.replay.memory_bytes):
+            budget.run("place", functools.partial(locate, step, finding, wrong.fixed_by, budget.left))
 
 
 def _wrong_gradients(result: Diagnosis) -> None:
     """Find gradients of the whole step that are wrong though no module is, and the place."""
     step, budget = result.replay.step, result.budget
-    wrong = budget.run("whole gradients", lambda: wrong_gradients(step), 2 * result.replay.memory_bytes)
-    finding = wrong.finding if wrong is not None else None
-    if wrong is not None and finding is not None:
+    wrong = wrong_gradients(step)
+    if wrong is not None and (finding := wrong.finding) is not None:
         result.findings.append(finding)
         budget.run("place", lambda: locate(step, finding, wrong.fixed_by, budget.left))
+
+
+def _state(result: Diagnosis) -> None:
+    result.add(state_updates(result.replay.step))
 
 
 def _sweep(result: Diagnosis) -> None:
@@ -414,35 +494,47 @@ def _updates(result: Diagnosis) -> None:
     result.add(found)
 
 
-def _train_on(result: Diagnosis) -> None:
-    """Train some steps in the run's format and in fp32, where nothing was found and there is time."""
-    replay, budget = result.replay, result.budget
-    step = replay.step
-    lost = [each for each in result.findings if each.kind == LOST and each.direction == UPDATE]
-    if len(lost) < len(result.findings) or not result.finite:
-        return
+def _lost(result: Diagnosis) -> list[Finding]:
+    """Return the findings of updates that are lost."""
+    return [finding for finding in result.findings if finding.kind == LOST and finding.direction == UPDATE]
+
+
+def _trains(result: Diagnosis) -> bool:
+    """Return whether a training may say more: nothing is found but lost updates, whose harm it shows."""
+    return result.finite and len(_lost(result)) == len(result.findings)
+
+
+def _seconds_of_trainings(result: Diagnosis) -> float:
+    """Return how long one step of all the trainings takes that a divergence needs."""
+    taken, spent = result.replay, result.budget.spent
+    half = taken.step.format.half is not None
     # Those in fp32, the exact one, and one of weights that stand still. In fp32 the exact one, in fp64, counts twice.
-    of_fp32 = budget.spent.get(FP32, replay.seconds) if step.format.half is not None else replay.seconds
-    others = of_fp32 * (REPLAYS + 2 if step.format.half is not None else 3)
-    seconds = replay.seconds + others
+    return taken.seconds + (spent.get(FP32, taken.seconds) * (REPLAYS + 2) if half else taken.seconds * 3)
+
+
+def _seconds_of_divergence(result: Diagnosis) -> float:
+    """Return how long the fewest steps take."""
+    return min(STEPS, result.replay.step.different or STEPS) * _seconds_of_trainings(result)
+
+
+def _divergence(result: Diagnosis) -> None:
+    """Train some steps in the run's format and in fp32, and find the place where that is worse."""
+    step, budget, lost = result.replay.step, result.budget, _lost(result)
     least, most = min(STEPS, step.different or STEPS), min(MOST_STEPS, step.different or MOST_STEPS)
-    if least * seconds > budget.left():
-        needed = budget.seconds + least * seconds
-        budget.left_out.append(f"divergence (it takes about {least * seconds:.0f} s; set budget_s={needed:.0f})")
-        return
-    batches = step.following(max(least, min(most, int(min(budget.left() / 3, _TRAINING) / seconds))))
-    found = result.divergence = result.add(budget.run("divergence", lambda: divergence(step, batches)))
-    if found is not None and (count := found.broken) is not None:
+    fitting = int(min(budget.left() / 3, _TRAINING) / _seconds_of_trainings(result))
+    batches = step.following(max(least, min(most, fitting)))
+    found = result.divergence = result.add(divergence(step, batches))
+    if (count := found.broken) is not None:
         later = budget.run("the step that breaks", lambda: _broken_later(step, batches, count, FP32))
         result.findings += [later] if later is not None else []
-    if found is None or not found.findings or found.findings[0].kind != DIVERGENCE:
+    if not found.findings or found.findings[0].kind != DIVERGENCE:
         return
     finding = found.findings[0]
     if lost and finding.cure:  # fp32 weights cure both, so that this is what comes of the other
         result.findings.remove(finding)
         return
-    for each in lost:
-        each.cure = []
+    for other in lost:
+        other.cure = []
     later = None
     if found.at and not math.isfinite(found.away[found.at]):
         later = budget.run("the step that breaks", lambda: _broken_later(step, batches, found.at))
@@ -475,16 +567,20 @@ def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: st
     return finding
 
 
-def _cure(result: Diagnosis) -> None:
-    """Search for what cures the first finding of 16 bits, and measure what it costs."""
-    step, budget = result.replay.step, result.budget
+def _curable(result: Diagnosis) -> Finding | None:
+    """Return the first finding of 16 bits, if it is one that fp32 may cure, and nothing has yet."""
     curable = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR, EXCEPTION)
-    found = [each for each in result.findings if each.kind in curable and each.format not in (FP32, FP64, TF32)]
-    if not found or step.format.half is None or found[0].direction not in (FORWARD, BACKWARD):
-        return
-    finding = found[0]
-    if finding.cure:  # where it was located it was cured
-        return
+    of_half = (each for each in result.findings if each.kind in curable and each.format not in (FP32, FP64, TF32))
+    first = next(of_half, None)
+    if first is None or result.replay.step.format.half is None or first.direction not in (FORWARD, BACKWARD):
+        return None
+    return None if first.cure else first
+
+
+def _cure(result: Diagnosis) -> None:
+    """Search for what cures the finding, and measure what it costs."""
+    step, budget, finding = result.replay.step, result.budget, _curable(result)
+    assert finding is not None
     tries: dict[str, Callable[[], Replay]] = {}
     scales = result.range
     if finding.direction == BACKWARD and finding.kind == OVERFLOW and scales is not None and scales.highest is not None:
@@ -497,7 +593,7 @@ def _cure(result: Diagnosis) -> None:
     if any(budget.run("cures", functools.partial(trains_with, step, build)) for build in tries.values()):
         finding.cure += list(tries)
         return
-    islands = budget.run("islands", lambda: find_islands(step, finding, healthy, budget.left))
+    islands = budget.run("search for islands", lambda: find_islands(step, finding, healthy, budget.left))
     if islands is not None and islands.cured:
         result.islands = islands
         if finding.kind != EXCEPTION:  # without them there is no step to compare with
@@ -513,3 +609,17 @@ def _cure(result: Diagnosis) -> None:
     for cure, build in tries.items():
         if budget.run("cures", functools.partial(trains_with, step, build)):
             finding.cure.append(cure)
+
+
+_CHECKS = (
+    Check("manifest", lambda result: result.runs, _manifest),
+    Check("gradients", lambda result: result.finite, _gradients),
+    Check("range", lambda result: result.runs and result.finite_in_fp32, _range),
+    Check("modules", lambda result: result.sound, _module_errors, memories=2),
+    Check("modules", lambda result: result.sound, _wrong_gradients, memories=2, part="whole gradients"),
+    Check("updates", lambda result: bool(result.replay.updates), _updates, free=True),
+    Check("state", lambda result: result.finite, _state),
+    Check("divergence", _trains, _divergence, seconds=_seconds_of_divergence),
+    Check("islands", lambda result: _curable(result) is not None, _cure),
+)
+CHECKS = (SWEEP, *dict.fromkeys(check.name for check in _CHECKS))

@@ -687,7 +687,7 @@ def evaluate(passes: Replay, call: Call, given: list[Tensor], cotangents: list[T
     own = len(call.given.values)
     args, kwargs = call.given.with_tensors(sources[:own])
     gradients: dict[str, Tensor] = {}
-    passes.step.restore_generators()
+    passes.restore_generators()
     with _as_called(passes, call):
         with _stubs(passes.model, call.children, sources[own:]) as inputs:
             targets = [*numbers_in(module(*args, **kwargs)), *inputs]

@@ -75,6 +75,7 @@ def facts(diagnosis: Diagnosis) -> dict[str, Any]:
         else asdict(islands) | {"override": replay.step.remedies.modules(islands.fp32_modules)},
         "notes": diagnosis.notes,
         "left_out": budget.left_out,
+        "crashes": budget.crashes,
         "budget_s": budget.seconds,
         "seconds": budget.spent,
     }
@@ -115,6 +116,8 @@ def files_of(diagnosis: Diagnosis, subject: str, record: dict[str, Any], plots: 
     sections = [Section("Diagnosis", text="\n".join([opening(replay), *lines(diagnosis)]))]
     if plots:
         sections.append(Section("Plots", plots=plots))
+    for part, trace in diagnosis.budget.crashes.items():
+        sections.append(Section(f"The crash of check {part}", text=trace))
     if rows := checked.get("manifest"):
         cells = [list(rows[0]), *([str(value) or "-" for value in row.values()] for row in rows)]
         sections.append(Section(f"What ran in which format ({len(rows):,} rows)", table=cells, folded=True))

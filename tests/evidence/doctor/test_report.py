@@ -13,30 +13,35 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from evidence.doctor import command
 from evidence.doctor.plots import MOST
-from evidence.doctor.replay import take
-from evidence.doctor.report import folder_of, write
+from evidence.doctor.step import Setting, step_of
+from mantissa.doctor import diagnosis as diagnoses
 from mantissa.doctor.cures import Islands
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
 from mantissa.doctor.divergence import Divergence
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError, ModuleErrors
 from mantissa.doctor.report import lines, opening
+from mantissa.examination import take
 from mantissa.finding import Finding
+from mantissa.step import Step
 from tests.mantissa.doctor.faults import large_ffn
-from tests.mantissa.doctor.planted import Planted, around
+from tests.mantissa.doctor.planted import WIDTH, Planted, around
 from trainer.precision.modes import Precision
 
 NAN = float("nan")
 COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
 
 
+OVERFLOWING = Planted(lambda: around(large_ffn()), Precision(mode="fp16"))
+
+
 @pytest.fixture(scope="module")
 def overflow() -> Diagnosis:
-    trainer = Planted(lambda: around(large_ffn()), Precision(mode="fp16")).trainer()
-    return diagnose(take(trainer), ("formats", "manifest"), budget_s=600)
+    return diagnose(take(step_of(OVERFLOWING.trainer())), ("formats", "manifest"), budget_s=600)
 
 
 @pytest.fixture
@@ -47,19 +52,24 @@ def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     return replace(overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=budget)
 
 
+def written(diagnosis: Diagnosis) -> list[Path]:
+    return command.write(diagnosis, Setting.of(OVERFLOWING.trainer()), COMMAND)
+
+
 def page_of(diagnosis: Diagnosis) -> tuple[str, int]:
     """The text of the page, and how many plots it has."""
-    text = write(diagnosis, COMMAND)[0].read_text()
+    text = written(diagnosis)[0].read_text()
     return html.unescape(re.sub("<[^>]+>", " ", text.partition("</style>")[2])), text.count("<svg")
 
 
 def rows_of(diagnosis: Diagnosis, table: str) -> list[dict[str, str]]:
-    with (folder_of(diagnosis) / f"{table}.csv").open() as file:
+    assert diagnosis.replay.folder is not None
+    with (diagnosis.replay.folder / "doctor" / "step-1" / f"{table}.csv").open() as file:
         return list(csv.DictReader(file))
 
 
 def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
-    files = write(found, COMMAND)
+    files = written(found)
     folder = tmp_path / "run" / "doctor" / "step-1"
     assert files == [folder / name for name in ("report.html", "manifest.csv", "verdict.json")]
     verdict = json.loads((folder / "verdict.json").read_text(), parse_constant=pytest.fail)
@@ -73,7 +83,7 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     assert found.manifest is not None
     expected = [{name: str(value) for name, value in row._asdict().items()} for row in found.manifest.rows]
     assert rows_of(found, "manifest") == expected
-    assert sorted(write(replace(found, manifest=None), COMMAND)) == sorted(folder.iterdir())  # none of the earlier stay
+    assert sorted(written(replace(found, manifest=None))) == sorted(folder.iterdir())  # none of the earlier stay
 
 
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
@@ -139,7 +149,7 @@ def test_a_report_that_cannot_be_written_does_not_change_the_verdict(
         raise OSError(28, "No space left on device", "/full/report.html")
 
     replacements: dict[str, Callable[..., Any]] = {
-        "of_run": lambda *_: overflow.replay,
+        "of_run": lambda *_: (overflow.replay, None),
         "diagnose": lambda *_: overflow,
         "write": full,
     }
@@ -151,3 +161,25 @@ def test_a_report_that_cannot_be_written_does_not_change_the_verdict(
     assert printed.err.splitlines()[-1:] == [
         "the report could not be written ([Errno 28] No space left on device: '/full/report.html')"
     ]
+
+
+def test_a_check_that_crashes_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(step: Step) -> None:
+        raise TypeError("unsupported operand")
+
+    trainer = Planted(lambda: around(nn.Linear(WIDTH, WIDTH)), Precision(mode="fp16")).trainer()
+    setting = Setting.of(trainer)
+    setting = setting._replace(config=replace(setting.config, output_dir=str(tmp_path)))
+    monkeypatch.setattr(diagnoses, "gradients", crash)
+    monkeypatch.setattr(command, "of_run", lambda *_: (take(step_of(trainer)), setting))
+    assert command.main(["resume=a run", "check=formats,gradients,range"]) == 3
+    printed = capsys.readouterr()
+    assert "HEALTHY" not in printed.out
+    assert "left out" not in printed.out
+    assert "FOUND crash, examination: check gradients\n  TypeError: unsupported operand; " in printed.out
+    page, verdict = (next(tmp_path.rglob(name)).read_text() for name in ("report.html", "verdict.json"))
+    assert "raise TypeError" in page
+    assert "raise TypeError" in json.loads(verdict)["crashes"]["gradients"]
+    assert json.loads(verdict)["scales"] is not None  # the other checks are made

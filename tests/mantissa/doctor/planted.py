@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evidence.doctor.step import TrainerStep
+from evidence.doctor.step import step_of as step_of_trainer
+from mantissa.step import Step
 from tests.helpers import Arrays, NoData, trainer_of
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
@@ -37,14 +38,14 @@ TINY = {
 """The project's recipes, small."""
 
 
-def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) -> TrainerStep:
+def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) -> Step:
     """The first step of a model; ``options`` are those of ``Planted``."""
-    return TrainerStep.of(Planted(model, Precision(mode=mode), **options).trainer())
+    return step_of_trainer(Planted(model, Precision(mode=mode), **options).trainer())
 
 
-def step_of_run(*overrides: str) -> TrainerStep:
+def step_of_run(*overrides: str) -> Step:
     """The first step of a run."""
-    return TrainerStep.of(trainer_of(*overrides))
+    return step_of_trainer(trainer_of(*overrides))
 
 
 @dataclass(frozen=True)

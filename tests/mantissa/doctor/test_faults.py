@@ -6,7 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from evidence.doctor.replay import take
+from evidence.doctor.step import step_of as step_of_trainer
+from mantissa.examination import take
 from mantissa.doctor.diagnosis import CHECKS, FOUND, diagnose
 from tests.mantissa.doctor.faults import FAULTS, TRAINED, miscompiling
 
@@ -24,7 +25,7 @@ def test_a_fault_in_the_trainer_is_named(name: str) -> None:
     expected, planted = TRAINED[name]
     compiles = "compiled" in name
     with miscompiling() if compiles else nullcontext():
-        replay = take(planted.trainer())
+        replay = take(step_of_trainer(planted.trainer()))
         replay.step.ranks, replay.step.compiles = planted.ranks, compiles
         diagnosis = diagnose(replay, tuple(check for check in CHECKS if check != "islands"), budget_s=600)
     found = [(finding.kind, finding.direction, finding.module, finding.format) for finding in diagnosis.findings]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.replay import of_overrides
-from evidence.doctor.step import TrainerStep
+from evidence.doctor.step import step_of as step_of_trainer
 from evidence.runs import merged
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
@@ -59,7 +59,7 @@ def allowed(finding: Finding, mode: str) -> bool:
 def test_nothing_is_found(recipe: str, mode: str) -> None:
     left_out = {"islands"} | ({"divergence"} if f"{recipe}-{mode}" not in TRAINED_ON else set())
     checks = tuple(name for name in CHECKS if name not in left_out)
-    diagnosis = diagnose(of_overrides(overrides_of(recipe, mode), 1), checks, budget_s=600)
+    diagnosis = diagnose(of_overrides(overrides_of(recipe, mode), 1)[0], checks, budget_s=600)
     assert [finding for finding in diagnosis.findings if not allowed(finding, mode)] == []
     assert diagnosis.budget.left_out == []
     if diagnosis.verdict == HEALTHY:
@@ -78,14 +78,14 @@ def test_nothing_is_found(recipe: str, mode: str) -> None:
 
 
 def test_nothing_is_found_in_a_compiled_model() -> None:
-    replay = of_overrides([*overrides_of("bignet", "fp32"), "recipe.layers=2", "compile=default"], 1)
+    replay, _ = of_overrides([*overrides_of("bignet", "fp32"), "recipe.layers=2", "compile=default"], 1)
     diagnosis = diagnose(replay, ("formats",), budget_s=600)
     assert (diagnosis.verdict, diagnosis.notes) == (HEALTHY, [])
     assert [(trial.name, trial.status) for trial in diagnosis.sweep[-2:]] == [("aot_eager", "ok"), ("inductor", "ok")]
 
 
 def started(trainer: Trainer, mode: str) -> Replay:
-    return TrainerStep.of(trainer).replay(mode)
+    return step_of_trainer(trainer).replay(mode)
 
 
 def not_finite(trainer: Replay) -> list[str]:

@@ -159,5 +159,5 @@ def test_statistics_that_are_not_finite_do_not_keep_the_step_from_being_taken_ag
     folder, failure, _ = failed(tmp_path, *options, run=PoisonedLayer)
     saved = load(folder / "failure").tensors()
     assert not all(tensor.isfinite().all() for name, tensor in saved.items() if name.endswith("running_mean"))
-    replay = of_run(str(folder), [], 0)
+    replay, _ = of_run(str(folder), [], 0)
     assert (replay.step.number, replay.began) == (failure["step"], failure["checkpoint"].removeprefix("failure/"))
