@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
-from mantissa.doctor.divergence import MOST_STEPS
 from mantissa.doctor.report import files_of, lines, opening
+from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError
 from mantissa.finding import Finding
-from mantissa.generators import random_state, set_random_state
 from mantissa.loop import Loss, step_of_loop
 from mantissa.step import Replay, Step
-from mantissa.tensors import finite, in_dtype
+from mantissa.tensors import finite, in_dtype, random_state, set_random_state
 from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
@@ -95,7 +94,7 @@ def examine(
         fixed_scale: whether no scaler lowers it where gradients overflow; without a scaler it is 1 and fixed.
         accumulate: batches in one step.
         number: of the step, for the report.
-        generators: from ``mantissa.generators.random_state``, as they were before the step. None: as they are now.
+        generators: from ``mantissa.tensors.random_state``, as they were before the step. None: as they are now.
         failed: whether the step was not finite when it was taken.
         checks: some of ``mantissa.doctor.diagnosis.CHECKS``.
         budget_s: seconds for the checks; what does not fit is named in the report.

@@ -15,11 +15,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS
-from mantissa.generators import random_state
 from mantissa.islands import cast, keep_fp32
 from mantissa.operators import OperatorPolicy
 from mantissa.step import LEAST_SCALE, Batch, Build, Built, Step, cast_training
-from mantissa.tensors import in_dtype
+from mantissa.tensors import in_dtype, random_state
 from mantissa.updates import UpdateMeter
 
 Loss = Callable[[nn.Module, Any], Tensor]

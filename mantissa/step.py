@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from mantissa.errors import UsageError
 from mantissa.formats import FORMATS, Format
-from mantissa.generators import random_state, set_random_state
 from mantissa.ledger import MemoryLedger
-from mantissa.tensors import finite, in_dtype
+from mantissa.tensors import finite, in_dtype, random_state, set_random_state
 from mantissa.updates import Masters, UpdateMeter
 
 Batch = dict[str, Tensor]

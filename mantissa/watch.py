@@ -22,10 +22,9 @@ from mantissa.effective import FirstStep, Listener, Manifest, changed_by, manife
 from mantissa.errors import FormatError, NotFiniteError, UsageError
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS, TF32, computing_in
-from mantissa.generators import freeze
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters
-from mantissa.tensors import finite, numbers_in, tensors
+from mantissa.tensors import finite, freeze, numbers_in, tensors
 from mantissa.updates import local
 
 SKIPS = 10

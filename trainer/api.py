@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mantissa.generators import random_state, set_random_state
+from mantissa.tensors import random_state, set_random_state
 from trainer.config import compose as overrides
 from trainer.config.command_line import quoted
 from trainer.config.schema import Config

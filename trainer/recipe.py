@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from mantissa.generators import random_state, set_random_state
+from mantissa.tensors import random_state, set_random_state
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.data.given import Collated
 from trainer.errors import UserError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from mantissa.generators import random_state, set_random_state
+from mantissa.tensors import random_state, set_random_state
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, Watch

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mantissa.doctor.diagnosis import Diagnosis
-from mantissa.doctor.divergence import TIMES, Divergence
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents
 from mantissa.doctor.module_errors import LocalError
+from mantissa.doctor.training import TIMES, Divergence
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.page import Plot
 from trainer.tracking.plots import ALARM, COLORS, INK, NOISE, QUIET, RULE, bare_figure

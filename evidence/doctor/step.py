@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mantissa.errors import FormatError
 from mantissa.formats import FORMATS, Format
-from mantissa.generators import random_state, set_random_state
 from mantissa.step import Batch, Build, Built, Remedies, Step
+from mantissa.tensors import random_state, set_random_state
 from mantissa.updates import UpdateMeter
 from trainer.config.schema import Config
 from trainer.config.step import Plan

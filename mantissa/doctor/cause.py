@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mantissa.display import dtype_name
-from mantissa.doctor.samples import far, without, worth_a_word
 from mantissa.doctor.sweep import FP32, FP64
+from mantissa.doctor.training import find_outlier, outlier_note, without_outliers
 from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.step import Replay, batch_key, map_tensors
 from mantissa.tensors import finite, numbers_in
@@ -238,13 +238,13 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
     if masks:
         detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
     if kind == OVERFLOW and operator.direction == FORWARD:
-        sample = far(passes.microbatches)
+        sample = find_outlier(passes.microbatches)
         if format == FP32 and sample is not None and _finite_without(passes):
             result = finding(INPUT, operator, f"{detail}; {sample}")
             result.module, result.tensor = "", sample.place
             result.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
             return result
-        detail += worth_a_word(passes.microbatches)
+        detail += outlier_note(passes.microbatches)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding(kind, operator, detail)
@@ -253,7 +253,7 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
 def _finite_without(passes: Replay) -> bool:
     """Return whether the step is finite with usual samples in the place of those that are far larger."""
     own = passes.microbatches
-    passes.microbatches = list(map(without, own))
+    passes.microbatches = list(map(without_outliers, own))
     try:
         return not passes.run().nonfinite
     finally:

@@ -26,15 +26,23 @@ from mantissa.doctor.cures import (
     measure_cost,
     trains_with,
 )
-from mantissa.doctor.divergence import MOST_STEPS, REPLAYS, STEPS, Divergence, divergence
-from mantissa.doctor.dtypes import OperatorManifest, manifest
-from mantissa.doctor.exchange import overflow_of_sum
-from mantissa.doctor.explosion import RATES
+from mantissa.doctor.dtypes import OperatorManifest, manifest, state_updates
 from mantissa.doctor.fp16_range import Range, fp16_range, usual
 from mantissa.doctor.gradients import gradients
 from mantissa.doctor.module_errors import ModuleErrors, keep_harmful, local_errors, wrong_gradients
-from mantissa.doctor.state import state_updates
-from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, RAISES, TF32, FormatTrial, format_sweep
+from mantissa.doctor.sweep import (
+    BREAKS,
+    FP32,
+    FP64,
+    LEFT_OUT,
+    OK,
+    RAISES,
+    TF32,
+    FormatTrial,
+    format_sweep,
+    overflow_of_sum,
+)
+from mantissa.doctor.training import MOST_STEPS, RATES, REPLAYS, STEPS, Divergence, divergence
 from mantissa.errors import FormatError, UsageError, is_out_of_memory
 from mantissa.finding import (
     BACKWARD,
@@ -544,11 +552,11 @@ def _divergence(result: Diagnosis) -> None:
         result.findings[-1] = later
     elif not finding.cure:
 
-        def mends(passes: Replay) -> bool:
-            return found.mends(passes.train(batches))
+        def fixes(passes: Replay) -> bool:
+            return found.fixes(passes.train(batches))
 
-        if not budget.run("update", lambda: in_update(step, finding, mends)):
-            budget.run("place", lambda: locate(step, finding, mends, budget.left))
+        if not budget.run("update", lambda: in_update(step, finding, fixes)):
+            budget.run("place", lambda: locate(step, finding, fixes, budget.left))
 
 
 def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: str = "") -> Finding | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from mantissa.generators import random_state, set_random_state
+from mantissa.tensors import random_state, set_random_state
 from trainer.data.loader import PinnedLoader
 from trainer.devices import CPU, CUDA, DEVICE_KINDS, MPS, ROCM, XPU, DeviceKind, empty_cache, select, synchronise
 from trainer.errors import UserError

@@ -35,7 +35,7 @@ def training_state(
             ``optimizer_options``.
         masters: what the optimizer changes in the place of the model's weights; with the optimizer's tensors.
         loss_scale: its state dict.
-        rng: the states of this rank's generators, see ``mantissa.generators.random_state``.
+        rng: the states of this rank's generators, see ``mantissa.tensors.random_state``.
         average: of the weights; with the optimizer's tensors.
     """
     tensors, options = optimizer_state(masters or model, optimizer)

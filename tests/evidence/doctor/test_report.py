@@ -21,10 +21,10 @@ from evidence.doctor.step import Setting, step_of
 from mantissa.doctor import diagnosis as diagnoses
 from mantissa.doctor.cures import Islands
 from mantissa.doctor.diagnosis import Budget, Diagnosis, diagnose
-from mantissa.doctor.divergence import Divergence
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError, ModuleErrors
 from mantissa.doctor.report import lines, opening
+from mantissa.doctor.training import Divergence
 from mantissa.examination import take
 from mantissa.finding import Finding
 from mantissa.step import Step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.replay import of_overrides
-from mantissa.doctor.divergence import STEPS, divergence, leaves
+from mantissa.doctor.training import STEPS, divergence, leaves
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
 from mantissa.step import Step
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, mean_square, step_of

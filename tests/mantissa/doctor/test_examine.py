@@ -35,7 +35,7 @@ from mantissa.finding import (
     UNDERFLOW,
     UPDATE,
 )
-from mantissa.generators import random_state
+from mantissa.tensors import random_state
 from tests.helpers import same_bits
 
 Batch = dict[str, Tensor]

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 
 from evidence.doctor.step import step_of as step_of_trainer
-from mantissa.examination import take
 from mantissa.doctor.diagnosis import CHECKS, FOUND, diagnose
+from mantissa.examination import take
 from tests.mantissa.doctor.faults import FAULTS, TRAINED, miscompiling
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mantissa.generators import random_state, set_random_state
+from mantissa.tensors import random_state, set_random_state
 from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint

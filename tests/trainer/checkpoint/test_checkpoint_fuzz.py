@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mantissa.generators import random_state
+from mantissa.tensors import random_state
 from tests.helpers import copied, same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mantissa.generators import random_state
+from mantissa.tensors import random_state
 from mantissa.trace import DtypeRecorder
 from tests.helpers import copied, same_bits, trainer_of
 from trainer.precision import attention
