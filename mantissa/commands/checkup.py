@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
-import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mantissa.commands import report_folder
-from mantissa.display import about, columns, quantity
+from mantissa.display import columns, quantity
 from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, Report, examine
-from mantissa.formats import FP16
-from mantissa.tensors import numbers_in
 
 Batch = dict[str, Tensor]
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
@@ -33,60 +27,9 @@ MAPPINGS = {
     "ImageTextToText": "IMAGE_TEXT_TO_TEXT",  # on text alone
     IMAGES: "IMAGE_CLASSIFICATION",
 }
-"""The tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
-_SHOWN = 8
-"""Rows of the table of activations."""
+"""Tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
 _LEAST_TOKENS = 16
-"""Different ones in a text: transformers 5 makes an empty tokenizer for a folder that has none."""
-
-
-class Peak(NamedTuple):
-    """The largest activation of one kind of module, over all layers and batches, in fp32."""
-
-    module: str
-    what: str
-    """``input`` or ``output``."""
-    amax: float
-    in_fp16: bool
-    """Whether it is held in fp16 under autocast."""
-
-
-def activations(model: nn.Module, batches: Sequence[Batch]) -> list[Peak]:
-    """Return the largest activation of each kind of module, such as ``layers.*.mlp``, the largest first."""
-    half: set[tuple[str, str]] = set()
-    peaks: dict[str, Peak] = {}
-
-    def note_dtype(module: str, what: str, tensor: Tensor) -> None:
-        half.update([(module, what)] if tensor.dtype == torch.float16 else [])
-
-    def note_size(module: str, what: str, tensor: Tensor) -> None:
-        kind, amax = re.sub(r"\.\d+(?=[. ])", ".*", f"{module} {what}"), tensor.abs().max().item()
-        if kind not in peaks or amax > peaks[kind].amax:
-            peaks.pop(kind, None)  # so that the order is that of the calls
-            peaks[kind] = Peak(module, what, amax, (module, what) in half)
-
-    with torch.autocast(next(model.parameters()).device.type, torch.float16):
-        _watch(model, batches[:1], note_dtype)
-    _watch(model, batches, note_size)
-    once = {peak.amax: peak for peak in reversed(peaks.values())}  # what one module returns, another takes
-    return sorted(once.values(), key=lambda peak: -peak.amax)
-
-
-def _watch(model: nn.Module, batches: Sequence[Batch], note: Callable[[str, str, Tensor], None]) -> None:
-    """Call ``note`` with what each module returns, and what those without submodules take, in forward passes."""
-
-    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for what, value in (("input", () if any(module.children()) else args), ("output", output)):
-            for tensor in numbers_in(value)[:1]:  # what follows is a mask, a bias of positions or a cache
-                if tensor.numel():
-                    note(name, what, tensor)
-
-    with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng():
-        for name, module in model.named_modules():
-            if name:
-                hooks.callback(module.register_forward_hook(functools.partial(after, name)).remove)
-        for batch in batches:
-            model(**batch)
+"""Fewest different ones in a text: transformers 5 makes an empty tokenizer for a folder that has none."""
 
 
 def load(source: str, attention: str | None = None) -> tuple[Any, str]:
@@ -190,8 +133,8 @@ def image_batches(model: Any, number: int, rows: int) -> list[Batch]:
     return batches
 
 
-def table(reports: dict[str, Report], peaks: Sequence[Peak]) -> str:
-    """Return the verdict of each precision, and the activations that are closest to overflow."""
+def table(reports: dict[str, Report]) -> str:
+    """Return the verdict of each precision, where it breaks, and what cures it."""
     rows = [("precision", "verdict", "where", "fp32 islands", "their cost")]
     for precision, report in reports.items():
         islands, names, cost = report.diagnosis.islands, "-", "-"
@@ -201,11 +144,7 @@ def table(reports: dict[str, Report], peaks: Sequence[Peak]) -> str:
             cost = islands.cost if islands.cured else "-"
         where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
         rows.append((precision, report.verdict, where, names, cost))
-    largest = [("largest activations", "", "|x| in fp32", f"{FP16.largest:g} / |x|", "under fp16 autocast")]
-    for peak in peaks[:_SHOWN]:
-        held = "fp32" if not peak.in_fp16 else "fp16" if peak.amax <= FP16.largest else "fp16: overflows"
-        largest.append((peak.module, peak.what, quantity(peak.amax), about(FP16.largest / peak.amax), held))
-    return f"{columns(rows)}\n\n{columns(largest)}"
+    return columns(rows)
 
 
 def main(arguments: list[str]) -> int:
@@ -262,5 +201,5 @@ def main(arguments: list[str]) -> int:
         if folder is not None:
             page = report.write(folder / name, f"python -m mantissa checkup {' '.join(arguments)}")
             print(f"report {page}")
-    print(f"\n{table(reports, activations(model, batches))}")
+    print(f"\n{table(reports)}")
     return max(report.diagnosis.exit_code for report in reports.values())

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertConfig, BertLMHeadModel, LlamaModel, PreTrainedTokenizerFast, Wav2Vec2Config
 
 from mantissa.__main__ import main
-from mantissa.commands.checkup import CAUSAL, activations, load, text_batches, topics
+from mantissa.commands.checkup import CAUSAL, load, topics
 from tests.mantissa.families import FAMILIES, LAYER, USUAL
 
 SHAPE = ("--steps", "2", "--batch", "3", "--length", "32")
@@ -46,25 +46,6 @@ def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: p
     assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "fp16"]) == 7
     assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "fp16", "--steps", "1"]) == 0
     assert f"overflow: {LAYER}.mlp" in capsys.readouterr().out
-
-
-def test_the_activation_of_all_passes_that_is_closest_to_overflow_comes_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    FAMILIES["llama"].save(tmp_path, seed=1)  # it overflows in the second pass
-    main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16"])
-    lines = capsys.readouterr().out.rpartition("largest activations")[2].splitlines()
-    first, second = lines[1].split(), lines[2].split()
-    assert first == [f"{LAYER}.mlp.down_proj", "input", "67k", "0.98", "fp16:", "overflows"]  # 255.9 x 261.75
-    assert second[:2] == [LAYER, "output"]
-    assert float(second[3]) > 1
-
-
-def test_an_activation_is_named_by_the_module_that_returns_it_first(tmp_path: Path) -> None:
-    FAMILIES["t5"].save(tmp_path)
-    model, task = load(str(tmp_path))
-    largest, *_ = activations(model, text_batches(model, task, None, "", (2, 3, 32)))
-    assert largest[:2] == (FAMILIES["t5"].fp16, "output")  # dropout takes it, and returns it
 
 
 def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
