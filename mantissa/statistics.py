@@ -12,7 +12,7 @@ import numpy as np
 
 EQUIVALENT, WORSE, BETTER, INCONCLUSIVE = "EQUIVALENT", "WORSE", "BETTER", "INCONCLUSIVE"
 ALPHA = 0.05
-"""The chance of a wrong EQUIVALENT for a difference equal to the margin, and of a wrong WORSE or BETTER within it."""
+"""Chance of a wrong EQUIVALENT for a difference equal to the margin, and of a wrong WORSE or BETTER within it."""
 
 
 POWER = 0.8
@@ -28,7 +28,7 @@ class Interval:
     high: float
     level: float
     count: int
-    """The number of values."""
+    """Number of values."""
 
     def excludes(self, value: float) -> bool:
         """Return whether the value lies outside."""
@@ -42,16 +42,16 @@ class Equivalence:
     verdict: str
     margin: float
     difference: Interval
-    """The interval that decided: where tests are of 5 %, 90 % where EQUIVALENT, else 95 %."""
+    """Interval that decided: where tests are of 5 %, 90 % where EQUIVALENT, else 95 %."""
     p_equivalent: float
-    """The larger p of the two one-sided tests: small where the difference lies within the margin."""
+    """Larger p of the two one-sided tests: small where the difference lies within the margin."""
     p_beyond: float
-    """Two-sided, against a difference of at most the margin."""
+    """p of a two-sided test against a difference of at most the margin."""
     p_different: float
-    """Two-sided, against no difference: a difference that is significant here may still be within the margin."""
+    """p of a two-sided test against no difference: what is significant here may still be within the margin."""
     pairs_needed: int | None
-    """Where INCONCLUSIVE: the number of pairs of this mean and spread that would decide (None: more than 1000), at the
-    level of the next look."""
+    """Number of pairs that would decide what is INCONCLUSIVE, with this mean and spread, at the level of the next look,
+    in a share ``POWER`` of repetitions; None: more than 1000."""
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -117,18 +117,17 @@ def equivalence_family(
     tested = [_Tested(_checked(differences), margin) for differences in arms]
     missing = [1.0] * untested
     alpha, later = (ALPHA, ALPHA) if look is None else (look_level(look), look_level(look + 1))
-    within = holm([each.p_equivalent for each in tested] + missing, alpha)
-    beyond = holm([each.p_beyond for each in tested] + missing, alpha)
+    within = holm([arm.p_equivalent for arm in tested] + missing, alpha)
+    beyond = holm([arm.p_beyond for arm in tested] + missing, alpha)
     levels = zip(tested, within, beyond, strict=False)
-    return [each.judged(inside, outside, later / alpha) for each, inside, outside in levels]
+    return [arm.judged(inside, outside, later / alpha) for arm, inside, outside in levels]
 
 
 def look_level(look: int) -> float:
     """Return the level of a look's tests, from look 1 on: 4 %, 0.5 %, 0.25 %, and so on, which add up to 5 %.
 
     So the chance of a wrong verdict at any of the looks is at most 5 %, though their number is not planned: the error
-    is spent look by look (Slud and Wei 1982, Lan and DeMets 1983), here by the union bound. What the number of pairs
-    of the next look adds, which the ones before suggest, is simulated (``benchmarks/power.py``).
+    is spent look by look (Slud and Wei 1982, Lan and DeMets 1983), here by the union bound.
     """
     return ALPHA * (0.8 if look == 1 else 0.2 / 2 ** (look - 1))
 

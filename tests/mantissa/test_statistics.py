@@ -155,6 +155,18 @@ def test_the_number_of_pairs_that_would_settle_it_does() -> None:
     assert equivalence(same, MARGIN).verdict == EQUIVALENT
 
 
+def test_the_number_of_pairs_that_is_named_decides_4_times_in_5() -> None:
+    """Of pairs of which the ones that were seen have the true mean and spread."""
+    seen, generator = np.array([-1.0, -0.4, 0.0, 0.4, 1.0]), np.random.default_rng(0)
+    seen = 0.001 + SPREAD * seen / seen.std(ddof=1)
+    (first,) = equivalence_family([seen], MARGIN, look=1)
+    assert (first.verdict, first.pairs_needed is None) == (INCONCLUSIVE, False)
+    assert first.pairs_needed
+    repetitions = [generator.normal(0.001, SPREAD, first.pairs_needed) for _ in range(200)]
+    decided = [equivalence_family([pairs], MARGIN, look=2)[0].verdict != INCONCLUSIVE for pairs in repetitions]
+    assert 0.7 < np.mean(decided) < 0.95
+
+
 def test_equal_to_the_last_bit_is_equivalent() -> None:
     found = equivalence([0.0, 0.0, 0.0], MARGIN)
     assert (found.verdict, found.p_equivalent, found.p_different) == (EQUIVALENT, 0.0, 1.0)
