@@ -17,6 +17,7 @@ from mantissa.statistics import (
     equivalence,
     equivalence_family,
     holm,
+    look_level,
     mean_interval,
     ratio_interval,
     student_cdf,
@@ -130,6 +131,11 @@ def test_holms_levels() -> None:
     assert holm([0.5]) == [0.05]
     assert holm([]) == []
     assert holm([0.02, 0.02]) == pytest.approx([0.025, 0.05])
+
+
+def test_the_levels_of_any_number_of_looks_add_up_to_5_percent() -> None:
+    assert [look_level(look) for look in (1, 2, 3)] == pytest.approx([0.04, 0.005, 0.0025])
+    assert 0.0499 < sum(look_level(look) for look in range(1, 60)) <= 0.05
 
 
 def test_a_planted_difference_of_one_per_cent_is_found() -> None:
