@@ -26,7 +26,7 @@ from trainer.run_folder import RunFolder, run_of
 _CLASSES = {
     "gpt2": "AutoModelForCausalLM",
     "llama": "AutoModelForCausalLM",
-    "bert": "AutoModelForQuestionAnswering",
+    "bert": "AutoModelForMaskedLM",
     "t5": "AutoModelForSeq2SeqLM",
 }
 

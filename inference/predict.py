@@ -40,7 +40,7 @@ class Photos(FolderImages):
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
         super().__init__({"": [str(file) for file in files]}, [""])
-        self.image_size, self.augment = config["image_size"], ImageNet(evaluated=config["evaluated_part"])
+        self.image_size, self.augment = config["image_size"], ImageNet(eval_crop=config["evaluated_part"])
 
     def image(self, index: int) -> Image.Image:
         """Decode one image; one that cannot be decoded is black."""

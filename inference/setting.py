@@ -123,5 +123,5 @@ def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> dict[str
     found = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
     if is_images and with_data:
         part = config["evaluated_part"]
-        found |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.evaluated": part}
+        found |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}
     return found

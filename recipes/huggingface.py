@@ -39,7 +39,7 @@ class SizedRecipe(Recipe):
 
     convolves = False
     shapes: ClassVar[Mapping[str, Any]] = {}
-    """By name, in ascending order."""
+    """Shapes by name, in ascending order."""
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
     cpu_sizes: ClassVar[Sizes]

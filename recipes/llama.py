@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     tied: bool
     """The output layer's weight is the embedding's."""
     context: int
-    """That it was trained with at first."""
+    """Context length that it was trained with at first."""
 
 
 # 8B: Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3. 1B: Meta's model card of Llama 3.2. nano is ours.
@@ -35,7 +35,7 @@ SHAPES = {
     "8B": Shape(32, 4096, 32, 8, 14336, False, 8192),
 }
 ROPE_BASE = 500_000.0
-"""Of Llama 3's rotary positions; the stretching of them that Llama 3.1 added for longer texts is left out."""
+"""Base of Llama 3's rotary positions; the stretching of them that Llama 3.1 added for longer texts is left out."""
 NUMBERS = ("layers", "width", "heads", "kv_heads", "ffn")
 
 

@@ -14,8 +14,6 @@ from trainer.errors import UserError, nearest
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
-_HEADS = {"bert": ["qa_outputs"]}
-"""Heads of a task, which a pretrained model may lack: they are trained with the adapters."""
 
 
 @dataclass
@@ -57,7 +55,7 @@ class LoRA:
         return list(AUTO[kind])
 
     def inject(self, network: Any, kind: str) -> None:
-        """Add the adapters to a model of transformers, in place; nothing but them, and a task's head, is trainable.
+        """Add the adapters to a model of transformers, in place; nothing but them is trainable.
 
         Raises:
             UserError: a target that is no linear layer of the model.
@@ -69,7 +67,7 @@ class LoRA:
         _check_targets(network, self.targets(kind))
         inject_adapter_in_model(self._peft(kind), network)
         for name, parameter in network.named_parameters():
-            parameter.requires_grad_(".lora_" in name or name.partition(".")[0] in _HEADS.get(kind, ()))
+            parameter.requires_grad_(".lora_" in name)
 
     def save(self, network: Any, kind: str, base: str | None, folder: Path) -> None:
         """Write the adapters alone, as ``PeftModel.from_pretrained`` reads them; ``base`` is what they belong to."""
@@ -78,19 +76,18 @@ class LoRA:
         folder.mkdir(parents=True, exist_ok=True)
         config = self._peft(kind)
         config.base_model_name_or_path, config.inference_mode = base, True
-        config.modules_to_save = _HEADS.get(kind)
         config.save_pretrained(str(folder))
         own = {
             f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor.detach().contiguous()
             for name, tensor in network.named_parameters()
-            if tensor.requires_grad or ".lora_" in name
+            if ".lora_" in name
         }
         save_file(own, folder / "adapter_model.safetensors", {"format": "pt"})
 
     def _peft(self, kind: str) -> Any:
         from peft import LoraConfig
 
-        task = {"bert": "QUESTION_ANS", "t5": "SEQ_2_SEQ_LM"}.get(kind, "CAUSAL_LM")
+        task = {"bert": None, "t5": "SEQ_2_SEQ_LM"}.get(kind, "CAUSAL_LM")
         return LoraConfig(
             task_type=task,
             r=self.rank,

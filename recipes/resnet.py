@@ -65,7 +65,7 @@ class ResNet(Recipe):
     criterion: str = "cross_entropy"
     """The training loss: ``cross_entropy``, or ``bce``: binary cross-entropy of each class (Wightman et al. 2021)."""
     bce_threshold: float | None = None
-    """For ``bce``: targets of mixed images above this become 1, all others 0; null: they stay fractions."""
+    """Threshold of ``bce``: targets of mixed images above it become 1, all others 0; null: they stay fractions."""
     class_weights: Any = None
     """Class weights of the training loss: a list, or ``balanced``, from the class counts of the training data. The
     weighted sum is divided by the number of images; torch's mean divides by the sum of the weights, which on average is
@@ -79,7 +79,7 @@ class ResNet(Recipe):
         if (self.mean is None) != (self.std is None):
             raise UserError("recipe.mean and recipe.std normalise images together; set both or neither of them")
         for key, colours, above in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
-            if colours is not None and not (len(colours) == 3 and all(above < each < math.inf for each in colours)):
+            if colours is not None and not (len(colours) == 3 and all(above < colour < math.inf for colour in colours)):
                 raise UserError(
                     f"recipe.{key}={colours} must be three numbers{', each above 0' if key == 'std' else ''}: of red, "
                     "green and blue"
@@ -230,7 +230,7 @@ class ResNet(Recipe):
             "image_size": datasets.image_size,
             "mean": list(datasets.mean),
             "std": list(datasets.std),
-            "evaluated_part": datasets.augment.evaluated,
+            "evaluated_part": datasets.augment.eval_crop,
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
             "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
             "an image of that size as it is",

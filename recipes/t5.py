@@ -134,7 +134,7 @@ class T5(SizedRecipe):
         text = f"{noise} tokens in {spans} spans removed from each {window(context)}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", start), "eos_token": ("</s>", eos)}
-        special |= {f"sentinel_{n}": each for n, each in enumerate(zip(names, sentinels, strict=True))}
+        special |= {f"sentinel_{n}": token for n, token in enumerate(zip(names, sentinels, strict=True))}
         return self.cut(
             tokens, lambda part: SpanCorruption(part, context, eos, sentinels), text, None if own else special
         )

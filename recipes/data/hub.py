@@ -49,7 +49,7 @@ class Hub(TokenizedText, ImageSource):
     rows: str = "auto"
     """What the rows of a text dataset are: ``lines`` of one text, which are joined, or ``documents``; auto: what they
     look like."""
-    broken: str = "error"
+    on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
 
@@ -121,15 +121,10 @@ class Hub(TokenizedText, ImageSource):
         self, splits: Mapping[str, Any], train: Any, label: str, classes: list[str], labels: np.ndarray
     ) -> tuple[HubImages, HubImages, str]:
         """Return what to train on, what to validate on, and where that comes from."""
-        for name in self._valid_splits(splits):
-            valid = self._split(splits, "valid_split", name)
-            try:
-                valid_labels = self._labels(valid, label, classes, f"data.valid_split={name}")
-            except UserError:
-                if self.valid_split is None:
-                    continue  # many published test splits have no labels
-                raise
-            return self._images(train, labels), self._images(valid, valid_labels), f"the dataset's split {name}"
+        if names := self._valid_splits(splits):
+            valid = self._split(splits, "valid_split", names[0])
+            valid_labels = self._labels(valid, label, classes, f"data.valid_split={names[0]}")
+            return self._images(train, labels), self._images(valid, valid_labels), f"the dataset's split {names[0]}"
         chosen = held_out(labels, self.valid_fraction)
         train_set, valid_set = (self._images(train, labels, np.flatnonzero(rows)) for rows in (~chosen, chosen))
         return train_set, valid_set, f"{self.valid_fraction:.3g} of each class"
@@ -164,10 +159,12 @@ class Hub(TokenizedText, ImageSource):
     def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray | None = None) -> HubImages:
         from datasets import Image
 
-        name = self._column(dataset, "image_column", self.image_column, lambda each: type(each).__name__ == "Image")
+        name = self._column(
+            dataset, "image_column", self.image_column, lambda feature: type(feature).__name__ == "Image"
+        )
         encoded = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         rows = np.arange(len(labels)) if rows is None else rows
-        return HubImages(f"data.name={self.name}", encoded, name, labels, rows, self.broken)
+        return HubImages(f"data.name={self.name}", encoded, name, labels, rows, self.on_error)
 
     def _local_path(self) -> Path | None:
         """Return the file or folder that ``name`` means, or None for a hub id."""
@@ -243,7 +240,7 @@ class Hub(TokenizedText, ImageSource):
         Raises:
             UserError: no such column, none that fits, or several.
         """
-        fitting = [each for each, feature in dataset.features.items() if fits(feature)]
+        fitting = [name for name, feature in dataset.features.items() if fits(feature)]
         wanted, every = key.removesuffix("_column"), ", ".join(dataset.features)
         if choice is not None and choice not in fitting:
             why = f"is not of type {wanted}" if choice in dataset.features else "does not exist"
@@ -265,7 +262,10 @@ class Hub(TokenizedText, ImageSource):
         numbers = np.array([known.get(str(value), -1) for value in values], dtype=np.int64)
         if (numbers < 0).any():
             row = int(numbers.argmin())
-            raise UserError(f"{where}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes")
+            raise UserError(
+                f"{where}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes; "
+                "name a split that has labels, or data.valid_split=train for a part of the training split"
+            )
         return numbers
 
 
@@ -285,9 +285,9 @@ class HubImages(DecodedImages):
     """Some rows of a dataset."""
 
     def __init__(
-        self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray, broken: str
+        self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray, on_error: str
     ) -> None:
-        super().__init__(torch.from_numpy(labels[rows]), broken)
+        super().__init__(torch.from_numpy(labels[rows]), on_error)
         self.where, self.encoded, self.column, self.rows = where, encoded, column, rows
 
     def stored(self, index: int) -> tuple[Any, str]:

@@ -166,7 +166,7 @@ def _check_timm(name: str) -> None:
     if not timm.is_model(base):
         near = nearest(base, timm.list_models(), TIMM)
         raise UserError(f"recipe.arch=timm/{name} is not a model of timm {timm.__version__}{near}")
-    tags = [each.partition(".")[2] for each in timm.list_models(f"{base}.*", pretrained=True)]
+    tags = [name.partition(".")[2] for name in timm.list_models(f"{base}.*", pretrained=True)]
     if dot and tag not in tags:
         near = nearest(tag, tags, f"{TIMM}{base}.")
         raise UserError(f"recipe.arch=timm/{name}: timm has no weights of that tag{near} ({', '.join(tags) or 'none'})")

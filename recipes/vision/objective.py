@@ -58,8 +58,8 @@ def check_class_weights(weights: Any) -> None:
     """Refuse what is neither ``balanced`` nor a list of numbers."""
     if weights is None or weights == BALANCED:
         return
-    numbers = isinstance(weights, list) and all(isinstance(each, (int, float)) for each in weights)
-    if not numbers or not all(0 <= each < math.inf for each in weights) or not any(weights):
+    numbers = isinstance(weights, list) and all(isinstance(weight, (int, float)) for weight in weights)
+    if not numbers or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
         raise UserError(
             f"recipe.class_weights={weights} must be balanced, or a list of one number of at least 0 for each class, "
             "such as '[1,2.5]'"

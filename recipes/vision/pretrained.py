@@ -28,10 +28,10 @@ class Weights:
     """Weights to start from, in memory."""
 
     state: dict[str, Tensor]
-    """By the names of the model, on the CPU."""
+    """Tensors by the names of the model, on the CPU."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Of the images they were trained on, as in ``ImageDatasets``."""
+    """Mean and standard deviation of the images they were trained on, as in ``ImageDatasets``."""
     classes: list[str] | None
     """The names of the head's outputs, where they are known."""
 

@@ -77,7 +77,7 @@ def test_training_and_evaluation_see_the_same_pixels_from_a_folder_as_from_memor
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
-@pytest.mark.parametrize("augment", [ImageAugment(), Light(), ImageNet(), ImageNet(evaluated=1.0)])
+@pytest.mark.parametrize("augment", [ImageAugment(), Light(), ImageNet(), ImageNet(eval_crop=1.0)])
 @pytest.mark.parametrize("side", [1, 7, 32, 97])
 def test_evaluation_of_a_square_image_at_its_own_size_returns_it_unchanged(augment: ImageAugment, side: int) -> None:
     image = noise(side, side)
@@ -160,7 +160,7 @@ def test_imagenets_options_limit_the_crops() -> None:
         left, top, right, bottom = ImageNet(min_area=0.9, flip=False).view(100, 100, seed, 64).box or (0, 0, 0, 0)
         assert (right - left) * (bottom - top) >= 0.9 * 100 * 100 - 1e-6
         assert not ImageNet(flip=False).view(100, 100, seed, 64).flip
-    assert ImageNet(evaluated=0.5).view(100, 60, None, 60).box == (35, 15, 65, 45)
+    assert ImageNet(eval_crop=0.5).view(100, 60, None, 60).box == (35, 15, 65, 45)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 700), (700, 1), (2, 3)])

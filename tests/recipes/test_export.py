@@ -61,7 +61,7 @@ import importlib.util, json, re, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForQuestionAnswering, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 sys.path[:] = [each for each in sys.path if not Path(each, "trainer").is_dir()]
 assert not any(importlib.util.find_spec(name) for name in ("trainer", "recipes"))
@@ -86,15 +86,15 @@ for name, text in request["texts"].items():
         "eos": [model.config.eos_token_id, tokenizer.eos_token_id],
         "ids": tokenizer(text)["input_ids"],
     }
-model = AutoModelForQuestionAnswering.from_pretrained(root / "bert")
+model = AutoModelForMaskedLM.from_pretrained(root / "bert")
 tokenizer, config = AutoTokenizer.from_pretrained(root / "bert"), model.config
 batch = tokenizer("fox", "quick", return_tensors="pt", return_token_type_ids=True)
 found["bert"] = {
-    "tokenizer": [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id, len(tokenizer)],
-    "config": [config.cls_token_id, config.sep_token_id, config.pad_token_id, config.vocab_size],
+    "tokenizer": [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id],
+    "sizes": [len(tokenizer), config.vocab_size],
     "ids": batch["input_ids"][0].tolist(),
     "segments": batch["token_type_ids"][0].tolist(),
-    "scores": list(model(**batch).start_logits.shape),
+    "scores": list(model(**batch).logits.shape[:2]),
 }
 model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(root / "t5"), AutoTokenizer.from_pretrained(root / "t5")
 batch = tokenizer("The <extra_id_0>", return_tensors="pt")
@@ -178,8 +178,9 @@ def test_a_language_model_generates_elsewhere_and_has_no_padding(name: str, else
 def test_bert_has_its_special_tokens_elsewhere(elsewhere: Elsewhere) -> None:
     datasets, found = elsewhere[0]["bert"], elsewhere[1]["bert"]
     ids = datasets.tokens.tokenizer
-    cls, sep, pad = range(ids.vocab_size, ids.vocab_size + 3)
-    assert found["tokenizer"] == found["config"] == [cls, sep, pad, pad + 1]
+    cls, sep, pad, mask = range(ids.vocab_size, ids.vocab_size + 4)
+    assert found["tokenizer"] == [cls, sep, pad, mask]
+    assert found["sizes"] == [mask + 1, mask + 1]
     assert found["ids"] == [cls, *ids.encode("fox"), sep, *ids.encode("quick"), sep]
     assert found["segments"] == [0] * 5 + [1] * 6
     assert found["scores"] == [1, 11]

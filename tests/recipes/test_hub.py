@@ -297,16 +297,16 @@ def labelled(folder: Path, names: list[str], **splits: list[int]) -> Hub:
     return Hub(name=str(folder / "labelled"))
 
 
-def test_a_test_split_is_validated_on_unless_it_has_no_labels(tmp_path: Path) -> None:
+def test_a_test_split_is_validated_on_where_it_has_labels(tmp_path: Path) -> None:
     whole = labelled(tmp_path / "whole", ["a", "b"], train=[0, 1] * 5, test=[1, 0]).images(8)
     assert whole.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist() == [1, 0]
     assert "(the dataset's split test)" in whole.description
     source = labelled(tmp_path, ["a", "b"], train=[0, 1] * 5, test=[-1] * 4)
-    data = source.images(8)
+    with pytest.raises(UserError, match=r"data\.valid_split=test: row 0 has the label -1.*data\.valid_split=train"):
+        source.images(8)
+    data = replace(source, valid_split="train").images(8)
     assert (len(data.train), len(data.valid)) == (8, 2)
     assert "(0.1 of each class)" in data.description
-    with pytest.raises(UserError, match=r"data\.valid_split=test: row 0 has the label -1"):
-        replace(source, valid_split="test").images(8)
 
 
 def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:

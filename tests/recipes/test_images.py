@@ -157,13 +157,13 @@ def test_a_damaged_image_is_named_at_the_start_or_replaced(tmp_path: Path, caplo
     content, name = file.read_bytes(), rf"cat/{file.stem}\.png"
     for damaged in (content[:-200], b"not an image"):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"{name} cannot be read .*data\.broken=skip"):
+        with pytest.raises(UserError, match=rf"{name} cannot be read .*data\.on_error=skip"):
             ImageFolder(path=str(tmp_path)).images(16)
     file.write_bytes(content[:300] + bytes(200) + content[500:])  # which shows when it is decoded
-    with pytest.raises(UserError, match=rf"{name} cannot be decoded .*data\.broken=skip"):
+    with pytest.raises(UserError, match=rf"{name} cannot be decoded .*data\.on_error=skip"):
         ImageFolder(path=str(tmp_path)).images(16).train.batch(samples)
     expected = whole.batch([*samples[:row], samples[row + 1], *samples[row + 1 :]])
-    skipping = ImageFolder(path=str(tmp_path), broken="skip").images(16).train
+    skipping = ImageFolder(path=str(tmp_path), on_error="skip").images(16).train
     with caplog.at_level(logging.WARNING, "mantissa"):
         for found in (skipping.batch(samples), skipping.batch(samples[::-1]), skipping.batch(samples)):
             assert same_bits(found, expected) or same_bits({key: x.flip(0) for key, x in found.items()}, expected)
@@ -172,7 +172,7 @@ def test_a_damaged_image_is_named_at_the_start_or_replaced(tmp_path: Path, caplo
     for each in tmp_path.rglob("*.png"):
         each.write_text("not an image")
     with pytest.raises(UserError, match="not one of 8 images can be decoded"):
-        ImageFolder(path=str(tmp_path), broken="skip", valid_fraction=0.45).images(16).valid.batch(plain(1))
+        ImageFolder(path=str(tmp_path), on_error="skip", valid_fraction=0.45).images(16).valid.batch(plain(1))
 
 
 # ------------------------------------------------------------------------------------------ all sources

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
-    BertForQuestionAnswering,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -30,6 +28,7 @@ from trainer.errors import UserError
 from trainer.trainer import Trainer
 
 WORDS = 90
+BERTS = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
 
 def words(folder: Path, special: dict[str, str], more: Sequence[str] = (), count: int = WORDS) -> dict[str, int]:
@@ -69,12 +68,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
         saved = torch.bfloat16 if "bf16" in request.param else torch.float32
         LlamaForCausalLM(config).to(saved).save_pretrained(path)
     elif recipe == "bert":
-        ids = words(path, {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}, ["[MASK]"])
+        ids = words(path, BERTS)
         config = BertConfig(
             vocab_size=len(ids), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
             max_position_embeddings=32, initializer_range=0.2,
         )  # fmt: skip
-        BertForQuestionAnswering(config).save_pretrained(path)
+        BertForMaskedLM(config).save_pretrained(path)
     else:
         sentinels = [f"<extra_id_{number}>" for number in reversed(range(8))]  # as published: the first is the last id
         ids = words(path, {"pad_token": "<pad>", "eos_token": "</s>"}, sentinels)
@@ -106,14 +105,9 @@ def transformers_loss(recipe: str, path: Path, trainer: Trainer) -> float:
         if recipe == "t5":
             model = T5ForConditionalGeneration.from_pretrained(path).eval()
             return float(model(input_ids=batch["inputs"], labels=batch["labels"]).loss)
-        model = BertForQuestionAnswering.from_pretrained(path).eval()
-        given = {"input_ids": batch["tokens"], "token_type_ids": batch["segments"]}
-        both = model(**given, attention_mask=(batch["tokens"] != model.config.pad_token_id).long())
-        total = sum(
-            torch.nn.functional.cross_entropy(logits, batch[name], reduction="sum")
-            for logits, name in ((both.start_logits, "start"), (both.end_logits, "end"))
-        )
-        return float(total) / trainer.recipe.count_targets(batch)
+        model = BertForMaskedLM.from_pretrained(path).eval()
+        labels = torch.full_like(batch["tokens"], -100).scatter_(1, batch["places"], batch["labels"])
+        return float(model(input_ids=batch["tokens"], labels=labels).loss)
 
 
 @torch.no_grad()
@@ -144,11 +138,10 @@ def test_the_samples_have_the_tokens_that_the_model_was_trained_with(folder: tup
     recipe, path = folder
     trainer = trainer_of(*options(recipe, path))
     batch = trainer.datasets.valid.batch([SampleId(0, None)])
-    if recipe == "bert":  # [PAD] 0, [CLS] 1, [SEP] 2
+    if recipe == "bert":  # [PAD] 0, [CLS] 1, [SEP] 2, [MASK] 3
         tokens = batch["tokens"][0].tolist()
-        assert tokens[0] == 1
-        assert tokens.count(2) == 2
-        assert trainer.model.config.pad_token_id == 0
+        assert (tokens[0], tokens[-1]) == (1, 2)
+        assert 3 in tokens
         assert trainer.datasets.vocabulary == WORDS + 4
     elif recipe == "t5":  # <pad> 0, </s> 1, <extra_id_7> 2, … <extra_id_0> 9
         inputs = [id for id in batch["inputs"][0].tolist() if id < 10]
@@ -232,12 +225,3 @@ def test_bignet_opens_the_best_of_a_run(tmp_path: Path) -> None:
         trainer_of(*tiny, f"recipe.pretrained={tmp_path / 'best'}", "recipe.width=9")
     with pytest.raises(UserError, match="is not the best/ of a run of recipe=bignet; give one"):
         trainer_of(*tiny, "recipe.pretrained=nowhere")
-
-
-def test_weights_without_the_head_get_a_new_one(tmp_path: Path) -> None:
-    ids = words(tmp_path / "model", {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"})
-    config: Any = BertConfig(vocab_size=len(ids), hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    BertForMaskedLM(config).save_pretrained(tmp_path / "model")
-    one, other = (trainer_of(*options("bert", tmp_path / "model")).model.qa_outputs.weight for _ in range(2))
-    assert torch.equal(one, other)
-    assert one.std() > 0

@@ -4,9 +4,7 @@ import json
 import math
 import subprocess
 import sys
-import threading
 import tracemalloc
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.data.text import tokens as token_store
 from recipes.data.text.corpus import Corpus, PythonDocs, Split, TextFiles, TokenizedText, split
-from recipes.data.text.tokenizers import BytePairs, Pretrained, hub_reachable
+from recipes.data.text.tokenizers import BytePairs, Pretrained
 from recipes.data.text.tokens import TokenData
 from trainer.errors import UserError
 
@@ -220,33 +218,6 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(file: Path, cac
     assert not list((cache / "text").glob("*.partial"))
 
 
-def test_two_processes_build_once_and_agree(file: Path, cache: Path, tmp_path: Path) -> None:
-    script = (
-        "import sys, time, recipes.data.text.tokens as tokens\n"
-        "from recipes.data.text.corpus import TextFiles\n"
-        "build = tokens._build\n"
-        "def slow(*args):\n"
-        "    print('builds')\n"
-        "    time.sleep(0.5)\n"
-        "    build(*args)\n"
-        "tokens._build = slow\n"
-        "print('ready', flush=True)\n"
-        "input()\n"
-        "print(sum(TextFiles(path=sys.argv[1], vocab_size=300).tokens(None).train.tolist()))\n"
-    )
-    command = [sys.executable, "-c", script, str(file)]
-    pipe = subprocess.PIPE
-    running = [subprocess.Popen(command, cwd=PROJECT, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(2)]
-    for process in running:
-        assert process.stdout.readline() == "ready\n"
-    for process in running:
-        process.stdin.write("go\n")
-    answers = [process.communicate()[0].split() for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert sorted(map(len, answers)) == [1, 2]
-    assert answers[0][-1] == answers[1][-1]
-
-
 # --- user errors
 
 
@@ -324,21 +295,3 @@ def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "config.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match="has no tokenizer that opens"):
         TextFiles(path=str(file), tokenizer=str(tmp_path / "empty")).tokens(None)
-
-
-def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refuse(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.send_error(403)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Refuse) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert hub_reachable(timeout_s=5)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        assert not hub_reachable(timeout_s=5)
-        server.shutdown()

@@ -33,8 +33,8 @@ TINY = {
         ("llama", "1B", "ffn=null", 128256, 16, 1_235_814_400),
         ("llama", "8B", "ffn=null", 128256, 32, 8_030_261_248),
         ("llama", "8B", "layers=4", 128256, 4, 8_030_261_248 - 28 * 218_112_000),
-        ("bert", "base", "context=384", 30519, 12, 108_893_186),
-        ("bert", "large", "context=384", 30519, 24, 334_094_338),
+        ("bert", "base", "context=512", 30518, 12, 109_514_298),
+        ("bert", "large", "context=512", 30518, 24, 335_174_458),
         ("t5", "small", "context=512", 32000, 12, 60_506_624),
         ("t5", "base", "context=512", 32000, 24, 222_903_552),
     ],
@@ -57,7 +57,7 @@ def test_published_sizes_have_their_parameters(
     [
         ("gpt2", ("mini", 256, (200, 16, 16)), ("124M", 1024, (2000, 480, 16))),
         ("llama", ("nano", 64, (200, 16, 16)), ("1B", 8192, (500, 8, 1))),
-        ("bert", ("nano", 64, (1500, 32, 32)), ("base", 384, (2000, 32, 32))),
+        ("bert", ("nano", 64, (1500, 32, 32)), ("base", 512, (2000, 256, 32))),
         ("t5", ("nano", 64, (500, 32, 32)), ("small", 512, (2000, 32, 32))),
     ],
 )
@@ -151,7 +151,7 @@ def test_values_that_cannot_work_are_named(command: str) -> None:
         compose(f"recipe={recipe}", "data=synthetic", *overrides).resolve(CPU)
 
 
-@pytest.mark.parametrize(("recipe", "context"), [("gpt2", 16), ("bert", 384)])
+@pytest.mark.parametrize(("recipe", "context"), [("gpt2", 16), ("bert", 512)])
 def test_a_text_shorter_than_one_sample_is_refused_with_a_context_that_fits(
     recipe: str, context: int, tmp_path: Path
 ) -> None:

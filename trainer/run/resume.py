@@ -47,7 +47,7 @@ def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
         return False
     if key in ("micro_batch_size", "precision.kernels"):  # rounding; and of the first what batch norm sees
         return not now.get("deterministic")
-    return key == "data.broken" or key.partition(".")[0] in MAY_CHANGE
+    return key == "data.on_error" or key.partition(".")[0] in MAY_CHANGE
 
 
 def check_same(folder: RunFolder, flat: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class View(NamedTuple):
     flip: bool = False
     """Whether the image is mirrored horizontally."""
     shift: tuple[float, float] = (0.0, 0.0)
-    """To the right and downwards, as fractions of the square's side. Its edge pixels fill what is left empty."""
+    """Shift to the right and downwards, as fractions of the square's side. Its edge pixels fill what is left empty."""
     policy: Callable[[np.ndarray], np.ndarray] | None = None
     """Changes the square (uint8, 3 × S × S) in other ways, such as its contrast."""
 
@@ -48,7 +48,7 @@ class ImageAugment(Augment):
     kind: ClassVar[str] = "none"
     uses_global_generator: ClassVar[bool] = False
     """Whether the policy of its views draws from torch's global generator."""
-    evaluated = 1.0
+    eval_crop = 1.0
     """The side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
     mixup: float = field(default=0.0, kw_only=True)
     """Mixup: blend pairs of images and their labels, with a weight from Beta(mixup, mixup) (Zhang et al. 2018); 0: off.
@@ -158,22 +158,22 @@ class ImageNet(ImageAugment):
     images."""
     flip: bool = True
     """Flip half of the images horizontally."""
-    evaluated: float = 0.875
+    eval_crop: float = 0.875
     """Centre crop of evaluation, as a fraction of the shorter side: 224 of 256, as published. A square image of the
     model's own size is not cropped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, value in (("min_area", self.min_area), ("evaluated", self.evaluated)):
+        for key, value in (("min_area", self.min_area), ("eval_crop", self.eval_crop)):
             if not 0 < value <= 1:
                 raise UserError(f"augment.{key}={value} must be above 0 and at most 1")
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a crop and a flip; without a seed, return the middle square."""
         if seed is None:
-            if self.evaluated == 1 or width == height == size:  # it already has the size of the model
+            if self.eval_crop == 1 or width == height == size:  # it already has the size of the model
                 return View()
-            side = min(width, height) * self.evaluated
+            side = min(width, height) * self.eval_crop
             return View(_placed(width, height, side, side, 0.5, 0.5))
         random = np.random.default_rng(seed)
         box_width, box_height = self._random_box(width, height, random)

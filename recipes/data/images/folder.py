@@ -39,7 +39,7 @@ class ImageFolder(ImageSource):
     test: str | None = None
     """Test images, one folder per class, evaluated once, at the end, with the best weights; null: ``test/`` beside
     ``train/``, if it has images in class folders. """
-    broken: str = "error"
+    on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
 
@@ -71,7 +71,7 @@ class ImageFolder(ImageSource):
         for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
             if unknown := sorted(set(part) - set(classes)):
                 raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")
-        datasets = {name: FolderImages(part, classes, self.broken) for name, part in parts.items()}
+        datasets = {name: FolderImages(part, classes, self.on_error) for name, part in parts.items()}
         side = datasets["training"].shorter_side()
         return self.opened(
             self.kind, f"data.path={self.path}", datasets, classes, image_size or 224, side, decodes=True
@@ -80,7 +80,7 @@ class ImageFolder(ImageSource):
     def _checked(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
         """Refuse what is no image, or only the beginning of one, unless such files are skipped."""
         files = _files(classes)
-        for file, reason in _failures(files[:: -(-len(files) // FILES_CHECKED)]) if self.broken == "error" else ():
+        for file, reason in _failures(files[:: -(-len(files) // FILES_CHECKED)]) if self.on_error == "error" else ():
             raise UserError(f"{file} cannot be read as an image ({reason}); {REMEDY}")
         return classes
 
@@ -92,11 +92,11 @@ def _files(classes: dict[str, list[str]]) -> list[str]:
 class FolderImages(DecodedImages):
     """A dataset of image files."""
 
-    def __init__(self, files: dict[str, list[str]], classes: list[str], broken: str = "error") -> None:
+    def __init__(self, files: dict[str, list[str]], classes: list[str], on_error: str = "error") -> None:
         # One array of bytes, not a list of strings: worker processes share it without copying.
         self.files = np.array([os.fsencode(file) for name in classes for file in files.get(name, [])])
         labels = [label for label, name in enumerate(classes) for _ in files.get(name, [])]
-        super().__init__(torch.tensor(labels, dtype=torch.int64), broken)
+        super().__init__(torch.tensor(labels, dtype=torch.int64), on_error)
 
     def stored(self, index: int) -> tuple[str, str]:
         file = os.fsdecode(self.files[index])

@@ -24,7 +24,7 @@ SHARE, PASTED, ERASED = "share", "pasted", "erased"
 _PAIR, _ERASE = 1, 2
 
 _AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)
-"""Of an erased box: share of the image, height over width; the values of Zhong et al. and of torchvision."""
+"""Bounds of an erased box: share of the image, height over width; the values of Zhong et al. and of torchvision."""
 _NOTHING = (0, 0, 0, 0)
 
 

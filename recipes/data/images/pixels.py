@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Of ImageNet's training images, red, green, blue, in units of 0 to 1."""
-REMEDY = "repair it, or let the next image take its place with data.broken=skip"
+"""Mean and standard deviation of ImageNet's training images, red, green, blue, in units of 0 to 1."""
+REMEDY = "repair it, or let the next image take its place with data.on_error=skip"
 
 
 def square(image: Image.Image, size: int, view: View) -> np.ndarray:
@@ -143,14 +143,14 @@ class DecodedImages(Images):
 
     Args:
         labels: int64, one for each image.
-        broken: ``error``; or ``skip``: the next image takes the place of one that cannot be decoded. That depends on
+        on_error: ``error``; or ``skip``: the next image takes the place of one that cannot be decoded. That depends on
             the files alone, so every epoch, process and resumed run has the same samples.
     """
 
-    def __init__(self, labels: Tensor, broken: str = "error") -> None:
-        if broken not in ("error", "skip"):
-            raise UserError(f"data.broken={broken} is unknown; use data.broken=error or skip")
-        self.labels, self.broken = labels, broken
+    def __init__(self, labels: Tensor, on_error: str = "error") -> None:
+        if on_error not in ("error", "skip"):
+            raise UserError(f"data.on_error={on_error} is unknown; use data.on_error=error or skip")
+        self.labels, self.on_error = labels, on_error
         self.unreadable = torch.zeros(len(labels), dtype=torch.bool)
         """Those found so far; loading processes share this memory."""
 
@@ -190,11 +190,13 @@ class DecodedImages(Images):
                 try:
                     return self.image(row), row
                 except UserError as error:
-                    if self.broken == "error":
+                    if self.on_error == "error":
                         raise
                     self.unreadable[row] = True
                     why = str(error).removesuffix(f"; {REMEDY}")
-                    logging.getLogger("mantissa").warning("%s; the next image takes its place (data.broken=skip)", why)
+                    logging.getLogger("mantissa").warning(
+                        "%s; the next image takes its place (data.on_error=skip)", why
+                    )
         raise UserError(f"not one of {len(self)} images can be decoded; set data to others")
 
     def image(self, index: int) -> Image.Image:

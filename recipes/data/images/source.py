@@ -26,7 +26,7 @@ class ImageDatasets(Datasets):
     """Height and width, in pixels."""
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
-    """Of the three channels, after division by 255; the recipe normalises on the device."""
+    """Mean and standard deviation of the three channels, after division by 255; the recipe normalises on the device."""
     augment: ImageAugment = field(default_factory=ImageAugment)
     """What is done to the images as they are fetched, and which part of them is evaluated."""
     new_head: list[str] = field(default_factory=list)

@@ -237,10 +237,10 @@ def test_a_damaged_photo_ends_the_run_saved_and_is_replaced_when_it_is_resumed(t
     assert f"{photo.relative_to(folder)} cannot be decoded" in done.err
     assert f"The last valid checkpoint is step {position // 2}, in" in done.err
     command = done.err.splitlines()[-1].split()[2:]
-    assert train(*command, "data.broken=skip", "loader.workers=1").code == 0
+    assert train(*command, "data.on_error=skip", "loader.workers=1").code == 0
     resumed = only_run(folder)
     assert summary(folder)["unreadable_samples"] == 1
     resumed.rename(folder / "resumed")
-    assert train(*options, "data.broken=skip").code == 0
+    assert train(*options, "data.on_error=skip").code == 0
     one, other = (load(path / "checkpoints").tensors() for path in (folder / "resumed", only_run(folder)))
     assert same_bits(one, other)

@@ -45,7 +45,7 @@ def test_the_forward_pass_changes_nothing(options: tuple[str, ...]) -> None:
     assert not trainer.model.training
 
 
-@pytest.mark.parametrize(("recipe", "masked"), [(GPT2, False), (BERT, True), (T5, True)])
+@pytest.mark.parametrize(("recipe", "masked"), [(GPT2, False), (BERT, False), (T5, True)])
 def test_recipes_that_mask_keep_away_from_cudnns_attention(recipe: tuple[str, ...], masked: bool) -> None:
     """pytorch issue 196678: NaN gradients beside a mask, as in BERT of 64 tokens on a Hopper GPU."""
     torch.backends.cuda.enable_cudnn_sdp(masked)  # what an earlier run of this process left
