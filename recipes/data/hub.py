@@ -141,8 +141,8 @@ class Hub(TokenizedText, ImageSource):
 
         # The fingerprint follows the files' contents or, for local ones, their modification times.
         identity = [self.name, choice, name, self._splits[choice]._fingerprint]
-        note, megabytes = f"{note} (data.rows={self.rows})", texts.data.nbytes / 1e6
-        return Corpus(np.ones(len(texts), dtype=np.int64), read, identity, megabytes, joint, note)
+        sizes = np.full(len(texts), max(1, texts.data.nbytes // len(texts)))
+        return Corpus(sizes, read, identity, joint, f"{note} (data.rows={self.rows})")
 
     @cached_property
     def _joint(self) -> str | None:

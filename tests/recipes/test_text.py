@@ -80,7 +80,7 @@ def test_a_file_as_large_as_the_validation_part_stays_in_training() -> None:
     for large in range(61):
         sizes = np.full(61, 10)
         sizes[large] = 60
-        train, valid = split(Corpus(sizes, lambda rows: ([str(row)] for row in rows), "sizes", 1.0), 0.1)
+        train, valid = split(Corpus(sizes, lambda rows: ([str(row)] for row in rows), "sizes"), 0.1)
         assert [str(large)] in list(train)
         assert len(list(valid)) == 6
 
