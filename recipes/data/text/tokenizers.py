@@ -19,6 +19,9 @@ OWN_BPE = "bpe"
 END = "<|endoftext|>"
 """What GPT-2 puts between two documents."""
 
+_answered: set[str] = set()
+"""Addresses of the hub that have answered in this process."""
+
 _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
 
@@ -340,8 +343,10 @@ def hub_reachable(timeout_s: float = 8) -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=timeout_s)  # an error status is an answer, too
-    except Exception:  # of whichever library the hub's client is built on
-        return False
+    if constants.ENDPOINT not in _answered:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=timeout_s)  # an error status is an answer, too
+        except Exception:  # of whichever library the hub's client is built on
+            return False
+        _answered.add(constants.ENDPOINT)
     return True
