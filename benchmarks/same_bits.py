@@ -99,7 +99,12 @@ OWN = re.compile(
     r"|tag (git|hardware|versions|mantissa\.(key|session|note_sha256)|mlflow\.(source\.git|user|note|log-model))"
 )
 """What differs between two runs of the same code: times, memory, folders, identities; and copies of the source."""
-CHANGED: dict[str, str | None] = {"param meters": "param diagnostics", "param meters.every": "param diagnostics.every"}
+CHANGED: dict[str, str | None] = {
+    "param meters": "param diagnostics",
+    "param meters.every": "param diagnostics.every",
+    "param augment.evaluated": "param augment.eval_crop",
+    "param data.broken": "param data.on_error",
+}
 """What this checkout records under another name, such as "param diagnostics": "param diagnostics"; None: no longer."""
 
 RENAMED = {"diagnostics": "meters"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,11 @@ from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFL
 from mantissa.step import Replay
 from mantissa.tensors import finite
 from mantissa.trace import Op, Trace
+from recipes.bert import Bert
 from tests.helpers import trainer_of
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of
+from trainer.data.contract import Batch
+from trainer.recipe import LossOutput
 from trainer.trainer import Trainer
 
 MODES = ("fp32", "bf16", "fp16", "bf16_master", "fp16_master", "bf16_pure", "fp16_pure")
@@ -127,7 +132,14 @@ def test_an_overflow_is_found_behind_the_log_of_0() -> None:
     )
 
 
-def test_berts_mask_that_becomes_infinite_in_bf16_is_harmless() -> None:
+def test_a_mask_that_becomes_infinite_in_bf16_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(recipe: Bert, model: Any, batch: Batch) -> LossOutput:
+        mask = torch.zeros(batch["tokens"].shape)
+        mask[:, -4:] = torch.finfo(torch.float32).min  # what is added to the scores of padding
+        logits = model(input_ids=batch["tokens"], attention_mask=mask[:, None, None]).logits
+        return LossOutput(logits[:, 0].float().logsumexp(-1).sum(), {})
+
+    monkeypatch.setattr(Bert, "loss", loss)
     trainer = started(trainer_of(*TINY["bert"], "recipe.attention=sdpa"), "bf16")
     assert first(not_finite(trainer)) == "aten._to_copy"
     assert find_origin(trainer, "bf16") is None
