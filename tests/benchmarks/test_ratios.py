@@ -19,7 +19,7 @@ from evidence.turns import Block
 from mantissa.formats import BASIC
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
-from trainer.optim import classes as optimizer_names
+from trainer.optim import optimizer as optimizer_names
 from trainer.trainer import Trainer
 
 SMALL = Job(
