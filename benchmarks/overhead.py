@@ -68,8 +68,8 @@ class MeasuredRun(Run):
     def _wait_for_mlflow(self) -> None:
         # Its import and first connection belong to the start, not to a step.
         deadline = time.monotonic() + MLFLOW_PATIENCE_S
-        assert self.tracker is not None
-        while self.config.tracking.mlflow and self.tracker.run_id is None:
+        assert self.metric_log is not None
+        while self.config.tracking.mlflow and self.metric_log.run.run_id is None:
             if time.monotonic() > deadline:
                 raise RunError(f"MLflow has not started within {MLFLOW_PATIENCE_S:g} s, so its overhead is unknown")
             time.sleep(0.05)

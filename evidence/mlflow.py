@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import first_line
-from trainer.tracking.mlflow.store import connect
+from trainer.tracking.store import connect
 from trainer.tracking.ui import shown_at
 
 if TYPE_CHECKING:

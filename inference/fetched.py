@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, redacted
 from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object, remove_folder
-from trainer.tracking.mlflow.fetch import downloading, fetched_run
+from trainer.tracking.fetch import downloading, fetched_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -39,7 +39,7 @@ IMPORTED = (
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
     "trainer.run.command",
-    "trainer.tracking.mlflow.serving",
+    "trainer.tracking.serving",
     "trainer.config.build",
     "trainer.run.start",
     "recipes.bert",
@@ -247,7 +247,7 @@ def main() -> None:
     from tests import shortcuts
     from tests.composing import compose_quickly
     from trainer.config import compose
-    from trainer.tracking.mlflow import store as mlflow_store
+    from trainer.tracking import store as mlflow_store
 
     compose_quickly()
     shortcuts.take()

@@ -17,8 +17,7 @@ from filelock import FileLock
 from mantissa.formats import BF16, FP16
 from trainer.precision import kernels
 from trainer.profiling import rates
-from trainer.tracking import plots
-from trainer.tracking.mlflow import store
+from trainer.tracking import plots, store
 
 STORE = "MANTISSA_TEST_STORE"
 """The environment's name of the MLflow store that others are copied from; the first that needs it makes it."""

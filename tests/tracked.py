@@ -13,23 +13,23 @@ from typing import Any
 from safetensors.torch import save_file
 
 from trainer.checkpoint.schema import FORMAT, KINDS
-from trainer.files import read_json, sha256, write_json
-from trainer.tracking.mlflow.record import RunInfo
+from trainer.files import sha256, write_json
+from trainer.tracking.log import MetricLog
 from trainer.tracking.options import Tracking
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.tracked_run import TrackedRun
 
-OPTIONS = {each.name for each in fields(Tracking)} - {"experiment"}
+OPTIONS = {field.name for field in fields(Tracking)} - {"experiment"}
 
 
-def open_tracker(path: Path, resume_step: int | None = None, **options: Any) -> Tracker:
-    """Open a tracker; ``options`` are those of ``Tracking`` and of ``RunInfo``."""
+def open_log(path: Path, resume_step: int | None = None, **options: Any) -> MetricLog:
+    """Open a metric log; ``options`` are those of ``Tracking`` and of ``TrackedRun``."""
     path.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {"system_metrics": False, "flush_every_s": 0.05, "patience_s": 300.0}
+    config: dict[str, Any] = {"system_metrics": False, "flush_every_s": 0.05, "upload_timeout_s": 300.0}
     run: dict[str, Any] = {"experiment": "e", "params": {"seed": 0}, "tags": {"precision": "bf16"}}
     run["checkpoints"] = config["checkpoints"] = options.pop("checkpoints", "last")
     for key, value in options.items():
         (config if key in OPTIONS else run)[key] = value
-    return Tracker(Tracking(**config), path, RunInfo(name=path.name, **run), saved_at(path, resume_step))
+    return MetricLog(Tracking(**config), path, TrackedRun(name=path.name, **run), saved_at(path, resume_step))
 
 
 def saved_at(path: Path, step: int | None) -> int | None:
@@ -43,13 +43,13 @@ def saved_at(path: Path, step: int | None) -> int | None:
     return found
 
 
-def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> Tracker:
+def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> MetricLog:
     """Track a run to its end, with a loss at each of the steps that it has not logged."""
-    tracker = open_tracker(path, **options)
+    opened = open_log(path, **options)
     for step in range((options.get("resume_step") or 0) + 1, steps + 1):
-        tracker.log(step, {"loss": float(step)})
-    tracker.close(status, {})
-    return tracker
+        opened.append(step, {"loss": float(step)})
+    opened.close(status, {})
+    return opened
 
 
 def save(path: Path, step: int, score: float | None = None) -> Path:
@@ -65,9 +65,9 @@ def save(path: Path, step: int, score: float | None = None) -> Path:
     return folder
 
 
-def record(path: Path) -> dict[str, Any]:
-    """What a run's folder knows of MLflow."""
-    return read_json(path / "mlflow.json")
+def run_id(path: Path) -> str:
+    """MLflow's id of a run, which its folder knows."""
+    return str(TrackedRun.read(path).run_id)
 
 
 def asked(uri: str, query: str, *values: str) -> list[Any]:

@@ -26,8 +26,8 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 PRECISION_FILE = "precision.json"
-RECORD_FILE = "mlflow.json"
-"""Which run it is in MLflow, and whether MLflow has all of it."""
+TRACKING_FILE = "tracking.json"
+"""What MLflow gets of the run, which run it is there, and how much of it MLflow has."""
 RUN_FILE = "run.json"
 """How the run began, by key. ``launch``: in which folder, and by which torchrun. ``init_from``: from which run, and
 which weights of it. ``images``: the names of their classes, their size, and what they are normalised with. ``fetched``:

@@ -73,7 +73,7 @@ class RunFolder:
             UserError: the folder does not exist, or MLflow cannot provide the run.
         """
         if given.startswith(("mlflow:", "runs:/")):
-            from trainer.tracking.mlflow.fetch import fetch
+            from trainer.tracking.fetch import fetch
 
             try:
                 return cls(fetch(given, uri, output_dir))

@@ -12,7 +12,7 @@ from evidence.runs import Arm, check_labels, recorded
 from mantissa.compare import SEED_SHIFT
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
-from trainer.tracking.mlflow.addresses import tracking_uri
+from trainer.tracking.store import tracking_uri
 
 
 def main(arguments: list[str]) -> int:

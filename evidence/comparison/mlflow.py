@@ -9,10 +9,10 @@ from evidence.comparison.compare import Result
 from evidence.comparison.report import lead
 from evidence.mlflow import publish
 from evidence.runs import Outcome, recorded
-from trainer.tracking.mlflow import store
-from trainer.tracking.mlflow.addresses import lasting_uri
-from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
+from trainer.files import TRACKING_FILE
+from trainer.tracking import store
 from trainer.tracking.sync import send
+from trainer.tracking.tracked_run import TrackedRun
 from trainer.tracking.ui import curves_address
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
     Returns:
         Lines to print: the address of MLflow's page, or why there is none; none where no run was tracked.
     """
-    delivered: list[tuple[Outcome, dict[str, Any]]] = []
+    delivered: list[tuple[Outcome, TrackedRun]] = []
     for outcome in result.outcomes:
         folder = outcome.folder
         if not (folder / TRACKING_FILE).exists():  # it failed before its tracking started
@@ -34,9 +34,10 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
         if sent.status == "incomplete":
             problem = f"not all runs are in MLflow, so neither is the comparison ({folder.name}: {sent.message})"
             return [f"{problem}; run the same command again to retry"]
-        if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri):
-            delivered.append((outcome, record))
-    shown = [record["run_id"] for outcome, record in delivered if outcome.finished]
+        tracked = TrackedRun.read(folder)
+        if tracked.uri == store.storable_uri(uri):
+            delivered.append((outcome, tracked))
+    shown = [str(tracked.run_id) for outcome, tracked in delivered if outcome.finished]
     if not shown:
         return []
     lines, run = publish("the comparison", uri, lambda client: _update_parent(client, result, delivered, files))
@@ -46,12 +47,12 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
 
 
 def _update_parent(
-    client: MlflowClient, result: Result, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
+    client: MlflowClient, result: Result, delivered: list[tuple[Outcome, TrackedRun]], files: list[Path]
 ) -> Any:
     comparison = result.comparison
     return store.publish(
         client,
-        client.get_experiment(delivered[0][1]["experiment_id"]).name,
+        client.get_experiment(delivered[0][1].experiment_id).name,
         f"compare-{comparison.name}",
         result.plan["key"],
         started_s=result.plan["began_s"],
@@ -66,7 +67,7 @@ def _update_parent(
         tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms}
         | {"mlflow.note.content": "\n\n".join(lead(result))},
         files=files,
-        children={record["run_id"]: {"arm": outcome.arm} for outcome, record in delivered},
+        children={str(sent.run_id): {"arm": outcome.arm} for outcome, sent in delivered},
     )
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from mantissa.doctor.diagnosis import Diagnosis
 from trainer.errors import UserError, first_line
-from trainer.tracking.mlflow.addresses import whole_uri
-from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, read_record
-from trainer.tracking.mlflow.store import connect, cut
+from trainer.files import TRACKING_FILE
+from trainer.tracking.store import connect, cut, usable_uri
 from trainer.tracking.sync import send
+from trainer.tracking.tracked_run import TrackedRun
 from trainer.tracking.ui import shown_at
 
 TAGS = ("verdict", "step", "kind", "module", "op", "direction", "format")
@@ -30,18 +30,18 @@ def publish(diagnosis: Diagnosis, files: list[Path]) -> list[str]:
     if folder is None or not (folder / TRACKING_FILE).exists():
         return []
     try:
-        stored = RunInfo.read(folder).uri or read_record(folder).get("tracking_uri")
+        stored = TrackedRun.read(folder).uri
         if stored is None:
             return []
-        uri = whole_uri(stored)
+        uri = usable_uri(stored)
         sent = send(folder, uri, named=True)
         if sent.status in ("incomplete", "skipped"):
             raise UserError(sent.message)
-        record = read_record(folder)
-        _log(uri, record["run_id"], diagnosis, files)
+        run = TrackedRun.read(folder)
+        _log(uri, str(run.run_id), diagnosis, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"the report is not in MLflow ({first_line(error)}); run the same command again to retry"]
-    return [shown_at(uri, record["experiment_id"], record["run_id"])]
+    return [shown_at(uri, str(run.experiment_id), str(run.run_id))]
 
 
 def _log(uri: str, run_id: str, diagnosis: Diagnosis, files: list[Path]) -> None:

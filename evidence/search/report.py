@@ -14,8 +14,7 @@ from evidence.search.study import Search
 from mantissa.display import columns, loss
 from trainer.config.schema import Config
 from trainer.errors import first_line
-from trainer.tracking.mlflow.addresses import tracking_uri
-from trainer.tracking.mlflow.store import connect, publish
+from trainer.tracking.store import connect, publish, tracking_uri
 
 AT_STEP, WHY = "at_step", "why"
 """Attributes of Optuna's trials: of the best score; why a trial was pruned or has failed."""

@@ -114,7 +114,7 @@ def test_the_overhead_is_of_a_whole_run(tmp_path: Path) -> None:
     jobs = (replace(SMALL, overrides=(*SMALL.overrides, "tracking=local")), replace(TINY_MLP, steps=2, rounds=3))
     rows = list(overhead.trainer_cost(Bench(detect("cpu"), 2, tmp_path, modes=frozenset(BASIC)), jobs))
     assert [(row.unit, len(row.values)) for row in rows] == [("%", 2), ("ms", 2), ("ms", 2)]
-    assert (tmp_path / "tiny-MLP" / "mlflow.json").exists()
+    assert (tmp_path / "tiny-MLP" / "tracking.json").exists()
 
 
 FAKE_TRAIN = """

@@ -12,7 +12,7 @@ import pytest
 from evidence.comparison.command import main
 from tests.command_line.conftest import Result, Start
 from tests.helpers import PROJECT
-from trainer.tracking.mlflow.store import connect
+from trainer.tracking.store import connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 

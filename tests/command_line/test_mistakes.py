@@ -245,7 +245,7 @@ def test_a_disk_that_fills_up_leaves_the_last_weights(
     ("fails", "reported"),
     [
         ("trainer.recipe.Recipe.export", "the best weights could not be exported to outputs/bignet-fp32-s0/best ("),
-        ("trainer.tracking.tracker.write_json", "summary.json could not be written"),
+        ("trainer.tracking.log.write_json", "summary.json could not be written"),
     ],
 )
 def test_a_disk_that_is_full_at_the_end_is_an_error_and_resuming_finishes_the_run(

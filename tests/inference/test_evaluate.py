@@ -162,7 +162,7 @@ def test_a_run_in_mlflow_brings_its_weights_and_its_config(
         monkeypatch.setattr("trainer.run.export.write_serving", lambda *_: None)
     done = _command(*job, "batch_size=4", "eval_samples=8", "run_name=sent", "tracking.system_metrics=false")
     assert done.code == 0, done.err
-    run_id = json.loads(Path("outputs/sent/mlflow.json").read_text())["run_id"]
+    run_id = json.loads(Path("outputs/sent/tracking.json").read_text())["run_id"]
     assert bool(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(run_id).outputs.model_outputs) == (
         name == "model"
     )

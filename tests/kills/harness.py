@@ -32,14 +32,14 @@ from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
 from trainer.files import final_status, read_json_lines
-from trainer.tracking.mlflow.record import is_delivered, read_record
-from trainer.tracking.mlflow.store import valid_key
+from trainer.tracking.store import valid_key
+from trainer.tracking.tracked_run import TrackedRun
 
 PROJECT = Path(__file__).resolve().parents[2]
 OPTIONS = [
     *("batch_size=8", "micro_batch_size=2", "eval_every=5", "eval_samples=6", "log_every=4", "checkpoint.every=3"),
     *("deterministic=true", "profiler=none", "clip=norm"),
-    *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.patience_s=3"),
+    *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.upload_timeout_s=3"),
     *("resume=auto", "run_name=run"),
 ]
 CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")
@@ -268,7 +268,7 @@ class Place:
             text = self.log.read_text(encoding="utf-8", errors="replace")
             assert code == 0, text
             (finished,) = [path for path in self.outputs.iterdir() if final_status(path) == "FINISHED"]
-            if is_delivered(finished):
+            if TrackedRun.read(finished).delivered:
                 break
             assert "python scripts/sync.py" in text, f"ended with something undelivered, and did not say so: {text}"
         else:
@@ -311,7 +311,7 @@ def compared(whole: Path, killed: Path) -> dict[str, list[str]]:
     # MLflow gets the best value whenever a run ends, also of one that has lost a rank.
     unlike = (expected - stored) | {point for point in stored - expected if not point[0].startswith("best/")}
     found = [f"MLflow's points {sorted(map(str, unlike))[:4]}"] * bool(unlike)
-    sent = [path.parent for path in killed.parent.glob("*/metrics.jsonl") if read_record(path.parent)]
+    sent = [path.parent for path in killed.parent.glob("*/tracking.json") if TrackedRun.read(path.parent).run_id]
     found += [difference for run in sent for difference in undelivered(run)]
     return {"bits": bits, "lines": lines, "points": found, "left over": left_over(whole, killed)}
 
@@ -340,7 +340,7 @@ def undelivered(run: Path) -> list[str]:
 def points(run: Path) -> list[tuple[str, int, float]]:
     """Return key, step and value of every point that MLflow has of a run, as often as it has it."""
     query = "select key, step, value from metrics where run_uuid = ? and key not like 'system/%'"
-    return [(key, step, value) for key, step, value in _asked(run, query, read_record(run)["run_id"])]
+    return [(key, step, value) for key, step, value in _asked(run, query, str(TrackedRun.read(run).run_id))]
 
 
 def _asked(run: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
@@ -367,7 +367,7 @@ def left_over(whole: Path, killed: Path) -> list[str]:
 
 def _files(run: Path) -> set[str]:
     """Name all files but those of other runs, with MLflow's ids replaced."""
-    own, here = read_record(run)["run_id"], run.parents[1]
+    own, here = str(TrackedRun.read(run).run_id), run.parents[1]
     others = {path.name for path in (here / "outputs").iterdir() if path.name[0] != "."} - {run.name}
     others |= {each for (each,) in _asked(run, "select run_uuid from runs")} - {own} | {"tmp", "log.txt", "counts.json"}
     names = {own: "ID", run.name: "run"}

@@ -15,7 +15,7 @@ from trainer.checkpoint.reader import load
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import BEST, NO_FOLDER, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object, run_facts, sha256
+from trainer.files import BEST, NO_FOLDER, SUMMARY_FILE, TOKENIZER, TRACKING_FILE, read_object, run_facts, sha256
 from trainer.recipe import Decision, FirstWeights, Recipe
 from trainer.run_folder import RunFolder, to_continue
 
@@ -89,7 +89,7 @@ class InitFrom(FirstWeights):
         """Return what is recorded about it: the run, the step, and the hash of each file of weights."""
         folder = self.path / BEST if self.exported else checkpoint.path_of(self.path / "checkpoints", self.step)
         files = sorted(folder.glob("*.safetensors" if self.exported else "model*.safetensors"))
-        sent = read_object(self.path / RECORD_FILE).get("run_id")
+        sent = read_object(self.path / TRACKING_FILE).get("run_id")
         return {
             "run": self.path.name,
             "folder": str(self.path.absolute()),

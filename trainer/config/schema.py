@@ -16,8 +16,8 @@ from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
-from trainer.tracking.mlflow.addresses import explicit_uri
 from trainer.tracking.options import Tracking, is_own_tag
+from trainer.tracking.store import configured_uri
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Config(RunConfig, StepConfig):
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(f"run_name={self.name} must be the name of a folder, without a slash")
         if self.tracking.mlflow:
-            explicit_uri(self.tracking.uri)  # or the environment's, which a default of the group would not tell apart
+            configured_uri(self.tracking.uri)  # or the environment's, which a default of the group would not tell apart
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
         return resolved._replace(config=replace(resolved.config, run_name=self.name))

@@ -20,8 +20,8 @@ from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.tracking.mlflow.models import SERVING
-from trainer.tracking.mlflow.serving import write_serving
+from trainer.tracking.models import SERVING
+from trainer.tracking.serving import write_serving
 from trainer.trainer import Trainer
 
 

@@ -22,9 +22,9 @@ from trainer.profiling.rates import matmul_rates
 from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.monitor import NonFiniteGradients
 from trainer.run_folder import RunFolder
-from trainer.tracking.mlflow.datasets import dataset_facts
-from trainer.tracking.mlflow.record import RunInfo
-from trainer.tracking.tracker import Tracker, countable
+from trainer.tracking.datasets import dataset_facts
+from trainer.tracking.log import MetricLog, countable
+from trainer.tracking.tracked_run import TrackedRun
 from trainer.trainer import Trainer
 
 FAILURE = "failure"
@@ -72,14 +72,14 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     )
 
 
-def open_tracker(
+def open_metric_log(
     trainer: Trainer,
     folder: Path,
     options: dict[str, Any],
     manifest: dict[str, Any],
     git: dict[str, str],
     saved: int | None,
-) -> Tracker:
+) -> MetricLog:
     """Open the metric log, with MLflow behind it.
 
     Args:
@@ -114,7 +114,7 @@ def open_tracker(
         tags["mlflow.parentRunId"] = config.tracking.parent
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
-    info = RunInfo(
+    run = TrackedRun(
         experiment=config.tracking.experiment or config.recipe.name,
         name=folder.name,
         params={key: value for key, value in options.items() if key not in ("tags", "note", "group")} | hardware,
@@ -123,7 +123,7 @@ def open_tracker(
         checkpoints=config.tracking.checkpoints,
         register=config.tracking.register,
     )
-    return Tracker(config.tracking, folder, info, saved)
+    return MetricLog(config.tracking, folder, run, saved)
 
 
 def record_failure(

@@ -30,7 +30,7 @@ from trainer.run import report
 from trainer.run.export import export_best
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import doctor_command, git_facts, resume_command
-from trainer.run.record import forget_failure, observed, open_tracker, record_failure, write_config
+from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.summary import RunState, summary_rows, unreadable_samples
@@ -111,14 +111,14 @@ class Run(RunState):
                 self.writer.prune()
         self.git = git_facts()
         self.manifest, self.monitor.utilisation = observed(trainer)
-        self.tracker = None
+        self.metric_log = None
         if self.world.first:
             options = write_config(folder, self.config)
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
             folder.write("precision.json", self.manifest)
             forget_failure(folder)
             resumed = saved.log_bytes if saved else None
-            self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, resumed)
+            self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, resumed)
         profiler = self.config.profiler if self.world.first else Profiler()
         recorder = partial(MemoryLedger, trainer.model, trainer.optimizer, trainer.average.held().values())
         self.profiler = profiler.start(folder.path, trainer.device, recorder)
@@ -140,8 +140,8 @@ class Run(RunState):
             summary, missing = self._finish() if self.complete else ({}, [])
         except Interrupted as last:  # do nothing that takes time
             self.terminal.end_progress()
-            if self.tracker:
-                self.tracker.abandon()
+            if self.metric_log:
+                self.metric_log.abandon()
             raise Interrupted(f"{last}. {report.last_good(self.folder)}", last.exit_code - 128) from None
         except BaseException as error:
             cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
@@ -256,8 +256,8 @@ class Run(RunState):
                 self.terminal.note(f"step {step}/{self.plan.steps}  saved (requested by a signal)")
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        if self.tracker:
-            self.tracker.log(step, metrics)
+        if self.metric_log:
+            self.metric_log.append(step, metrics)
 
     def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self._log(step, metrics)
@@ -309,8 +309,8 @@ class Run(RunState):
         self._log_diagnostics()  # else a run that is resumed from here would lack them
         rank = None if score is None else self.scores.rank(score)
         run = None
-        if self.tracker:
-            run = {"log_bytes": self.tracker.written, "scores": self.scores.state_dict(), "totals": self.totals()}
+        if self.metric_log:
+            run = {"log_bytes": self.metric_log.bytes, "scores": self.scores.state_dict(), "totals": self.totals()}
         if self.trainer.step == self._resumed_at:
             self.writer.rate(self.trainer.step, rank, run)
             return
@@ -371,13 +371,13 @@ class Run(RunState):
             self.terminal.note(text)
         self.stopped_by = self.world.largest(self.signals.stop or 0) or None
         self.signals.ahead = None  # nothing is lost where MLflow is not waited for
-        if self.tracker and not self._close_tracker(summary["status"], summary):
+        if self.metric_log and not self._close_metric_log(summary["status"], summary):
             missing.append("summary.json could not be written")
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
         all_s = self.totals()["wall_time_s"]
         waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
-        if self.tracker and (addresses := self.tracker.addresses):
+        if self.metric_log and (addresses := self.metric_log.run.addresses):
             self.terminal.note(f"in MLflow {', '.join(addresses)}")
         return summary, missing
 
@@ -387,15 +387,15 @@ class Run(RunState):
         with suppress(Exception, Interrupted):  # what ended the run is reported already; a second Ctrl-C ends this wait
             self.writer.finish()
         self.profiler.finish()
-        if self.tracker:
-            self._close_tracker(status, self.summary(status))
+        if self.metric_log:
+            self._close_metric_log(status, self.summary(status))
 
-    def _close_tracker(self, status: str, summary: dict[str, Any]) -> bool:
+    def _close_metric_log(self, status: str, summary: dict[str, Any]) -> bool:
         """Return whether the summary was written; it also gets what MLflow has, and the time that it was waited for."""
-        assert self.tracker is not None
-        written, path = self.tracker.close(status, summary), self.folder.path / SUMMARY_FILE
+        assert self.metric_log is not None
+        written, path = self.metric_log.close(status, summary), self.folder.path / SUMMARY_FILE
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
-                now = {"wall_time_s": self.totals()["wall_time_s"], "mlflow": self.tracker.addresses}
+                now = {"wall_time_s": self.totals()["wall_time_s"], "mlflow": self.metric_log.run.addresses}
                 write_json(path, read_json(path) | now)
         return written

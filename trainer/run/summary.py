@@ -18,7 +18,7 @@ from trainer.run.provenance import versions
 from trainer.run.scores import Scores
 from trainer.run.terminal import Rows
 from trainer.run_folder import RunFolder
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.log import MetricLog
 from trainer.trainer import Trainer
 
 
@@ -31,7 +31,7 @@ class RunState:
     scores: Scores
     monitor: Monitor
     writer: CheckpointWriter
-    tracker: Tracker | None
+    metric_log: MetricLog | None
     command: str
     """Command line that resumes the run."""
     git: dict[str, str]
@@ -79,7 +79,7 @@ class RunState:
             "skipped_steps": monitor.skipped_steps,  # of the whole run
             "unreadable_samples": 0,  # counted at the end
             "resume": self.command,
-            "mlflow": self.tracker.addresses if self.tracker else [],
+            "mlflow": self.metric_log.run.addresses if self.metric_log else [],
             "hardware": trainer.hardware.facts(),
             "versions": versions(),
             "git": self.git,

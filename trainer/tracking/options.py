@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trainer.errors import UserError
-from trainer.tracking.mlflow.addresses import explicit_uri
+from trainer.tracking.store import configured_uri
 
 _OWN_TAGS = (
     *("recipe", "size", "image_size", "classes", "pretrained", "precision", "precision.support"),
@@ -34,7 +34,7 @@ class Tracking:
     """Let MLflow sample CPU, memory and GPU use every 5 s."""
     flush_every_s: float = 5.0
     """Seconds between uploads of new metrics."""
-    patience_s: float = 30.0
+    upload_timeout_s: float = 30.0
     """Seconds that a finished run waits for an upload that makes no progress."""
     checkpoints: str = "auto"
     """Checkpoints to upload: ``last`` (the newest and the best, at the end), ``all`` (each as it is saved) or ``none``;
@@ -51,8 +51,10 @@ class Tracking:
             raise UserError(
                 f"tracking.flush_every_s={self.flush_every_s} must be a positive number of seconds, such as 5"
             )
-        if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
-            raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
+        if not (math.isfinite(self.upload_timeout_s) and self.upload_timeout_s >= 0):
+            raise UserError(
+                f"tracking.upload_timeout_s={self.upload_timeout_s} must be a number of seconds from 0 on, such as 30"
+            )
         if self.checkpoints not in ("auto", "last", "all", "none"):
             raise UserError(
                 f"tracking.checkpoints={self.checkpoints} is unknown; use tracking.checkpoints=auto, last, all or none"
@@ -64,4 +66,4 @@ class Tracking:
         if self.register and not self.mlflow:
             raise UserError("tracking.register has no effect with tracking=local; remove one of them")
         if self.mlflow and self.uri:
-            explicit_uri(self.uri)
+            configured_uri(self.uri)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from trainer.errors import RunError, UserError, redacted
-from trainer.tracking.mlflow.addresses import database_file, tracking_uri
+from trainer.tracking.store import database_file, tracking_uri
 
 HOST = "127.0.0.1"
 PORT = 5000

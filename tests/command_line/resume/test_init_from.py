@@ -213,7 +213,7 @@ def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
                "tracking.checkpoints=last")  # fmt: skip
     succeed(*tracked, TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
     best = load_file("outputs/first/best/model.safetensors")
-    run_id = json.loads(Path("outputs/first/mlflow.json").read_text())["run_id"]
+    run_id = json.loads(Path("outputs/first/tracking.json").read_text())["run_id"]
     shutil.rmtree("outputs")
     new = ("recipe=gpt2", f"init_from=mlflow:{run_id}", f"tracking.uri={store}", TEXT, "data.path=two.txt")
     trainer = start(compose("device=cpu", *new))

@@ -56,11 +56,11 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(runs["eight"] / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000004")
     shutil.copy(runs["eight"] / "metrics.jsonl", run / "metrics.jsonl")
-    done = succeed("resume=elsewhere/1e3", "steps=8", "log_every=2", "profiler=none", "tracking.patience_s=7")
+    done = succeed("resume=elsewhere/1e3", "steps=8", "log_every=2", "profiler=none", "tracking.upload_timeout_s=7")
     assert "resumed after step 4" in done.out
     assert weights(run, 8) == weights(runs["eight"], 8)
     changed = {key for key, value in before.items() if recorded(run).get(key, "gone") != value}
-    free = {"steps", "log_every", "profiler", "tracking.patience_s", "output_dir", "resume"}
+    free = {"steps", "log_every", "profiler", "tracking.upload_timeout_s", "output_dir", "resume"}
     assert {key for key in changed if not key.startswith("profiler.")} == free
 
 

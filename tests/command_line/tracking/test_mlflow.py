@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +19,20 @@ import pytest
 
 from tests import forks
 from tests.command_line.conftest import Train
-from tests.tracked import once, open_tracker, points, record, runs, tracked
+from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.files import write_json
-from trainer.tracking.mlflow import feed as mlflow_feed
-from trainer.tracking.mlflow.delivery import Delivery
-from trainer.tracking.mlflow.record import RunInfo
-from trainer.tracking.mlflow.store import connect, publish
+from trainer.tracking import follower
+from trainer.tracking.follower import Follower
+from trainer.tracking.store import connect, publish
 from trainer.tracking.sync import send
+from trainer.tracking.tracked_run import TrackedRun
 
 INF, NAN = float("inf"), float("nan")
+
+
+def forget(path: Path) -> None:
+    """As if the run was killed before it could note what MLflow has."""
+    replace(TrackedRun.read(path), run_id=None, offset=0, sent={}, delivered=False).write(path)
 
 
 def wait_until(happened: Callable[[], object]) -> None:
@@ -44,19 +50,19 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
         "empty": "", "long": "x" * 9000, "files[0]": "a",
     } | {f"many.{index}": index for index in range(150)}  # fmt: skip
     tags = {"precision": "bf16", "hardware": "CPU"}
-    tracker = open_tracker(path, experiment="gpt2", params=params, tags=tags)
+    opened = open_log(path, experiment="gpt2", params=params, tags=tags)
     for step in range(1, 301):
-        tracker.log(step, {"loss": NAN if step == 7 else INF if step == 8 else 1.0 / step})
+        opened.append(step, {"loss": NAN if step == 7 else INF if step == 8 else 1.0 / step})
     (path / "config.yaml").write_text("seed: 0\n")
     write_json(path / "precision.json", {"modules": [{"module": "a", "compute": "bfloat16"}]})
     for kept in ("best", "checkpoints"):
         (path / kept).mkdir()
         (path / kept / "model.safetensors").write_bytes(b"w")
-    tracker.close("FINISHED", {"loss": 0.1})
+    opened.close("FINISHED", {"loss": 0.1})
 
     client = connect(store)
-    assert tracker.run_id
-    run = client.get_run(tracker.run_id)
+    assert opened.run.run_id
+    run = client.get_run(opened.run.run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "gpt2 bf16 s0")
     assert client.get_experiment(run.info.experiment_id).name == "gpt2"
     assert run.data.params.pop("long").endswith("x…")
@@ -69,29 +75,29 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
     assert points(store, "loss_nonfinite") == {path.name: Counter([7, 8])}
     assert run.data.metrics["loss"] == pytest.approx(1 / 300)
     first = json.loads((path / "metrics.jsonl").read_text().partition("\n")[0])
-    history = client.get_metric_history(tracker.run_id, "loss")
+    history = client.get_metric_history(opened.run.run_id, "loss")
     assert min(point.timestamp for point in history) == int(first["time"] * 1000)
-    assert {item.path for item in client.list_artifacts(tracker.run_id)} == {
+    assert {item.path for item in client.list_artifacts(opened.run.run_id)} == {
         "config.yaml", "summary.json", "plots", "best", "precision.json", "precision_modules.json",
     }  # fmt: skip
-    assert [item.path for item in client.list_artifacts(tracker.run_id, "best")] == ["best/model.safetensors"]
-    assert list((folder / "mlartifacts" / "gpt2" / tracker.run_id).rglob("model.safetensors"))
+    assert [item.path for item in client.list_artifacts(opened.run.run_id, "best")] == ["best/model.safetensors"]
+    assert list((folder / "mlartifacts" / "gpt2" / opened.run.run_id).rglob("model.safetensors"))
     for _ in range(2):
-        table = client.load_table(run.info.experiment_id, "precision_modules.json", [tracker.run_id])
+        table = client.load_table(run.info.experiment_id, "precision_modules.json", [opened.run.run_id])
         assert table.to_dict("list") == {"module": ["a"], "compute": ["bfloat16"]}
-        shown = client.get_run(tracker.run_id).data.tags["mlflow.loggedArtifacts"]
+        shown = client.get_run(opened.run.run_id).data.tags["mlflow.loggedArtifacts"]
         assert json.loads(shown) == [{"path": "precision_modules.json", "type": "table"}]
-        (path / "mlflow.json").unlink()
+        forget(path)
         assert send(path).status == "sent"  # all of it once more
 
 
 def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, store: str) -> None:
     path = folder / "run"
-    first = open_tracker(path, params={"steps": 8, "seed": 0})
+    first = open_log(path, params={"steps": 8, "seed": 0})
     for step in range(1, 9):
-        first.log(step, {"loss": float(step)})
+        first.append(step, {"loss": float(step)})
         if step % 2 == 0:
-            first.log(step, {"valid/loss": float(step)})
+            first.append(step, {"valid/loss": float(step)})
     first.close("KILLED", {})
     with (path / "metrics.jsonl").open("a") as file:  # logged, but killed before it was sent
         file.write(json.dumps({"step": 8, "time": 1.0, "other": 8.0}) + "\n")
@@ -99,17 +105,17 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, s
 
     # Back to a checkpoint after what was sent, to one before it, and after it again.
     for resume_step, last in ((8, 8), (6, 12), (12, 13)):
-        second = open_tracker(path, params={"steps": 14, "seed": 0}, resume_step=resume_step)
+        second = open_log(path, params={"steps": 14, "seed": 0}, resume_step=resume_step)
         for step in range(resume_step + 1, last + 1):
-            second.log(step, {"loss": float(step)} | ({"valid/loss": float(step)} if step in (7, 8, 13) else {}))
+            second.append(step, {"loss": float(step)} | ({"valid/loss": float(step)} if step in (7, 8, 13) else {}))
         second.close("FINISHED", {})
-        assert second.run_id == first.run_id
+        assert second.run.run_id == first.run.run_id
 
     assert points(store) == {"run": once(13)}
     assert points(store, "valid/loss") == {"run": Counter([2, 4, 6, 8, 13])}
     assert points(store, "other") == {"run": Counter([8])}
-    assert first.run_id
-    run = connect(store).get_run(first.run_id)
+    assert first.run.run_id
+    run = connect(store).get_run(first.run.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params == {"steps": "8", "seed": "0"}
     assert run.data.tags["changed_on_resume"] == "steps=14"
@@ -117,11 +123,11 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, s
 
 def test_a_line_is_sent_when_it_is_whole(folder: Path, store: str) -> None:
     tracked(folder / "run", mlflow=False)
-    delivery = Delivery(folder / "run", store, RunInfo("e", "run", {}, {}, store), "session")
+    follower = Follower(folder / "run", store, TrackedRun.read(folder / "run"))
     for part in ("", '{"step": 2, "time": 1.0, ', '"loss": 2.0}\n'):
         with (folder / "run" / "metrics.jsonl").open("a") as file:
             file.write(part)
-        delivery.send_new(pause=lambda: None)
+        assert follower.send("KILLED") is None
     assert points(store) == {"run": once(2)}
 
 
@@ -129,10 +135,10 @@ def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
     folder: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracked(folder / "run", 1, "KILLED")
-    client, first = connect(store), record(folder / "run")["run_id"]
+    client, first = connect(store), run_id(folder / "run")
     client.delete_run(first)
     tracked(folder / "run", 2, resume_step=1)
-    second = record(folder / "run")["run_id"]
+    second = run_id(folder / "run")
     assert second != first
     assert [point.step for point in client.get_metric_history(second, "loss")] == [1, 2]
     assert "continues as a new one" in caplog.text
@@ -170,22 +176,19 @@ def test_a_server_that_does_not_answer_neither_slows_nor_fails_a_run(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "36000")  # whoever waited for an answer would not come back
-    monkeypatch.setattr(mlflow_feed, "SILENT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(300)
         silent = f"http://127.0.0.1:{server.getsockname()[1]}"
-        tracker = open_tracker(folder / "run", uri=silent, patience_s=1.5)
-        tracker.log(0, {"loss": 1.0})
+        opened = open_log(folder / "run", uri=silent, upload_timeout_s=1.5)
+        opened.append(0, {"loss": 1.0})
         with server.accept()[0]:  # from here on the feed waits for an answer
             for step in range(1, 500):
-                tracker.log(step, {"loss": 1.0})
-            wait_until(lambda: caplog.messages)
-            tracker.close("FINISHED", {"loss": 1.0})
-    assert caplog.messages[0].startswith(f"MLflow at {silent} has not answered within 0.1 s. Training continues; ")
+                opened.append(step, {"loss": 1.0})
+            opened.close("FINISHED", {"loss": 1.0})
     (warning,) = [message for message in caplog.messages if "upload incomplete" in message]
     assert f"{silent} lacks this run: no answer within 1.5 s" in warning
     assert f"python scripts/sync.py {folder / 'run'}" in warning
-    assert tracker.run_id is None
+    assert opened.run.run_id is None
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 500
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["loss"]) == ("FINISHED", 1.0)
@@ -201,14 +204,14 @@ def test_a_run_with_an_upload_that_hangs_is_not_running(
         hangs.set()
         released.wait()
 
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * hangs.is_set(), sleep=time.sleep)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * hangs.is_set(), time=time.time)
     with monkeypatch.context() as patch:
         patch.setattr("mlflow.MlflowClient.log_artifact", hang)
-        patch.setattr(mlflow_feed, "time", later)  # the patience ends when the upload hangs
-        tracked(folder / "run", patience_s=600)
+        patch.setattr(follower, "time", later)  # the patience ends when the upload hangs
+        tracked(folder / "run", upload_timeout_s=600)
         assert runs(store) == [("run", "FINISHED")]
         released.set()
-    artifacts = folder / "mlartifacts" / "e" / record(folder / "run")["run_id"] / "artifacts"
+    artifacts = folder / "mlartifacts" / "e" / run_id(folder / "run") / "artifacts"
     artifacts.mkdir(parents=True, exist_ok=True)
     (artifacts / ".artifact.uploading.abc").touch()
     assert send(folder / "run").status == "sent"
@@ -222,13 +225,13 @@ def test_a_refused_run_is_reported_and_gets_what_it_missed(
     experiment_id = client.create_experiment("gpt2")
     client.delete_experiment(experiment_id)
     with caplog.at_level(logging.INFO, "mantissa"):
-        tracker = open_tracker(folder / "run", experiment="gpt2")
-        tracker.log(1, {"loss": 1.0})
+        opened = open_log(folder / "run", experiment="gpt2")
+        opened.append(1, {"loss": 1.0})
         wait_until(lambda: "does not accept this run yet" in caplog.text)
-        assert tracker.run_id is None
+        assert opened.run.run_id is None
         client.restore_experiment(experiment_id)
-        wait_until(lambda: tracker.run_id)
-        tracker.close("FINISHED", {})
+        wait_until(lambda: opened.run.run_id)
+        opened.close("FINISHED", {})
     assert points(store) == {"run": Counter([1])}
     assert "is available again" in caplog.text
     assert "upload incomplete" not in caplog.text
@@ -241,7 +244,7 @@ def test_tags_note_and_group_are_the_runs_own_and_the_last_count(succeed: Train,
     path = folder / "outputs" / "bignet-fp32-s0"
     summary = json.loads((path / "summary.json").read_text())
     assert (summary["tags"], summary["group"]) == ({"team": "vision"}, "lr-sweep")
-    client, own = connect(store), record(path)["run_id"]
+    client, own = connect(store), run_id(path)
 
     def tags() -> dict[str, str]:
         return dict(client.get_run(own).data.tags)
@@ -260,12 +263,12 @@ def test_system_metrics_are_sampled_and_end_with_the_run(
     folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metric = "system/cpu_utilization_percentage"
-    monkeypatch.setattr(mlflow_feed, "SYSTEM_METRICS_EVERY_S", 0.05)
-    first = open_tracker(folder / "run", system_metrics=True)
+    monkeypatch.setattr(follower, "SYSTEM_METRICS_EVERY_S", 0.05)
+    first = open_log(folder / "run", system_metrics=True)
     wait_until(lambda: points(store, metric).get("run", Counter()).total() >= 2)
     first.close("KILLED", {})
     before = points(store, metric)["run"].total()
-    second = open_tracker(folder / "run", system_metrics=True, resume_step=0)
+    second = open_log(folder / "run", system_metrics=True, resume_step=0)
     wait_until(lambda: points(store, metric)["run"].total() >= before + 2)
     second.close("FINISHED", {})
     steps = points(store, metric)["run"]
@@ -280,18 +283,18 @@ def test_a_machine_that_cannot_be_sampled_keeps_no_metrics_back(
         raise OSError("no counters here")
 
     monkeypatch.setattr("mlflow.system_metrics.system_metrics_monitor.SystemMetricsMonitor", fails)
-    tracker = open_tracker(folder / "run", system_metrics=True)
-    tracker.log(1, {"loss": 1.0})
+    opened = open_log(folder / "run", system_metrics=True)
+    opened.append(1, {"loss": 1.0})
     wait_until(lambda: points(store) or "does not accept" in caplog.text)
     assert points(store) == {"run": once(1)}, "while it trains"
-    tracker.close("FINISHED", {})
+    opened.close("FINISHED", {})
     assert [message for message in caplog.messages if "no counters here" in message] == [
         "MLflow cannot sample this machine: no counters here. The run's own metrics are still sent."
     ]
 
 
 def test_a_run_above_others_is_published_once(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = tracked(folder / "child").run_id
+    child = tracked(folder / "child").run.run_id
     (folder / "report.html").write_text("x")
     client, sent = connect(store), []
     real = client.log_batch

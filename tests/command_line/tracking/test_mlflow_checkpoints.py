@@ -19,12 +19,13 @@ from mlflow import MlflowClient
 from tests.command_line.conftest import Train
 from tests.helpers import same_bits
 from tests.serving import served
-from tests.tracked import record, save, tracked
+from tests.tracked import run_id as id_of
+from tests.tracked import tracked
 from trainer.checkpoint.reader import load
 from trainer.errors import UserError
 from trainer.run.run import Run
-from trainer.tracking.mlflow.checkpoints import CheckpointSender, names
-from trainer.tracking.mlflow.fetch import fetch
+from trainer.tracking.checkpoints import names
+from trainer.tracking.fetch import fetch
 from trainer.tracking.sync import send
 from trainer.trainer import Trainer
 
@@ -49,7 +50,7 @@ def saved(succeed: Train, store: str) -> str:
 
 
 def run_id(folder: Path = RUN) -> str:
-    return str(record(folder)["run_id"])
+    return id_of(folder)
 
 
 def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
@@ -62,23 +63,16 @@ def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
 
 
 def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
-    folder: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    succeed: Train, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forbidden(*given: Any) -> None:
+    def forbidden(*given: Any, **options: Any) -> None:
         raise PermissionError("no right at http://me:s3cret@host to delete")
 
-    monkeypatch.setattr(CheckpointSender, "_remove", forbidden)
-    for name in ("config.json", "metrics.jsonl"):
-        (folder / name).write_text("{}\n")
-    run = client.create_run("0")
-    sender = CheckpointSender(client, run, folder, "all")
-    for step in (10, 20, 30):
-        kept = save(folder, step)
-        sender.send(lambda name, size: None)
-        shutil.rmtree(kept)
-    (said,) = caplog.messages
-    assert "no right at http://***@host to delete" in said
-    assert names(client, run.info.run_id) == [f"step-000000{step}" for step in (10, 20, 30)]
+    monkeypatch.setattr("mlflow.store.artifact.artifact_repository_registry.get_artifact_repository", forbidden)
+    succeed(*JOB, "steps=3", "tracking.checkpoints=last", "checkpoint.keep=1")
+    done = succeed(f"resume={RUN}", "steps=9", "eval_every=1")
+    assert done.out.count("no right at http://***@host to delete") == 1
+    assert names(client, run_id())[0] == "step-00000003"
 
 
 def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
@@ -95,13 +89,12 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
     def save_and_wait(self: Run, score: Any) -> None:
         real_save(self, score)
         self.writer.finish()
-        assert self.tracker
-        while not (own := self.tracker.run_id) or f"step-{self.trainer.step:08d}" not in names(client, own):
+        assert self.metric_log
+        while not (own := self.metric_log.run.run_id) or f"step-{self.trainer.step:08d}" not in names(client, own):
             time.sleep(0.05)
 
     monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
     monkeypatch.setattr(Run, "_save", save_and_wait)
-    monkeypatch.setattr("trainer.tracking.mlflow.feed.PAUSE_S", 0.0)  # training, which it would leave time to, waits
     succeed(*JOB, "steps=12", "tracking.checkpoints=all", "checkpoint.keep=2")
     here = sorted(path.name for path in (RUN / "checkpoints").iterdir())
     assert names(client, run_id()) == here
@@ -122,8 +115,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_artifact", refuse)
-        patch.setattr("trainer.tracking.mlflow.feed.LONGEST_PAUSE_S", 0)
-        done = train(*JOB, "steps=3", "tracking.checkpoints=last")
+        done = train(*JOB, "steps=3", "tracking.checkpoints=last", "tracking.upload_timeout_s=1")
     assert done.code == 0
     assert "lacks its checkpoints: the line is down" in done.out, done.out
     own, moved = run_id(), RUN.rename("outputs/moved")
@@ -300,5 +292,5 @@ def test_what_cannot_be_fetched_is_said_in_a_sentence(
     assert capsys.readouterr().out.endswith("using outputs/run: it has this run at step 9, MLflow has step 6\n")
     shutil.rmtree(checkpoints / "step-00000009")
     assert "is this run at step 3, not 6; use resume=outputs/run" in refusal(own)
-    (RUN / "mlflow.json").unlink()
+    (RUN / "tracking.json").unlink()
     assert "is another run than this would be" in refusal(own)

@@ -14,11 +14,11 @@ import pytest
 
 from tests.helpers import PROJECT
 from trainer.errors import UserError
-from trainer.tracking.mlflow.store import connect
+from trainer.tracking.store import connect
 
 KILLED = """
 import os, signal, sys, warnings
-from trainer.tracking.mlflow.store import connect, import_mlflow
+from trainer.tracking.store import connect, import_mlflow
 uri = sys.argv[1]
 import_mlflow(uri)
 from sqlalchemy import event

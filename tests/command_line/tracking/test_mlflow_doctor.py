@@ -13,10 +13,10 @@ from evidence.doctor.mlflow import publish
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, Budget, Diagnosis
 from mantissa.finding import FORWARD, OVERFLOW, Finding
 from trainer.files import write_json
-from trainer.tracking.mlflow.record import RunInfo, read_record
-from trainer.tracking.mlflow.store import connect
+from trainer.tracking.store import connect
+from trainer.tracking.tracked_run import TrackedRun
 
-INFO = RunInfo("gpt2", "gpt2-fp16-s0", {"precision": "fp16"}, {}, None)
+INFO = TrackedRun("gpt2", "gpt2-fp16-s0", {"precision": "fp16"}, {})
 FINDING = Finding(OVERFLOW, FORWARD, "wo", "fp16", op="aten.mm")
 
 
@@ -45,7 +45,7 @@ def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Pa
 
     def stored() -> tuple[dict[str, str], list[str], int]:
         """The doctor's tags and files, and the number of points of the loss."""
-        run_id = read_record(run)["run_id"]
+        run_id = TrackedRun.read(run).run_id
         tags = {name: value for name, value in client.get_run(run_id).data.tags.items() if name.startswith("doctor.")}
         paths = [entry.path for entry in client.list_artifacts(run_id, "doctor/step-3")]
         return tags, paths, len(client.get_metric_history(run_id, "loss"))

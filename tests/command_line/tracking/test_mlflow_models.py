@@ -14,8 +14,9 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.command_line.conftest import Train
-from trainer.files import RECORD_FILE
-from trainer.tracking.mlflow.store import connect
+from tests.command_line.tracking.test_mlflow import forget
+from trainer.files import TRACKING_FILE
+from trainer.tracking.store import connect
 from trainer.tracking.sync import send
 
 SMALL = ("steps=2", "batch_size=2", "eval_samples=2", "tracking.system_metrics=false", "tracking.flush_every_s=0.1")
@@ -73,7 +74,7 @@ def test_every_recipe_is_served_without_this_project(succeed: Train, folder: Pat
         done = succeed(*SMALL, *overrides)
         folder_line, addresses = done.out.splitlines()[-2:]
         assert folder_line.endswith("; compare runs with: python scripts/ui.py")
-        sent = json.loads((Path(folder_line.split()[2].strip(";")) / RECORD_FILE).read_text())
+        sent = json.loads((Path(folder_line.split()[2].strip(";")) / TRACKING_FILE).read_text())
         assert addresses == f"in MLflow runs:/{sent['run_id']}, {sent['model']}"
     models = models_of(store)
     assert models.keys() == JOBS.keys()
@@ -157,8 +158,8 @@ def test_sent_again_it_is_the_same_model_and_a_resumed_run_replaces_what_is_serv
     (first,) = models_of(store).values()
     client = connect(store)
     client.set_tag(first.source_run_id, "mlflow.note.content", "in the user's own words")
-    record = folder / "outputs" / "run" / RECORD_FILE
-    record.unlink()  # what was sent is forgotten
+    record = folder / "outputs" / "run" / TRACKING_FILE
+    forget(record.parent)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert send(folder / "outputs" / "run").status == "sent"
@@ -179,7 +180,7 @@ def test_sent_again_it_is_the_same_model_and_a_resumed_run_replaces_what_is_serv
 def test_a_recipe_that_cannot_be_watched_is_sent_as_files(
     train: Train, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.tracking.mlflow.serving._watch", lambda *given: 1 / 0)
+    monkeypatch.setattr("trainer.tracking.serving._watch", lambda *given: 1 / 0)
     done = train(*SMALL, *JOBS["bignet"])
     assert done.code == 0
     assert "MLflow gets the best weights as files, not as a servable model" in done.out

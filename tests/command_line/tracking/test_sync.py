@@ -12,8 +12,9 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.command_line.conftest import Result, Start, Train
+from tests.command_line.tracking.test_mlflow import forget
 from tests.helpers import PROJECT
-from tests.tracked import asked, once, open_tracker, points, record, runs, tracked
+from tests.tracked import asked, once, open_log, points, run_id, runs, tracked
 from trainer.files import in_use, write_json
 from trainer.tracking.sync import send
 
@@ -28,7 +29,7 @@ def undelivered(path: Path, **chosen: Any) -> Path:
     working = Path("mlflow.db")
     away = working.rename("away.db") if working.exists() else None
     working.mkdir()
-    tracked(path, 5, patience_s=0, **chosen)
+    tracked(path, 5, upload_timeout_s=0, **chosen)
     working.rmdir()
     if away:
         away.rename(working)
@@ -45,9 +46,6 @@ def sync(script: Callable[..., Result]) -> Sync:
         return done.code, done.out + done.err
 
     return command
-
-
-# --- lost responses ---
 
 
 def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
@@ -72,10 +70,10 @@ def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
 
     for name in lost:
         monkeypatch.setattr(MlflowClient, name, losing(name))
-    tracker = open_tracker(folder / "outputs" / "a")
+    opened = open_log(folder / "outputs" / "a")
     for step in range(1, 1501):
-        tracker.log(step, {"loss": 1.0, "lr": 0.1})
-    tracker.close("FINISHED", {})
+        opened.append(step, {"loss": 1.0, "lr": 0.1})
+    opened.close("FINISHED", {})
     assert not any(lost.values())  # each failure has happened
     assert set(stored.values()) == {1}
     assert points(store) == {"a": once(1500)}
@@ -89,7 +87,7 @@ def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) 
     path = folder / "outputs" / "a"
     tracked(path, 1, "KILLED")
     assert send(path).status == "complete"
-    open_tracker(path, resume_step=1, mlflow=False).abandon()  # killed before it logged anything
+    open_log(path, resume_step=1, mlflow=False).abandon()  # killed before it logged anything
     assert not (path / "summary.json").exists()
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "los')  # or while it wrote
@@ -101,10 +99,9 @@ def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) 
 def test_a_finished_run_that_is_resumed_finishes_its_delivery(
     train: Train, folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = [*BIGNET, "checkpoint=default", "steps=40", "log_every=1", "resume=auto"]
+    run = [*BIGNET, "checkpoint=default", "steps=40", "log_every=1", "resume=auto", "tracking.upload_timeout_s=3"]
     path = Path("outputs/bignet-fp32-s0")
     retry = f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n"
-    monkeypatch.setattr("trainer.tracking.mlflow.feed.LONGEST_PAUSE_S", 0)  # one attempt
     real = MlflowClient.log_batch
 
     def half(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
@@ -134,7 +131,7 @@ def test_a_user_who_does_not_wait_for_mlflow_sees_how_to_send_the_run(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("mlflow.db").mkdir()
-    left = open_tracker(folder / "outputs" / "left")
+    left = open_log(folder / "outputs" / "left")
     left.abandon()
     left.abandon()
     (message,) = [message for message in caplog.messages if "incomplete" in message]
@@ -155,11 +152,11 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
     for steps, loss in ((4, 2.0), (8, 1.5), (12, 1.75)):
-        tracker = open_tracker(path, resume_step=steps - 4 or None)
-        tracker.log(steps, {"loss": 1.0, "tokens_per_s": 10.0, "step_time_s": 0.1})
-        tracker.log(steps, {"valid/loss": loss})
-        tracker.close("FINISHED", {"best": {"step": min(steps, 8), "value": min(loss, 2.0 if steps < 8 else 1.5)}})
-        (path / "mlflow.json").unlink()  # as if it was killed before it could note that all is delivered
+        opened = open_log(path, resume_step=steps - 4 or None)
+        opened.append(steps, {"loss": 1.0, "tokens_per_s": 10.0, "step_time_s": 0.1})
+        opened.append(steps, {"valid/loss": loss})
+        opened.close("FINISHED", {"best": {"step": min(steps, 8), "value": min(loss, 2.0 if steps < 8 else 1.5)}})
+        forget(path)
         assert send(path).status == "sent"
     query = "select key, step, value from metrics where key like '%/valid_loss' order by key, step"
     best = [("best/valid_loss", 4, 2.0), ("best/valid_loss", 8, 1.5)]
@@ -203,7 +200,7 @@ def test_sync_reports_what_it_did_with_each_run(
     assert "missed: already complete" in said
     assert points(store)["local"] == Counter([1])
     assert ("training", "FAILED") in runs(store)
-    sent = MlflowClient(store).list_artifacts(record(outputs / "missed")["run_id"])
+    sent = MlflowClient(store).list_artifacts(run_id(outputs / "missed"))
     assert {item.path for item in sent} == {"plots", "summary.json"}
 
     other = f"sqlite:///{shutil.copy(empty_store, folder / 'other.db')}"

@@ -22,7 +22,7 @@ from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Checkpoint
 from trainer.data.loader import DataOrder
 from trainer.recipe import Decision
-from trainer.tracking.mlflow.results import summary_metrics
+from trainer.tracking.results import summary_metrics
 from trainer.trainer import Trainer
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",

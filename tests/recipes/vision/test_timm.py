@@ -90,8 +90,8 @@ def test_mlflow_serves_a_model_of_timm_and_names_the_package(trained: Trainer, t
 
     with warnings.catch_warnings():  # MLflow's own, when it is imported
         warnings.simplefilter("ignore")
-        from trainer.tracking.mlflow.predictor import ImageClassifier
-    from trainer.tracking.mlflow.serving import write_serving
+        from trainer.tracking.predictor import ImageClassifier
+    from trainer.tracking.serving import write_serving
 
     trained.model.eval()
     trained.recipe.export(trained.model, trained.datasets, tmp_path / "best")

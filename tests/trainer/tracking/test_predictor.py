@@ -14,7 +14,7 @@ import torch
 def classifier() -> Any:
     with warnings.catch_warnings():  # MLflow's own, when it is imported
         warnings.simplefilter("ignore")
-        from trainer.tracking.mlflow.predictor import ImageClassifier
+        from trainer.tracking.predictor import ImageClassifier
 
     made = object.__new__(ImageClassifier)
     made.config = {"image_size": 56, "evaluated_part": 0.875, "classes": ["white", "else"]}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tracked import save
 from trainer.files import write_json
-from trainer.tracking.mlflow.results import description, summary_metrics
+from trainer.tracking.results import description, summary_metrics
 
 LINES: list[dict[str, object]] = [
     {"step": 1, "loss": 4.0, "tokens_per_s": 10.0, "step_time_s": 5.0, "memory_bytes": 1 << 20, "skipped_steps": 0},

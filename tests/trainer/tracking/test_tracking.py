@@ -12,24 +12,23 @@ import numpy as np
 import pytest
 
 from tests.helpers import PROJECT
-from tests.tracked import open_tracker
+from tests.tracked import open_log
 from trainer.errors import UserError, first_line, redacted
-from trainer.tracking.mlflow.addresses import database_file, tracking_uri
-from trainer.tracking.mlflow.store import valid_key
+from trainer.tracking.log import MetricLog
 from trainer.tracking.options import Tracking
 from trainer.tracking.plots import plot_run, read_series, running_mean
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.store import database_file, tracking_uri, valid_key
 
 INF, NAN = float("inf"), float("nan")
 
 
 @pytest.fixture
-def tracker(tmp_path: Path) -> Iterator[Callable[..., Tracker]]:
+def tracker(tmp_path: Path) -> Iterator[Callable[..., MetricLog]]:
     """``tracker(resume_step=None)`` opens one that has no MLflow."""
     opened = []
 
-    def open_one(resume_step: int | None = None) -> Tracker:
-        opened.append(open_tracker(tmp_path, resume_step, mlflow=False))
+    def open_one(resume_step: int | None = None) -> MetricLog:
+        opened.append(open_log(tmp_path, resume_step, mlflow=False))
         return opened[-1]
 
     yield open_one
@@ -46,21 +45,21 @@ def strict_lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_value_that_is_not_finite_is_counted_not_replaced(tracker: Callable[..., Tracker], tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_is_counted_not_replaced(tracker: Callable[..., MetricLog], tmp_path: Path) -> None:
     opened = tracker()
-    opened.log(3, {"loss": NAN, "norm": -INF, "lr": 0.1})
+    opened.append(3, {"loss": NAN, "norm": -INF, "lr": 0.1})
     (line,) = strict_lines(tmp_path / "metrics.jsonl")  # readable at once
     counted = {"loss": None, "loss_nonfinite": 1, "norm": None, "norm_nonfinite": 1}
     assert line == {"step": 3, "time": line["time"], **counted, "lr": 0.1}
-    opened.log(4, {"loss": 2.25})
+    opened.append(4, {"loss": 2.25})
     assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [3, 4]
 
 
 @pytest.mark.usefixtures("plots")
-def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., Tracker], tmp_path: Path) -> None:
+def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., MetricLog], tmp_path: Path) -> None:
     opened = tracker()
     for step in range(1, 4):
-        opened.log(step, {"loss": 3.0 / step, "tokens_per_s": 1000.0})
+        opened.append(step, {"loss": 3.0 / step, "tokens_per_s": 1000.0})
     opened.close("FINISHED", {"loss": 1.0, "best": {"value": INF}, "sizes": [1, NAN]})
     summary = json.loads((tmp_path / "summary.json").read_text())
     best = {"value": None, "value_nonfinite": 1}
@@ -68,18 +67,18 @@ def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., Tracker]
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
 
 
-def test_what_cannot_be_logged_is_refused(tracker: Callable[..., Tracker]) -> None:
+def test_what_cannot_be_logged_is_refused(tracker: Callable[..., MetricLog]) -> None:
     with pytest.raises(ValueError, match="step or time"):
-        tracker().log(1, {"time": 3.0})
+        tracker().append(1, {"time": 3.0})
 
 
-def test_resuming_removes_what_came_after_the_checkpoint(tracker: Callable[..., Tracker], tmp_path: Path) -> None:
+def test_resuming_removes_what_came_after_the_checkpoint(tracker: Callable[..., MetricLog], tmp_path: Path) -> None:
     opened, path = tracker(), tmp_path / "metrics.jsonl"
     for step in range(1, 8):
-        opened.log(step, {"loss": float(step)})
+        opened.append(step, {"loss": float(step)})
     with path.open("a") as file:
         file.write('{"step": 8, "ti')  # killed in the middle of a line
-    tracker(resume_step=5).log(6, {"loss": 60.0})
+    tracker(resume_step=5).append(6, {"loss": 60.0})
     losses = [(line["step"], line["loss"]) for line in strict_lines(path)]
     assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0), (6, 60.0)]
     with path.open("a") as file:
@@ -91,24 +90,24 @@ def test_resuming_removes_what_came_after_the_checkpoint(tracker: Callable[..., 
 FULL_DISK = """
 import json, logging, resource, sys, time
 from pathlib import Path
-from trainer.tracking.mlflow.record import RunInfo
+from trainer.tracking.tracked_run import TrackedRun
 from trainer.tracking.options import Tracking
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.log import MetricLog
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 time.time = lambda: 0
 folder = Path(sys.argv[1])
-tracker = Tracker(Tracking(mlflow=False), folder, RunInfo("e", "r", {}, {}))
+opened = MetricLog(Tracking(mlflow=False), folder, TrackedRun("e", "r", {}, {}))
 def limit(size):  # of every file, kept by the kernel: it takes a part of a write, then refuses
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 limit(100)
 for step in range(1, 11):
-    tracker.log(step, {"loss": 1.0})
+    opened.append(step, {"loss": 1.0})
 print((folder / "metrics.jsonl").stat().st_size)
 if sys.argv[2] == "freed":
     limit(resource.RLIM_INFINITY)
-    tracker.log(11, {"loss": 1.0})
+    opened.append(11, {"loss": 1.0})
     limit(100)
-tracker.close("FINISHED", {"long": "x" * 100})
+opened.close("FINISHED", {"long": "x" * 100})
 """
 
 
@@ -139,7 +138,7 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        *(({"patience_s": seconds}, r"tracking\.patience_s=") for seconds in (-1.0, NAN)),
+        *(({"upload_timeout_s": seconds}, r"tracking\.upload_timeout_s=") for seconds in (-1.0, NAN)),
         *(({"flush_every_s": seconds}, r"tracking\.flush_every_s=") for seconds in (0.0, INF)),
         ({"checkpoints": "best"}, r"tracking\.checkpoints=best is unknown; use .*=auto, last, all or none"),
         ({"register": "a/b"}, r"tracking\.register=a/b must be a name without slash and colon"),

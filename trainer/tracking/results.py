@@ -98,13 +98,13 @@ def _median(lines: list[dict[str, Any]], key: str) -> float | None:
     return statistics.median(values[1:] or values) if values else None
 
 
-def description(folder: Path, run_id: str, model_id: str | None, *, resumable: bool) -> str | None:
+def description(folder: Path, run_id: str, model: str | None, *, resumable: bool) -> str | None:
     """Return how the run went, how to use the weights and to continue it, in Markdown; None: there is no summary.
 
     Args:
         folder: the run's.
         run_id: MLflow's.
-        model_id: of the best weights, where they are a model.
+        model: address of the best weights, where they are a model.
         resumable: whether MLflow gets the checkpoints.
     """
     summary = read_object(folder / SUMMARY_FILE)
@@ -118,8 +118,8 @@ def description(folder: Path, run_id: str, model_id: str | None, *, resumable: b
     parts = [f"{said}."]
     if (folder / "plots" / "loss.png").exists():
         parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run_id})")
-    if model_id:
-        parts.append(f'The best weights: `mlflow.pyfunc.load_model("models:/{model_id}")`.')
+    if model:
+        parts.append(f'The best weights: `mlflow.pyfunc.load_model("{model}")`.')
     if resumable and list(folder.glob("checkpoints/step-*")):
         more = " with more `steps=`" if summary["status"] == "FINISHED" else ""
         parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run_id}`{more}.")

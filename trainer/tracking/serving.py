@@ -25,7 +25,7 @@ from mantissa.display import dtype_name
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.files import roots, write_json
 from trainer.recipe import Recipe
-from trainer.tracking.mlflow.models import SERVING
+from trainer.tracking.models import SERVING
 
 EXAMPLE_ROWS = 2
 _PACKAGES = {

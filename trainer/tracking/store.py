@@ -1,4 +1,4 @@
-"""MLflow's tracking store: the connection, finding, creating and publishing runs."""
+"""MLflow's tracking store: its address, the connection, finding, creating and publishing runs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,91 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, redacted
 from trainer.files import flush, locked
-from trainer.tracking.mlflow.addresses import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 KEY_TAG = "mantissa.key"
-"""The tag that holds the key of a run (``RunInfo.key``)."""
+"""The tag that holds the key of a run (``TrackedRun.key``)."""
 LOCK_TIMEOUT_S = 60
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # they take minutes and may store a point twice; the feed asks the store
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # they take minutes; the follower tries again itself
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",  # a server that does not answer is reported
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 LONGEST = 500
 """Characters of a param or a tag that ``publish`` logs."""
+
+
+_SCHEMES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql")
+_WORKSPACES = ("databricks", "databricks-uc", "uc")
+
+
+def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
+    """Return the tracking URI of the config or of ``MLFLOW_TRACKING_URI``; None: there is none.
+
+    Args:
+        uri: of the config; it takes precedence.
+        key: its name in messages.
+
+    Raises:
+        UserError: it is not a URI that MLflow supports.
+    """
+    if not uri:
+        key, uri = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return None
+    scheme, found, rest = uri.partition("://")
+    kind = scheme.partition("+")[0]
+    known = bool(rest) and (kind in _SCHEMES or kind in entry_points(group="mlflow.tracking_store").names)
+    if kind == "file" and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
+        known = False  # by MLflow itself
+    if known or uri in _WORKSPACES or uri.startswith("databricks://"):
+        return uri
+    shown = redacted(uri) if found or "@" not in uri else "***"
+    remedy = "sqlite:///file.db" if found or "@" in uri else f"sqlite:///{uri}"
+    raise UserError(f"{key}={shown} is not a URI that MLflow supports; use {remedy} or http://host:port")
+
+
+def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
+    """Return the tracking URI to use: see ``configured_uri``, else SQLite's ``mlflow.db`` in the current folder."""
+    return configured_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
+
+
+def storable_uri(uri: str) -> str:
+    """Return a tracking URI to be kept in a file: valid in every folder, without password."""
+    if database := database_file(uri):
+        return f"sqlite:///{database.as_posix()}"
+    return redacted(uri)
+
+
+def usable_uri(stored: str) -> str:
+    """Return a stored tracking URI with its password, which is only in ``MLFLOW_TRACKING_URI``, never in a file.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if "***" not in stored:
+        return stored
+    current = configured_uri(None)
+    if current and storable_uri(current) == stored:
+        return current
+    raise UserError(f"the password of {stored} is not stored; set MLFLOW_TRACKING_URI to the whole address")
+
+
+def database_file(uri: str) -> Path | None:
+    """Return the file of an SQLite tracking URI; None: another kind of store."""
+    scheme, _, name = uri.partition(":///")
+    name = name.partition("?")[0]
+    return Path(name).resolve() if scheme.startswith("sqlite") and name else None
 
 
 def import_mlflow(uri: str) -> None:

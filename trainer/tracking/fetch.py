@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +18,18 @@ from trainer.files import (
     RUN_FILE,
     SUMMARY_FILE,
     TOKENIZER,
+    TRACKING_FILE,
     add_run_facts,
     check_output_dir,
     flush,
     locked,
+    read_object,
     run_facts,
 )
-from trainer.tracking.mlflow.addresses import database_file, lasting_uri, tracking_uri
-from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
-from trainer.tracking.mlflow.delivery import FOLDER_TAG, SESSION_TAG
-from trainer.tracking.mlflow.record import RunInfo, read_record, write_record
-from trainer.tracking.mlflow.store import KEY_TAG, connect, find_run
+from trainer.tracking.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
+from trainer.tracking.follower import FOLDER_TAG
+from trainer.tracking.store import KEY_TAG, connect, database_file, find_run, storable_uri, tracking_uri
+from trainer.tracking.tracked_run import TrackedRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -119,7 +119,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
         saved = [int(each[5:]) for each in names(client, run_id) if has_manifest(client, run_id, each)]
         step = requested or max(saved, default=0)
         own = Path(run.data.tags.get(FOLDER_TAG, ""))
-        if not saved and requested is None and read_record(own).get("run_id") == run_id:
+        if not saved and requested is None and read_object(own / TRACKING_FILE).get("run_id") == run_id:
             return own  # on this machine, where nothing has to be copied
         if step not in saved:
             missing = "complete checkpoint" if requested is None else f"complete checkpoint of step {step}"
@@ -158,7 +158,7 @@ def _check(given: str, target: Path, step: int, origin: dict[str, Any], is_new_r
         UserError: the folder is of another run, or of another state of this one.
     """
     again = run_facts(target, "fetched") == origin  # fetched by the same command: a job that is started again
-    ours = again or (not is_new_run and read_record(target).get("run_id") == origin["run_id"])
+    ours = again or (not is_new_run and read_object(target / TRACKING_FILE).get("run_id") == origin["run_id"])
     here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
     if not ours or (here != step and (here < step or not (again or origin["step"] is None))):
         found = f"this run at step {here}, not {step}" if ours else "another run than this would be"
@@ -200,16 +200,11 @@ def _download(given: str, client: MlflowClient, run_id: str, saved: list[int], p
 
 
 def _describe(client: MlflowClient, run: Any, is_new_run: bool, partial: Path) -> None:
-    """Write the files about MLflow of the run's own folder, so that the same run continues there."""
-    uri, tags = lasting_uri(str(client.tracking_uri)), run.data.tags
-    info = RunInfo(client.get_experiment(run.info.experiment_id).name, run.info.run_name, {}, {}, uri)
-    if is_new_run:
-        info.write(partial)
-        return
-    replace(info, key=tags[KEY_TAG], started_s=run.info.start_time / 1000).write(partial)
-    record: dict[str, Any] = {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "tracking_uri": uri}
-    record["key"] = tags[KEY_TAG]
-    record["sessions"] = [tags[SESSION_TAG]] if SESSION_TAG in tags else []
-    if run.info.status == "FINISHED":  # until it is continued there is nothing to send
-        record["delivered"] = True
-    write_record(partial, record)
+    """Write the run's own ``tracking.json``, so that the same run continues there."""
+    name = client.get_experiment(run.info.experiment_id).name
+    described = TrackedRun(name, run.info.run_name, {}, {}, uri=storable_uri(str(client.tracking_uri)))
+    if not is_new_run:
+        described.key, described.started_s = run.data.tags[KEY_TAG], run.info.start_time / 1000
+        described.run_id, described.experiment_id = run.info.run_id, run.info.experiment_id
+        described.delivered = run.info.status == "FINISHED"  # until it is continued there is nothing to send
+    described.write(partial)

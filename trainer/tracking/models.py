@@ -7,17 +7,14 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.files import BEST, read_object
-from trainer.tracking.mlflow.datasets import VALIDATION
-from trainer.tracking.mlflow.record import RunInfo
-from trainer.tracking.mlflow.store import cut, valid_key
+from trainer.tracking.datasets import VALIDATION
+from trainer.tracking.store import cut, valid_key
+from trainer.tracking.tracked_run import TrackedRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,10 +27,8 @@ NEW_TOKENS = 64
 _PREFIX = ".mlflow-model-"
 
 
-def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo, begin: Callable[..., None]) -> str | None:
+def log_best(client: MlflowClient, run: Any, folder: Path, info: TrackedRun) -> str | None:
     """Log the best weights in a run's folder, whose metrics MLflow has, as a model, or complete one that was started.
-
-    ``begin`` is called with ``part``, the folder that is sent.
 
     Returns:
         The model's id; None: they cannot be served.
@@ -50,7 +45,6 @@ def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo, begin:
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder) as scratch:
             _save(Path(scratch, "model"), model, run_id, folder, facts)
-            begin(part=Path(scratch, "model"))
             client.log_model_artifacts(model_id, str(Path(scratch, "model")))
         if not (run.outputs and model_id in [output.model_id for output in run.outputs.model_outputs]):
             client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
@@ -59,16 +53,6 @@ def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo, begin:
     if info.register:
         _register(client, info.register, model_id, run_id)
     return model_id
-
-
-@cache
-def prepare() -> None:
-    """Do in advance what the first model costs: imports, and MLflow's look through all that is installed."""
-    with suppress(Exception):  # which sending a model then reports
-        _import_pyfunc()
-        from mlflow.utils.requirements_utils import warn_dependency_requirement_mismatches
-
-        warn_dependency_requirement_mismatches(["mlflow"])
 
 
 def _import_pyfunc() -> Any:
@@ -173,7 +157,7 @@ def _interface(folder: Path, facts: dict[str, Any]) -> tuple[Any, Any]:
     return example, ModelSignature(infer_signature(example).inputs, Schema(outputs))
 
 
-def _log_scores(client: MlflowClient, run: Any, step: int, model_id: str, info: RunInfo) -> None:
+def _log_scores(client: MlflowClient, run: Any, step: int, model_id: str, info: TrackedRun) -> None:
     """Log the scores of the weights with their dataset: the same points as the run's, or it would have them twice."""
     from mlflow.entities import Metric
 

@@ -1,0 +1,425 @@
+"""The thread that sends a run to MLflow; training never waits for it.
+
+``metrics.jsonl`` is the only queue. The thread reads from the offset that ``tracking.json`` has, sends the points with
+the times of the file, and records the new offset. Whatever fails is tried again from there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError, first_line, redacted
+from trainer.files import (
+    BEST,
+    CONFIG_FILE,
+    METRICS_FILE,
+    PRECISION_FILE,
+    RUN_FILE,
+    SUMMARY_FILE,
+    TOKENIZER,
+    read_object,
+)
+from trainer.progress import work
+from trainer.tracking import checkpoints
+from trainer.tracking.datasets import log_datasets
+from trainer.tracking.models import log_best
+from trainer.tracking.results import NOTE_TAG, Point, description, points, summary_metrics
+from trainer.tracking.store import connect, create_run, cut, database_file, find_run, valid_key
+from trainer.tracking.tracked_run import TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger("mantissa")
+
+ARTIFACTS = (
+    *("config.yaml", CONFIG_FILE, RUN_FILE, PRECISION_FILE, SUMMARY_FILE),
+    *(TOKENIZER, "plots", "profile", BEST),
+)
+"""Files and folders of a run that go to MLflow under their own names, beside the metrics."""
+FOLDER_TAG = "mantissa.folder"
+"""The tag that holds where the run's folder was when it was trained last."""
+MODULES_FILE = "precision_modules.json"
+METRICS = "the last metrics"
+READ_BYTES = 1 << 16
+"""Bytes of the metric log in one call of MLflow: some hundred lines."""
+FIRST_PAUSE_S = 1.0
+"""Pause after a failed attempt; it doubles with each further one."""
+LONGEST_PAUSE_S = 30.0
+SET_UP_S = 60.0
+"""Longest duration of the set-up of a new SQLite file, which reports no progress."""
+UPLOAD_BYTES_PER_S = 1e4
+"""The slowest upload of a file that still counts as progress; MLflow itself ends one that stands still."""
+SYSTEM_METRICS_EVERY_S = 5.0
+
+
+class GivenUp(Exception):
+    """The caller no longer waits."""
+
+
+class Follower(threading.Thread):
+    """Sends a run to MLflow: the metric log as it grows, and at the end the artifacts and the status."""
+
+    def __init__(
+        self, folder: Path, uri: str, run: TrackedRun, flush_every_s: float = 5.0, system_metrics: bool = False
+    ) -> None:
+        """Prepare; ``start`` begins to send.
+
+        Args:
+            folder: folder of the run.
+            uri: address of the store, password included.
+            run: what MLflow gets, and how much it has; kept up to date.
+            flush_every_s: seconds between two uploads of new metrics.
+            system_metrics: whether MLflow samples the machine while the run trains.
+        """
+        super().__init__(name="mlflow-follower", daemon=True)
+        self._folder = folder
+        self._uri = uri
+        self._run = run
+        self._flush_every_s = flush_every_s
+        self._system_metrics = system_metrics
+        self._ending = threading.Event()
+        self._given_up = threading.Event()
+        self._status = ""
+        self._timeout_s = self._deadline = 0.0
+        self._lacks = "this run"
+        """What MLflow has to get next."""
+        self._done: set[str] = set()
+        """All that has been sent, or another step toward it; only what is not among it is progress."""
+        self._failures = 0
+        """Number of failed attempts since there was progress."""
+        self._problem: Exception | None = None
+        self._warned = False
+        self._may_remove = True
+        """False: MLflow has refused to remove a checkpoint."""
+        self._stored: dict[str, int] = {}
+        """The last step of each metric in MLflow when this attempt began: a resumed run logs later steps again."""
+
+    def conclude(self, status: str, timeout_s: float) -> str | None:
+        """Send the rest of the run; wait while there is progress, and at most ``timeout_s`` without.
+
+        A follower that was never started does only this.
+
+        Returns:
+            What is missing in MLflow, and why; None: nothing is missing.
+        """
+        self._status, self._timeout_s = status, timeout_s
+        self._deadline = max(self._deadline, time.monotonic() + timeout_s)  # an upload may be on its way
+        self._ending.set()
+        if self.ident is None:
+            self.start()
+        try:
+            with work("sending the run to MLflow"):
+                while self.is_alive() and time.monotonic() < self._deadline:
+                    self.join(0.1)
+        except BaseException:  # a signal: the caller no longer waits
+            log.warning("%s", how_to_send(self._folder, self._missing("interrupted")))
+            raise
+        finally:
+            self._given_up.set()
+        if self._problem:
+            return self._missing(first_line(self._problem))
+        return self._missing(f"no answer within {timeout_s:g} s") if self.is_alive() else None
+
+    def abandon(self) -> str | None:
+        """Stop without sending anything more, and return what ``conclude`` would; None also if that was called."""
+        if self._ending.is_set():
+            return None
+        self._given_up.set()
+        self._ending.set()
+        return self._missing("stopped immediately")
+
+    def send(self, status: str) -> str | None:
+        """Send the rest of a run that has ended, in one attempt, and return what ``conclude`` would."""
+        self._status = status
+        self._ending.set()
+        try:
+            self._follow()
+        except Exception as error:  # of many kinds, by MLflow and what lies below it
+            return self._missing(first_line(error))
+        return None
+
+    def run(self) -> None:
+        """Send until everything is delivered or the caller no longer waits."""
+        while not self._given_up.is_set():
+            ending = self._ending.is_set()
+            try:
+                self._follow()
+                self._problem = None
+                return
+            except GivenUp:
+                return
+            except Exception as error:  # whatever goes wrong with MLflow, training continues
+                self._problem = error
+            self._failures += 1
+            pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_S)
+            if ending:
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0 or isinstance(self._problem, UserError):  # which no patience mends
+                    return
+                self._given_up.wait(min(pause_s, left_s))
+                continue
+            if self._failures == 2:  # one failure alone is common: another run may be setting up the store
+                self._warn(first_line(self._problem))
+            if self._ending.wait(pause_s):
+                self._failures = 0
+
+    def _follow(self) -> None:
+        """Send what is new while the run trains, then the rest."""
+        database = database_file(self._uri)
+        if database and not database.exists():
+            self._next("this run", "set-up", SET_UP_S)
+        client = connect(self._uri)
+        self._next("this run", "connection")
+        training = not self._ending.is_set()
+        run_id = self._begin(client)
+        with self._sampling(run_id) if training and self._system_metrics else nullcontext():
+            while not self._ending.is_set():
+                self._send_metrics(client, run_id)
+                if self._run.checkpoints == "all":
+                    self._send_checkpoints(client, run_id)
+                self._ending.wait(self._flush_every_s)
+        self._complete(client, run_id)
+
+    def _next(self, lacks: str, done: str, allowance_s: float = 0.0) -> None:
+        """Note what comes next, and that there was progress if ``done`` is new.
+
+        Args:
+            lacks: what MLflow has to get next, in words.
+            done: name of the step that leads to it.
+            allowance_s: how long it may take beyond the caller's timeout.
+
+        Raises:
+            GivenUp: the caller no longer waits.
+        """
+        if self._given_up.is_set():
+            raise GivenUp
+        self._lacks = lacks
+        if done not in self._done:
+            self._done.add(done)
+            self._failures, self._problem = 0, None
+            self._deadline = max(self._deadline, time.monotonic() + self._timeout_s + allowance_s)
+
+    def _begin(self, client: MlflowClient) -> str:
+        """Find or create the run, log what is known of it when it begins, and return MLflow's id of it."""
+        from mlflow.entities import Param, RunTag
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_TAG_VAL_LENGTH
+
+        run = self._run
+        found = find_run(client, run.run_id) if run.run_id else None
+        if found is None:
+            if run.run_id:
+                log.warning("MLflow no longer has run %s; this run continues as a new one there.", run.run_id)
+                run.offset, run.sent, run.model = 0, {}, None
+            found = create_run(client, run.experiment, run.name, run.key, run.started_s)
+        run_id = run.run_id = str(found.info.run_id)
+        run.experiment_id = str(found.info.experiment_id)
+        self._write_record()
+        self._next("this run", "creation")
+        self._stored = {metric.key: metric.step for metric in found.data.to_proto().metrics}
+        known, tags, params = found.data.params, dict(run.tags), {}
+        for key, value in run.params.items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            params[valid_key(key)] = cut(text, MAX_PARAM_VAL_LENGTH)
+        # MLflow's params cannot be changed, so what a resumed run changed goes into a tag.
+        if changed := [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]:
+            tags["changed_on_resume"] = " ".join(changed)
+        tags[FOLDER_TAG] = str(self._folder.absolute())
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        marks = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
+        client.log_batch(run_id, params=new, tags=marks, synchronous=True)
+        log_datasets(client, run_id, run.datasets)
+        if not self._ending.is_set():
+            self._describe(client, run_id, run.tags.get("note", ""))
+            if found.info.status != "RUNNING":
+                client.update_run(run_id, status="RUNNING")
+        self._next(METRICS, "description")
+        if self._warned:
+            log.info("MLflow at %s is available again.", redacted(self._uri))
+            self._warned = False
+        return run_id
+
+    def _send_metrics(self, client: MlflowClient, run_id: str) -> None:
+        """Send the points of the metric log that MLflow lacks."""
+        with (self._folder / METRICS_FILE).open("rb") as file:
+            while True:
+                file.seek(self._run.offset)
+                lines = file.readlines(READ_BYTES)
+                if lines and not lines[-1].endswith(b"\n"):  # it is still being written
+                    lines.pop()
+                if not lines:
+                    return
+                self._send_points(client, run_id, [point for line in lines for point in points(json.loads(line))])
+                self._run.offset += sum(map(len, lines))
+                self._write_record()
+                self._next(METRICS, f"{self._run.offset} bytes of the log")
+
+    def _send_points(self, client: MlflowClient, run_id: str, logged: list[Point]) -> None:
+        """Send points, but for those of steps that MLflow has; names become ones that it takes.
+
+        MLflow ignores a point that it already has, so sending it again after a kill doubles nothing.
+        """
+        from mlflow.entities import Metric
+
+        metrics = []
+        for point in logged:
+            key = valid_key(point.name)
+            if point.step > self._stored.get(key, -1):
+                metrics.append(Metric(key, float(point.value), int(point.time_s * 1000), point.step))
+        if metrics:
+            client.log_batch(run_id, metrics=metrics, synchronous=True)
+
+    def _complete(self, client: MlflowClient, run_id: str) -> None:
+        """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
+        self._send_metrics(client, run_id)
+        summary = read_object(self._folder / SUMMARY_FILE)
+        self._send_points(client, run_id, summary_metrics(self._folder / METRICS_FILE, summary))
+        files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
+        ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+        client.set_terminated(run_id, self._status, int(ended_s * 1000))
+        remove_unfinished(client, run_id)
+        parts: dict[str, Callable[[], None]] = {
+            name: partial(self._send_artifact, client, run_id, self._folder / name)
+            for name in ARTIFACTS
+            if (self._folder / name).exists()
+        }
+        parts["its description"] = partial(self._send_description, client, run_id)
+        parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
+        problems: dict[str, Exception] = {}
+        for part, send in parts.items():
+            self._next(part, f"all before {part}")
+            try:
+                send()
+            except GivenUp:
+                raise
+            except Exception as error:
+                problems[part] = error
+        if problems:
+            self._lacks = " and ".join(problems)
+            raise next(iter(problems.values()))
+        self._run.delivered = True
+        self._write_record()
+
+    def _send_artifact(self, client: MlflowClient, run_id: str, path: Path) -> None:
+        """Send a file or a folder that MLflow lacks; the best weights are sent as a model if they can be served."""
+        changed = max(file.stat().st_mtime_ns for file in (path, *path.rglob("*")))
+        if self._run.sent.get(path.name) == changed:
+            return
+        self._next(path.name, path.name, size_of(path) / UPLOAD_BYTES_PER_S)
+        model_id = log_best(client, client.get_run(run_id), self._folder, self._run) if path.name == BEST else None
+        if not model_id:
+            client.log_artifact(run_id, str(path))
+        if path.name == BEST:
+            self._run.model = f"models:/{model_id}" if model_id else None
+        if path.name == PRECISION_FILE and (rows := read_object(path).get("modules")):
+            # As MLflow's log_table does it, which would append to the table when it is repeated.
+            table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
+            client.log_dict(run_id, table, MODULES_FILE)
+            client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps([{"path": MODULES_FILE, "type": "table"}]))
+        self._run.sent[path.name] = changed
+        self._write_record()
+
+    def _send_checkpoints(self, client: MlflowClient, run_id: str) -> None:
+        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; remove those that are gone here."""
+        wanted = checkpoints.wanted(self._folder, self._run.checkpoints, self._uri)
+        sent = self._run.sent
+        new = False
+        for path in wanted:
+            with suppress(FileNotFoundError):  # the run has removed it meanwhile
+                changed = path.stat().st_mtime_ns
+                if sent.get(path.name) == changed:
+                    continue
+                if sent.pop(path.name, None):  # the same step was saved again, after a resume
+                    checkpoints.remove(client, run_id, path.name)
+                for file, place in checkpoints.files_of(path):
+                    self._send_metrics(client, run_id)
+                    self._next("its checkpoints", f"{path.name}/{file.name}", size_of(file) / UPLOAD_BYTES_PER_S)
+                    client.log_artifact(run_id, str(file), place)
+                sent[path.name], new = changed, True
+                self._write_record()
+        if (new or self._ending.is_set()) and wanted and self._may_remove:
+            self._may_remove = checkpoints.remove_others(client, run_id, [path.name for path in wanted])
+
+    def _send_description(self, client: MlflowClient, run_id: str) -> None:
+        resumable = self._run.checkpoints != "none"
+        if text := description(self._folder, run_id, self._run.model, resumable=resumable):
+            note = self._run.tags.get("note")
+            self._describe(client, run_id, f"{note}\n\n{text}" if note else text)
+
+    def _describe(self, client: MlflowClient, run_id: str, text: str) -> None:
+        """Set the description of the run; words that a user wrote in their place stay."""
+        before = client.get_run(run_id).data.tags.get(NOTE_TAG, "")
+        if text != before and before in ("", self._run.description):
+            client.set_tag(run_id, NOTE_TAG, text)
+            self._run.description = text
+            self._write_record()
+
+    def _write_record(self) -> None:
+        with suppress(OSError):  # a full disk must not stop it; what MLflow has already, it ignores
+            self._run.write(self._folder)
+
+    @contextmanager
+    def _sampling(self, run_id: str) -> Iterator[None]:
+        """Let MLflow sample the machine meanwhile; where that cannot start, say so once and go on without."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        monitor: Any = None
+        try:
+            monitor = SystemMetricsMonitor(
+                run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
+            )
+            monitor.start()
+        except Exception as error:  # of many kinds, by the libraries that MLflow asks
+            self._system_metrics = False
+            why = first_line(error)
+            log.warning("MLflow cannot sample this machine: %s. The run's own metrics are still sent.", why)
+        try:
+            yield
+        finally:
+            if self._system_metrics:
+                monitor.finish()
+
+    def _warn(self, problem: str) -> None:
+        log.warning(
+            "MLflow at %s does not accept this run yet (%s). Training continues; %s has the metrics. If the address is "
+            "wrong, set tracking.uri or MLFLOW_TRACKING_URI; tracking=local sends nothing.",
+            redacted(self._uri),
+            problem,
+            self._folder / METRICS_FILE,
+        )
+        self._warned = True
+
+    def _missing(self, reason: str) -> str:
+        return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
+
+
+def remove_unfinished(client: MlflowClient, run_id: str) -> None:
+    """Remove what an upload to a folder on this machine leaves behind when it is killed."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+    from mlflow.utils.uri import is_local_uri
+
+    place = client.get_run(run_id).info.artifact_uri
+    if is_local_uri(place):
+        for left in Path(local_file_uri_to_path(place)).rglob(".artifact.uploading.*"):
+            left.unlink()
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def how_to_send(folder: Path, missing: str) -> str:
+    """Return the warning about a run of which MLflow does not have everything."""
+    command = shlex.join(["python", "scripts/sync.py", str(folder)])
+    return f"MLflow upload incomplete ({missing}). Data is safe in {folder}; retry with: {command}"

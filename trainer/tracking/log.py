@@ -1,0 +1,186 @@
+"""The metric log of a run, ``metrics.jsonl``, which is authoritative, and MLflow, which follows it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError, redacted
+from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, final_status, write_json
+from trainer.tracking.follower import Follower, how_to_send
+from trainer.tracking.options import Tracking
+from trainer.tracking.store import configured_uri, tracking_uri, usable_uri
+from trainer.tracking.tracked_run import TrackedRun
+
+log = logging.getLogger("mantissa")
+
+
+class MetricLog:
+    """Appends the metrics of one run to ``metrics.jsonl``: a line for each step, with ``step`` and ``time``.
+
+    If the disk is full, lines are kept in memory and tried again with the next one. Only rank 0 has a log.
+    """
+
+    def __init__(self, config: Tracking, folder: Path, run: TrackedRun, resumed_bytes: int | None = None) -> None:
+        """Open the log and start the thread that sends it to MLflow.
+
+        Args:
+            config: the ``tracking`` group.
+            folder: folder of the run; that of a new run has no log yet.
+            run: what MLflow gets when the run begins.
+            resumed_bytes: ``bytes`` when the checkpoint of a resumed run was saved; what was logged after it is
+                removed.
+        """
+        self.folder = folder
+        self.run = run
+        path = folder / METRICS_FILE
+        if resumed_bytes is not None:
+            if path.exists():
+                os.truncate(path, resumed_bytes)
+            if (folder / TRACKING_FILE).exists():  # else it was lost to a full disk
+                self.run = TrackedRun.read(folder).resumed_as(run, resumed_bytes)
+            _tolerate(lambda: (folder / SUMMARY_FILE).unlink(missing_ok=True), folder / SUMMARY_FILE)
+        self._file = path.open("ab", buffering=0)
+        self.bytes = self._file.tell()
+        """Length of the file."""
+        self._unwritten = bytearray()
+        self._warned = False
+        self._timeout_s = config.upload_timeout_s
+        self._follower: Follower | None = None
+        if config.mlflow:
+            uri = _store_of(config, self.run)
+            self.run.send_to(uri)
+            self._follower = Follower(folder, uri, self.run, config.flush_every_s, config.system_metrics)
+        _tolerate(lambda: self.run.write(folder), folder / TRACKING_FILE)
+        if self._follower:
+            self._follower.start()
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line.
+
+        Args:
+            step: the optimizer step of the values.
+            metrics: Python numbers by name. A value that is not finite is logged as null, with ``<name>_nonfinite`` 1.
+        """
+        if "step" in metrics or "time" in metrics:
+            raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
+        line = {"step": step, "time": time.time(), **countable(metrics)}
+        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._write()
+
+    def close(self, status: str, summary: Mapping[str, object]) -> bool:
+        """Write the summary with its status (FINISHED, FAILED or KILLED) and the plots, and complete the upload.
+
+        Neither a full disk nor MLflow makes it raise.
+
+        Returns:
+            Whether the summary was written.
+        """
+        from trainer.tracking.plots import plot_run
+
+        self._close_file()
+        path = self.folder / SUMMARY_FILE
+        try:
+            try:
+                _tolerate(lambda: plot_run(self.folder), self.folder / "plots")
+            finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
+                written = _tolerate(lambda: write_json(path, countable({"status": status, **summary})), path)
+        finally:
+            if self._follower and (missing := self._follower.conclude(status, self._timeout_s)):
+                log.warning("%s", how_to_send(self.folder, missing))
+        return written
+
+    def abandon(self) -> None:
+        """Stop at once. What MLflow lacks stays in the folder, and a warning has the command that sends it."""
+        self._close_file()
+        if self._follower and (missing := self._follower.abandon()):
+            log.warning("%s", how_to_send(self.folder, missing))
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                count = self._file.write(self._unwritten)  # on a nearly full disk, only a part
+                self.bytes += count
+                del self._unwritten[:count]
+        except OSError as error:
+            if not self._warned:
+                kept = "Training continues; the metrics are kept in memory."
+                log.warning("%s cannot be written (%s). %s", self._file.name, error.strerror, kept)
+            self._warned = True
+
+    def _close_file(self) -> None:
+        if self._file.closed:
+            return
+        self._write()
+        with suppress(OSError):
+            self._file.close()
+        if lines := self._unwritten.count(b"\n"):
+            log.warning("%s could not be written completely: its last %d lines are lost.", self._file.name, lines)
+
+
+def finish_delivery(folder: Path, config: Tracking) -> None:
+    """Send to MLflow what it lacks of a run that has ended, while that makes progress; warn about the rest.
+
+    Args:
+        folder: folder of the run; the caller holds its lock.
+        config: the ``tracking`` group that the run is resumed with.
+    """
+    (folder / f".{SUMMARY_FILE}.partial").unlink(missing_ok=True)  # of a process that was killed at the very end
+    if not config.mlflow:
+        return
+    try:
+        run = TrackedRun.read(folder)
+        uri = _store_of(config, run)
+    except UserError as error:
+        log.warning("%s", error)
+        return
+    run.send_to(uri)
+    if run.delivered:
+        return
+    log.info("Sending the rest of this run to MLflow at %s.", redacted(uri))
+    missing = Follower(folder, uri, run).conclude(final_status(folder) or "KILLED", config.upload_timeout_s)
+    if missing:
+        log.warning("%s", how_to_send(folder, missing))
+    else:
+        log.info("MLflow now has the complete run.")
+
+
+def _store_of(config: Tracking, run: TrackedRun) -> str:
+    """Return the store of a run: the one in the config or the environment, else the one that it was sent to before."""
+    if configured := configured_uri(config.uri):
+        return configured
+    return usable_uri(run.uri) if run.uri else tracking_uri()
+
+
+def _tolerate(write: Callable[[], object], path: Path) -> bool:
+    """Write a file that the run does not depend on; if that fails, warn and return False."""
+    try:
+        write()
+    except OSError as error:
+        log.warning("%s cannot be written (%s).", path, error.strerror or error)
+        return False
+    return True
+
+
+def countable(value: Any) -> Any:
+    """Return plain values for strict JSON, which has no NaN and no infinity.
+
+    Such a value becomes null; in a mapping, its presence becomes a count of 1, ``<key>_nonfinite``.
+    """
+    if isinstance(value, Mapping):
+        result: dict[str, Any] = {}
+        for key, item in value.items():
+            result[key] = countable(item)
+            if isinstance(item, float) and not math.isfinite(item):
+                result[f"{key}_nonfinite"] = 1
+        return result
+    if isinstance(value, (list, tuple)):
+        return [countable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

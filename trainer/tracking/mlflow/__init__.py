@@ -1,1 +1,0 @@
-"""MLflow: the tracking store, what is sent to it, and what is fetched from it."""
