@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mantissa.effective import Listener, changed_by
+from mantissa.setup import Listener, changed_by
 from mantissa.tensors import numbers_in
 from mantissa.updates import Counts, UpdateMeter, is_elementwise, local, measurable
 
@@ -95,7 +95,7 @@ class Meters:
         if not self._named:
             return
         self._half = half
-        if not self._named:  # the optimizer is another model's, as the manifest says
+        if not self._named:  # the optimizer is another model's, as Watch says
             return
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_map_only
 
 from mantissa.display import columns, listed
 from mantissa.doctor.diagnosis import SWEEP
-from mantissa.effective import FirstStep, Listener, Manifest, changed_by, manifest, policies
 from mantissa.errors import FormatError, NotFiniteError, UsageError
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters
+from mantissa.setup import FirstStep, Listener, Setup, changed_by, policies, read_setup
 from mantissa.tensors import finite, freeze, numbers_in, tensors
 from mantissa.updates import local
 
@@ -80,7 +80,7 @@ class Watch:
         keep_weights: whether a second copy of the weights is kept, to replay a step from the weights before it. None:
             on accelerators, where a failure is known some steps later.
         build: returns the model as before FSDP2 sharded it, for the replay.
-        say: hears the manifest, the warnings and the report of a failure.
+        say: hears what is set up, the warnings and the report of a failure.
 
     Raises:
         UsageError: an argument cannot work.
@@ -133,7 +133,7 @@ class Watch:
         self.number = 0
         """Of the last optimizer step."""
         self.skipped = 0
-        self.manifest: Manifest | None = None
+        self.setup: Setup | None = None
         self.history: list[Measured] = []
         """Of every metered step."""
         self._in_a_row = 0
@@ -229,7 +229,7 @@ class Watch:
         if self._gradients_seen:
             return
         self._gradients_seen = True
-        if self.manifest is None:
+        if self.setup is None:
             self._first.before_update()
         optimizer = self.optimizer
         self._save(self._weights)
@@ -333,8 +333,8 @@ class Watch:
         measured = self.number % self._every == 0
         whole = [torch.stack(losses).sum()] if self._parts and losses else losses
         read = self.meters.end(self.number, whole, self.skipped) if measured and self._updated else None
-        if self.manifest is None and self._updated:
-            self._state_manifest()
+        if self.setup is None and self._updated:
+            self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
         self._waiting.append(
@@ -352,12 +352,12 @@ class Watch:
         event.record()
         return event
 
-    def _state_manifest(self) -> None:
+    def _state_setup(self) -> None:
         self._first.close()
         self._buffers = [each for each in self._buffers if each[0]._version != each[2]]
-        self.manifest = manifest(self._first, self._precision)
+        self.setup = read_setup(self._first, self._precision)
         if not self._ranks or dist.get_rank() == 0:
-            self._say(str(self.manifest))
+            self._say(str(self.setup))
 
     def _learn(self, step: _Step) -> None:
         """Take in the outcome of a step."""

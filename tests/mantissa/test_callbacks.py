@@ -79,7 +79,7 @@ def test_transformers_trainer_is_watched_and_trains_the_same(tmp_path: Path) -> 
     watched = trained(gpt2(), tmp_path, [callback], bf16=True)
     assert same_bits(trained(gpt2(), tmp_path, [], bf16=True).state_dict(), watched.state_dict())
     assert said[0].startswith("requested: bf16; effective:")
-    assert callback.watch.manifest.differences == []
+    assert callback.watch.setup.differences == []
     assert [each.step for each in callback.watch.history] == [3, 6]
     assert "transformer.h.1.mlp.act" in callback.watch.history[0].overflow
 
@@ -170,9 +170,9 @@ def test_accelerates_loop_is_watched(steps: int, tmp_path: Path) -> None:
 
     train()
     assert watch.number == 8 // steps
-    assert watch.manifest is not None
-    assert watch.manifest.differences == []
-    assert watch.manifest.effective["autocast"] == "bfloat16"
+    assert watch.setup is not None
+    assert watch.setup.differences == []
+    assert watch.setup.effective["autocast"] == "bfloat16"
     net[1].level.data.fill_(-1.0)
     with pytest.raises(mantissa.NotFiniteError, match=rf"step {8 // steps + 1}: .*domain, forward: 1;"):
         train()
@@ -218,7 +218,7 @@ def test_lightnings_trainer_is_watched_and_a_step_is_replayed(precision: Any, tm
     assert same_bits(fit([]).state_dict(), watched.state_dict())
     assert [each.step for each in callback.watch.history] == [2, 4]
     assert callback.watch.history[1].loss == pytest.approx(watched.trainer.callback_metrics["loss"].item(), rel=1e-6)
-    assert callback.watch.manifest.differences == []
+    assert callback.watch.setup.differences == []
     bad = 5
     with pytest.raises(mantissa.NotFiniteError, match=r"step 3: a gradient is not finite; .*net\.1"):
         fit([Precision(say=said.append)])

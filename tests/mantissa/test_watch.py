@@ -463,7 +463,7 @@ def test_a_loss_needs_the_batches() -> None:
         training.step(1)
 
 
-def test_the_manifest_is_said_once() -> None:
+def test_the_setup_is_said_once() -> None:
     training = Training(precision="bf16").train(3)
     assert sum("requested: bf16" in each for each in training.said) == 1
     assert "DIFFERS: precision=bf16 asks for autocast" in training.said[0]

@@ -70,9 +70,9 @@ def trained(kind: str, folder: Path | None) -> tuple[list[Tensor], dict[str, obj
         except NotFiniteError as error:
             found["error"] = str(error)
         optimizer.zero_grad()
-    if watch is not None and watch.manifest is not None:
-        found["differences"] = watch.manifest.differences
-        found["effective"] = watch.manifest.effective
+    if watch is not None and watch.setup is not None:
+        found["differences"] = watch.setup.differences
+        found["effective"] = watch.setup.effective
         found["overflow"] = [name for each in watch.history for name in each.overflow]
         found["lost"] = [counts.lost_share for each in watch.history for counts in each.lost.values()]
     return [local(each.detach()).clone() for each in net.parameters()], found

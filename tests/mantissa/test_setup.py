@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mantissa.effective import FirstStep, Manifest, flags_differ, fp32_flags, manifest
 from mantissa.formats import FORMATS
+from mantissa.setup import FirstStep, Setup, flags_differ, fp32_flags, read_setup
 
 AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,8 +45,8 @@ def taken(
     made: Callable[[Net], torch.optim.Optimizer] = lambda net: torch.optim.AdamW(net.parameters()),
     late: Callable[[Net], None] = lambda net: None,
     step: Callable[[torch.optim.Optimizer, Any], None] | None = None,
-) -> Manifest:
-    """Take a step and return its manifest; ``change`` is made before the optimizer, ``late`` after it is watched."""
+) -> Setup:
+    """Take a step and return its setup; ``change`` is made before the optimizer, ``late`` after it is watched."""
     torch.manual_seed(0)
     net = Net().to(dtype)
     change(net)
@@ -69,7 +69,7 @@ def taken(
     first.close()
     hook.remove()
     assert not any(module._forward_pre_hooks for module in net.modules())
-    return manifest(first, precision)
+    return read_setup(first, precision)
 
 
 def masters(net: Net) -> torch.optim.Optimizer:
@@ -237,6 +237,6 @@ def test_transformers_loads_a_checkpoints_bf16_weights_though_fp32_is_trained(tm
         loss.backward()
         first.before_update()
         optimizer.step()
-        found = manifest(first, "bf16")
+        found = read_setup(first, "bf16")
         assert any("from_pretrained(…, dtype=torch.float32)" in each for each in found.differences) == differs
         assert "the model's config: sdpa" in found.effective["attention"]

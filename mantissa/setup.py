@@ -22,8 +22,8 @@ _SDPA = ("flash", "mem_efficient", "cudnn", "math")
 
 
 @dataclass
-class Manifest:
-    """What a training computes in, and where that is not what was asked for."""
+class Setup:
+    """What a training is set up to compute in, and where that is not what was asked for."""
 
     requested: str
     """The name of a precision format; empty: not stated."""
@@ -53,7 +53,7 @@ class Listener:
 
 
 class FirstStep:
-    """Sees what a manifest needs and no tensor tells later, from before the first step on until ``close``.
+    """Sees what a setup needs and no tensor tells later, from before the first step on until ``close``.
 
     Args:
         model: without the wrappers of DDP and torch.compile.
@@ -112,7 +112,7 @@ class FirstStep:
             self._hooks.pop().remove()
 
 
-def manifest(first: FirstStep, precision: str | None = None) -> Manifest:
+def read_setup(first: FirstStep, precision: str | None = None) -> Setup:
     """Return what is requested and what is effective, after an optimizer step.
 
     Args:
@@ -123,7 +123,7 @@ def manifest(first: FirstStep, precision: str | None = None) -> Manifest:
     parts = (_weights, _update, _autocast, _scaling, _products, _fp8, _fsdp2, _optimized)
     rows: dict[str, str] = {}
     differences = [sentence for part in parts for sentence in part(first, format, rows)]
-    return Manifest(precision or "", rows, differences)
+    return Setup(precision or "", rows, differences)
 
 
 def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
