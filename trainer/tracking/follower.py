@@ -203,8 +203,8 @@ class Follower(threading.Thread):
         """
         if self._given_up.is_set():
             raise GivenUp
-        self._lacks = lacks
         if done not in self._done:
+            self._lacks = lacks
             self._done.add(done)
             self._failures, self._problem = 0, None
             self._deadline = max(self._deadline, time.monotonic() + self._timeout_s + allowance_s)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from tests.command_line.conftest import Train
 from tests.helpers import same_bits
@@ -24,7 +25,7 @@ from tests.tracked import tracked
 from trainer.checkpoint.reader import load
 from trainer.errors import UserError
 from trainer.run.run import Run
-from trainer.tracking.checkpoints import names
+from trainer.tracking.checkpoints import names, remove_others
 from trainer.tracking.fetch import fetch
 from trainer.tracking.sync import send
 from trainer.trainer import Trainer
@@ -63,16 +64,20 @@ def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
 
 
 def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
-    succeed: Train, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(*given: Any, **options: Any) -> None:
         raise PermissionError("no right at http://me:s3cret@host to delete")
 
-    monkeypatch.setattr("mlflow.store.artifact.artifact_repository_registry.get_artifact_repository", forbidden)
-    succeed(*JOB, "steps=3", "tracking.checkpoints=last", "checkpoint.keep=1")
-    done = succeed(f"resume={RUN}", "steps=9", "eval_every=1")
-    assert done.out.count("no right at http://***@host to delete") == 1
-    assert names(client, run_id())[0] == "step-00000003"
+    run = client.create_run("0").info.run_id
+    for step in (3, 6):
+        client.log_text(run, "{}", f"checkpoints/step-{step:08d}/manifest.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalArtifactRepository, "delete_artifacts", forbidden)
+        assert not remove_others(client, run, ["step-00000006"])
+    (said,) = caplog.messages
+    assert "no right at http://***@host to delete" in said
+    assert len(names(client, run)) == 2
 
 
 def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
@@ -115,7 +120,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_artifact", refuse)
-        done = train(*JOB, "steps=3", "tracking.checkpoints=last", "tracking.upload_timeout_s=1")
+        done = train(*JOB, "steps=3", "tracking.checkpoints=last", "tracking.upload_timeout_s=10")
     assert done.code == 0
     assert "lacks its checkpoints: the line is down" in done.out, done.out
     own, moved = run_id(), RUN.rename("outputs/moved")
@@ -236,7 +241,7 @@ def test_damage_is_found_and_named_as_in_mlflow_and_nothing_is_left(
         return got
 
     monkeypatch.setattr(MlflowClient, "download_artifacts", damage)
-    for found in ("model.safetensors does not match its SHA-256", "manifest.json cannot be read"):
+    for found in ("model.safetensors does not match its SHA-256", "../../planted is missing"):
         with pytest.raises(UserError) as raised:
             fetch(f"mlflow:{saved}", store, "other")
         step = f"runs:/{saved}/checkpoints/step-0000000"
