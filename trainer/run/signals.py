@@ -26,6 +26,12 @@ _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 """Options that print something to be read by itself, or by a program."""
 _opened: list[float] = []
+_programs: list[str] = []
+
+
+def is_program() -> bool:
+    """Return whether this process is ``scripts/train.py``, and no other program that trains."""
+    return bool(_programs)
 
 
 def begin_program(arguments: Sequence[str]) -> None:
@@ -34,6 +40,7 @@ def begin_program(arguments: Sequence[str]) -> None:
     What is imported is no garbage: Python looks for some again when ``train`` allows it, which saves half a second.
     """
     _opened.append(time.monotonic())
+    _programs.append("train")
     gc.disable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
