@@ -114,12 +114,6 @@ class Huge(Float32):
         return LossOutput(super().loss(model, batch).loss_sum * 1e21, {})
 
 
-def huge(mode: str) -> list[Any]:
-    """The norm of gradients whose squares are infinite in fp32, and whether the step was skipped."""
-    record = fit(trainer_of(tagging(mode, 1, Huge(), clip=ClipNorm())), 1)[0]
-    return [record.grad_norm.item(), bool(record.skipped)]
-
-
 def flag(mode: str) -> dict[str, Any]:
     """Three steps, the second with an infinity on one rank; the fused optimizer gets the flag as on CUDA, or the host
     reads it.
@@ -281,7 +275,6 @@ def exchange() -> dict[str, Any]:
 
 CASES: dict[str, Callable[[str], Any]] = {
     "gradient": gradient,
-    "huge": huge,
     "flag": flag,
     "communication": communication,
     "accumulation": accumulation,
