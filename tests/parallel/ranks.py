@@ -27,7 +27,7 @@ from tests.parallel.test_metrics import metrics
 from tests.parallel.training import whole
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.config.schema import Config
-from trainer.data.contract import Batch, Datasets
+from trainer.data.contract import Datasets
 from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
 from trainer.optim.update import ClipNorm
@@ -38,7 +38,7 @@ from trainer.parallel.single import Parallel
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.recipe import DataSource, LossOutput, Recipe
+from trainer.recipe import DataSource, Recipe
 from trainer.trainer import Trainer
 
 DEVICE = os.environ.get("MANTISSA_TEST_DEVICE", "cpu")
@@ -105,13 +105,6 @@ def gradient(mode: str) -> dict[str, Any]:
             result[f"fp64 {micro}"] = step_of(trainer_of(tagging(mode, micro)))
     result["fp32 1"] = step_of(trainer_of(tagging(mode, 1, Float32())))
     return result
-
-
-class Huge(Float32):
-    """The squares of its gradients are infinite in fp32."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        return LossOutput(super().loss(model, batch).loss_sum * 1e21, {})
 
 
 def flag(mode: str) -> dict[str, Any]:
