@@ -131,10 +131,17 @@ def _check_names(override: Override) -> None:
     else:
         chosen = [] if value is None or isinstance(value, Sweep) else [str(value)]
     if key == "recipe":  # one may be a class without a YAML, which is not imported here
-        chosen = [name for name in chosen if name != "own" and not external_recipes.find_modules()]
+        elsewhere = external_recipes.find_modules()
+        chosen = [name for name in chosen if name != "own" and not elsewhere and not _is_quoted_in_recipes(name)]
     for name in chosen:
         if name not in known:
             raise UserError(f"{key}={name} is not a choice{nearest(name, known)} ({', '.join(known)})")
+
+
+def _is_quoted_in_recipes(name: str) -> bool:
+    """Return whether a file of ``recipes/`` has the name in quotes, as its class's name has to stand there."""
+    texts = (path.read_text(encoding="utf-8") for path in (CONF.parent / "recipes").rglob("*.py"))
+    return any(f'"{name}"' in text or f"'{name}'" in text for text in texts)
 
 
 def _parsed(argument: str) -> Override | None:
