@@ -24,7 +24,7 @@ from trainer.config.explain import explain
 from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import provenance
-from trainer.run.signals import OUTSIDE
+from trainer.run.signals import OUTSIDE, erase_loading_line
 from trainer.run.sweep import Ended, Sweep, TrainOne
 from trainer.run.terminal import leave_unread
 
@@ -125,6 +125,7 @@ def _train_one(
 def _report(error: RunError | Interrupted) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
     leave_unread()
+    erase_loading_line()
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:

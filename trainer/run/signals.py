@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--i
 """Options that print something to be read by itself, or by a program."""
 _opened: list[float] = []
 _programs: list[str] = []
+_loading_lines: list[bool] = []
+"""Whether the line that says what is being loaded stands on a terminal; empty once it is taken back."""
 
 
 def is_program() -> bool:
@@ -46,6 +49,13 @@ def begin_program(arguments: Sequence[str]) -> None:
         signal.signal(number, _leave)
     if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
         print("loading torch and the recipes …", flush=True)
+        _loading_lines.append(sys.stdout.isatty())
+
+
+def erase_loading_line() -> None:
+    """Erase from a terminal the line that says what is being loaded, unless a run has begun and said more."""
+    if _loading_lines and _loading_lines.pop() and _opened:
+        print("\x1b[A\x1b[K", end="", flush=True)
 
 
 def take_start_time() -> float:
