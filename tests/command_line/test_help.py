@@ -28,7 +28,11 @@ from trainer.config.explain import known_options
         ("ema.decay momentum", "ema.decay: float = 0.999\n    Decay per step", "ema.warmup"),
         ("optimzer", "optimzer is not a key of the config; did you mean 'optimizer'?", "lr"),
         ("=optimizer.lr", "optimizer.lr: float = 0.001\n    Peak", "weight_decay"),
-        ("data=digits data.path", "data.path is not an option of data=digits; it belongs to data=text", "lr"),
+        (
+            "data=digits data.path",
+            "data.path is not an option of data=digits; it belongs to data=imagefolder, data=text",
+            "lr",
+        ),
     ],
 )
 def test_help_explains(arguments: str, shown: str, left_out: str, train: Train) -> None:

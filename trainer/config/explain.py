@@ -72,7 +72,8 @@ def _unknown(key: str, owner: Any, value: str) -> str:
     if choices := known.get(key):
         here = next((choice for choice, cls in classes.items() if cls is owner), None)
         which = f"{group}={here}" if here else f"this {group}"
-        return f"{key} is not an option of {which}; it belongs to {', '.join(f'{group}={name}' for name in choices)}"
+        owners = ", ".join(f"{group}={name}" for name in sorted(choices))
+        return f"{key} is not an option of {which}; it belongs to {owners}"
     better = intended_key(option if classes else key)
     if classes and not better.startswith(f"{group}."):
         options = [name.partition(".")[2] for name in known if name.startswith(f"{group}.") and name.count(".") == 1]

@@ -66,7 +66,9 @@ def page(arguments: Sequence[str]) -> str:
             if not owners:
                 raise UserError(f"{word} is not a key of the config{nearest(word, known)}; --help lists the groups")
             if group in typed:
-                raise UserError(f"{word} is not an option of {group}={typed[group]}; it belongs to {', '.join(owners)}")
+                raise UserError(
+                    f"{word} is not an option of {group}={typed[group]}; it belongs to {', '.join(sorted(owners))}"
+                )
             found = keys(composed(overrides := [*overrides, owners[0]]))
     asked = words or ([] if "recipe" in typed else [name for name in typed if name in _groups()])
     parts = []

@@ -34,7 +34,7 @@ def groups() -> dict[str, dict[str, type]]:
     """
     bases = {group: base for group, base in get_type_hints(root()).items() if (CONF / group).is_dir()}
     modules = [*(base.__module__ for base in bases.values()), *_ELSEWHERE, *external_recipes.import_modules()]
-    modules += [module_of(file, PROJECT) for file in (PROJECT / "recipes").rglob("*.py")]
+    modules += [module_of(file, PROJECT) for file in sorted((PROJECT / "recipes").rglob("*.py"))]
     for module in modules:
         importlib.import_module(module)
     found: dict[str, dict[str, type]] = {}
