@@ -31,7 +31,7 @@ TRAIN = "python scripts/train.py"
 # What is not run here, by how it begins; its options are checked. Other tests run most of them.
 ELSEWHERE = (
     # Installs, downloads, or needs another machine.
-    "source .venv/bin/activate", "pip ", "PYTHONPATH=", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
+    "source .venv/bin/activate", "pip ", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
     f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT",
     # Takes several processes, or minutes.
     "torchrun ", "python benchmarks/bench.py", "python scripts/advise.py",
