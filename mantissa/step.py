@@ -360,6 +360,10 @@ class Replay:
             self.restore_generators()
             _restore(self._states)
 
+    def keep_attributes(self) -> None:
+        """Let every run start from the attributes that the model's modules have now."""
+        self._states = _states(self.model)
+
     def restore_generators(self) -> None:
         """Give all random generators the state from which the step starts."""
         set_random_state(self.step.generators, self.step.device)

@@ -595,6 +595,8 @@ def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None
             module.inplace = False  # type: ignore[assignment]
         if getattr(getattr(module, "config", None), "use_cache", False):  # of transformers: no call could be repeated
             module.config.use_cache = False  # type: ignore[union-attr]
+    low.keep_attributes()
+    reference.keep_attributes()
     low.microbatches = reference.microbatches = step.first_samples()
     calls = _calls(reference, reference.run)
     low.start()
