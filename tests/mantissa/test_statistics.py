@@ -135,7 +135,7 @@ def test_holms_levels() -> None:
 
 def test_the_levels_of_any_number_of_looks_add_up_to_5_percent() -> None:
     assert [look_level(look) for look in (1, 2, 3)] == pytest.approx([0.04, 0.005, 0.0025])
-    assert 0.0499 < sum(look_level(look) for look in range(1, 60)) <= 0.05
+    assert 0.0499 < sum(look_level(look) for look in range(1, 60)) < 0.05 + 1e-12  # the sum is rounded
 
 
 def test_a_planted_difference_of_one_per_cent_is_found() -> None:
