@@ -198,7 +198,6 @@ MISTAKES = {
     "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",
-    "run=damaged": "damaged/best/model.safetensors is not as the run wrote it",
 }
 
 
@@ -211,9 +210,6 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
         Path(name).mkdir(exist_ok=True)
         of = json.loads(Path("outputs/gpt2/config.json").read_text())
         Path(name, "config.json").write_text(json.dumps(of | config))
-    shutil.copytree("outputs/images", "damaged", dirs_exist_ok=True)
-    weights = Path("damaged/best/model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\7")  # as long as before
     done = evaluate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err

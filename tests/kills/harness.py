@@ -39,7 +39,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 OPTIONS = [
     *("batch_size=8", "micro_batch_size=2", "eval_every=5", "eval_samples=6", "log_every=4", "checkpoint.every=3"),
     *("deterministic=true", "profiler=none", "clip=norm"),
-    *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.upload_timeout_s=3"),
+    *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.upload_timeout_s=30"),
     *("resume=auto", "run_name=run"),
 ]
 CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")

@@ -36,7 +36,7 @@ class CommandLine:
     @property
     def is_multirun(self) -> bool:
         """Whether it may start several runs."""
-        return bool(_MULTIRUN & {*self.arguments})
+        return bool(_MULTIRUN & {*self.arguments}) or str(self.value("hydra.mode")) == "MULTIRUN"
 
     @property
     def swept_keys(self) -> list[str]:

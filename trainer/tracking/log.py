@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError, redacted
+from trainer.errors import RunError, UserError, redacted
 from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, final_status, write_json
 from trainer.tracking.follower import Follower, how_to_send
 from trainer.tracking.options import Tracking
@@ -68,12 +68,27 @@ class MetricLog:
         Args:
             step: the optimizer step of the values.
             metrics: Python numbers by name. A value that is not finite is logged as null, with ``<name>_nonfinite`` 1.
+
+        Raises:
+            RunError: the log was removed or moved away.
         """
+        path = self.folder / METRICS_FILE
+        if not self._is_there(path):
+            raise RunError(
+                f"{path} was removed or moved away while the run trained; put it back and resume, or start anew"
+            )
         if "step" in metrics or "time" in metrics:
             raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
         line = {"step": step, "time": time.time(), **countable(metrics)}
         self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
         self._write()
+
+    def _is_there(self, path: Path) -> bool:
+        """Return whether the log still has its name: neither removed nor moved away, nor its folder."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        except (OSError, ValueError):  # a ValueError of a file that is closed
+            return False
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
         """Write the summary with its status (FINISHED, FAILED or KILLED) and the plots, and complete the upload.

@@ -47,7 +47,7 @@ def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.
     plain, native = (replace(detect("cpu"), cpu_flags=frozenset(flags)) for flags in ((), ("amx_bf16",)))
     for hardware, why in (
         (native, "bf16 matmuls are 4.9× slower than fp32 here"),
-        (plain, "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"),
+        (plain, "bf16 matmuls, convolutions, attention: fp32 arithmetic, this CPU has no bf16 instructions"),
     ):
         space, _ = space_of(SMALL, hardware)
         assert space.left_out["bf16"] == why

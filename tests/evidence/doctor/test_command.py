@@ -117,15 +117,6 @@ def test_weights_that_are_infinite_already_are_what_is_found(tmp_path: Path, sai
     assert any("is not finite before the step" in line for line in lines)
 
 
-def test_an_earlier_step_whose_loss_is_not_finite_is_examined(tmp_path: Path, said: Said) -> None:
-    run = failed(tmp_path, "precision=bf16", "optimizer.lr=3e9", "checkpoint=none")  # its gradients are finite
-    shutil.rmtree(run / "failure")
-    code, lines = said(f"resume={run}", "check=formats")
-    assert code == 7
-    assert any(line.startswith("step 2 reproduced") for line in lines)
-    assert "note: the loss is already not finite at step 2: that step is examined instead of step 3" in lines
-
-
 def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: Said) -> None:
     code, lines = said(f"resume={finished}", "check=formats,manifest,range,modules,updates")
     assert code == 0
