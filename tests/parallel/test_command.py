@@ -185,14 +185,14 @@ def test_an_error_on_one_rank_is_reported_with_the_rank(
     _, err = done(start(2, *sweep, script=str(tmp_path / "broken.py")), code=1)
     assert f"rank 1: error: {reported}the third step is unlucky" in err
     assert re.search(r"Root Cause[^~]*?rank\s+: 1 ", err), err
-    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run-seed_0"]
 
 
 def test_an_error_on_all_ranks_is_reported_once_and_the_sweep_continues(start: Start, tmp_path: Path) -> None:
     wrong_first = ("hydra.mode=MULTIRUN", "batch_size=7,8", "parallel=ddp", "steps=2")
     _, err = done(start(2, *wrong_first), code=1)
     assert err.count("error: batch_size=7 is not a multiple") == 1
-    assert json.loads((tmp_path / "outputs/run/summary.json").read_text())["status"] == "FINISHED"
+    assert json.loads((tmp_path / "outputs/run-batch_size_8/summary.json").read_text())["status"] == "FINISHED"
 
 
 def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -> None:
