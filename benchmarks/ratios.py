@@ -142,7 +142,7 @@ def _rank(file: str, repeats: str, *options: str) -> None:
     loops = {"mantissa": steps_of(trainer), "bare": BareDDP(workload).run}
     blocks = {name: partial(stopwatch(loop, trainer.device), STEPS) for name, loop in loops.items()}
     times = interleave(blocks, int(repeats))
-    if world.first:
+    if world.is_main:
         Path(file).write_text(json.dumps(times))
     dist.destroy_process_group()
 

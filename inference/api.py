@@ -16,7 +16,7 @@ from inference.generate import generation
 from inference.options import EvaluateOptions, GenerateOptions, RunOptions
 from trainer.api import Trained, as_overrides, undisturbed
 from trainer.config.options import parse
-from trainer.recipe import Own
+from trainer.recipe import UserRecipe
 
 Options = TypeVar("Options", bound=RunOptions)
 Weights = Trained | str | PathLike[str]
@@ -74,4 +74,4 @@ def _opened(
     place = str(run.folder) if isinstance(run, Trained) else fspath(run)
     own, rest = parse(typed, kind, "overrides", **texts | {"run": place})
     recipe = run.recipe if isinstance(run, Trained) else None
-    return replace(own.find(), own=recipe if isinstance(recipe, Own) else None), own, rest
+    return replace(own.find(), own=recipe if isinstance(recipe, UserRecipe) else None), own, rest

@@ -1,4 +1,4 @@
-"""Operators in a dtype that the user chose, whatever autocast does: ``precision.fp32_ops`` and ``low_ops``."""
+"""Operators in a dtype that the user chose, whatever autocast does: ``precision.fp32_ops`` and ``half_ops``."""
 
 from __future__ import annotations
 

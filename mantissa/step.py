@@ -153,7 +153,7 @@ class Step:
     """Scale down to which the run's scaler backs off; 0: its scale stays as it is."""
     count: Callable[[list[Batch]], int] = len
     """Number that the losses of microbatches are divided by: theirs, or that of their targets."""
-    normaliser: Callable[[int, Format], tuple[float, float]] = lambda count, format: (count, 1.0)
+    loss_divisor: Callable[[int, Format], tuple[float, float]] = lambda count, format: (count, 1.0)
     """From that number of the whole step and a format: the divisor of the loss before backward, and the factor that
     gradients then still need."""
     sums_loss: bool = False
@@ -252,7 +252,7 @@ class Step:
 
     def share(self, microbatches: list[Batch]) -> float:
         """Return what the run multiplies the gradients of the mean over these microbatches by, before a loss scale."""
-        return self.count(microbatches) / self.normaliser(self.count(self.microbatches), self.format)[0]
+        return self.count(microbatches) / self.loss_divisor(self.count(self.microbatches), self.format)[0]
 
     def available(self, format: str) -> bool:
         """Return whether the machine computes in a format, if only by emulation."""
@@ -354,7 +354,7 @@ class Replay:
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.step.buffers[name])
             if self.masters is not None:
-                for name, master in self.masters.held():
+                for name, master in self.masters.persistent_weights():
                     master.copy_(self.step.weights[name])
             self._clear_gradients()
             self.restore_generators()
@@ -416,7 +416,7 @@ class Replay:
         Returns:
             ``loss`` and ``correction`` of a result.
         """
-        divisor, correction = self.step.normaliser(self.step.count(self.microbatches), self.format)
+        divisor, correction = self.step.loss_divisor(self.step.count(self.microbatches), self.format)
         total: Tensor | None = None
         for batch in microbatches:
             share = self.loss(map_tensors(batch, self.widened)) * self.loss_factor / divisor

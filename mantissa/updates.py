@@ -31,7 +31,7 @@ class Masters(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Return what the optimizer changes, named as in the model."""
 
-    def held(self) -> Iterable[tuple[str, nn.Parameter]]:
+    def persistent_weights(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Return those that are kept between steps."""
 
     def take_gradients(self) -> None:
@@ -140,7 +140,7 @@ class UpdateMeter:
         self._clip = clip
         self._size = sample
         own = dict(model.named_parameters())
-        held = dict(masters.held()) if masters else {}
+        held = dict(masters.persistent_weights()) if masters else {}
         self.stochastic = masters is not None and not held
         """Whether weights are rounded at random: single updates then are lost on purpose."""
         by_weights = any(weight.dtype == half for weight in own.values())  # else autocast, for all of them

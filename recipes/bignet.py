@@ -102,5 +102,5 @@ class BigNet(Recipe):
         loss = F.mse_loss(prediction, batch["y"], reduction="sum") / self.width
         return LossOutput(loss * self.loss_weight, {})
 
-    def facts(self, model: nn.Module, datasets: Datasets) -> dict[str, Any]:
+    def summary_fields(self, model: nn.Module, datasets: Datasets) -> dict[str, Any]:
         return {"size": f"{self.layers}x{self.width}"}

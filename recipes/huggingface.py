@@ -269,7 +269,7 @@ class SizedRecipe(Recipe):
     def sizes(self, hardware: Hardware) -> Sizes:
         return self.gpu_sizes if hardware.is_gpu else self.cpu_sizes
 
-    def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
+    def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         if self.pretrained:
             return {"size": f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M pretrained"}
         return {"size": self.size}
@@ -279,7 +279,7 @@ class SizedRecipe(Recipe):
         positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
         return positions
 
-    def fitted(
+    def adapt_weights(
         self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights with this model's padding of the vocabulary."""

@@ -188,7 +188,7 @@ class LanguageRecipe(SizedRecipe):
             raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
         return replace(resolved, chunked_loss=self.chunked_loss is True), decisions
 
-    def saving_memory(self) -> list[Decision]:
+    def memory_overrides(self) -> list[Decision]:
         """Return the chunked loss, where the user left it to us and torch has it."""
         if self.chunked_loss != "auto" or not torch_can_chunk():
             return []
@@ -227,7 +227,7 @@ class LanguageRecipe(SizedRecipe):
         """Return the beginning of the validation text."""
         return datasets.tokens.tokenizer.decode(datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].tolist())
 
-    def epilogue(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
+    def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
         """Show a short sample of generated text."""
         tokenizer = datasets.tokens.tokenizer
         start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)

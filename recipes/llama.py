@@ -122,10 +122,10 @@ class Llama(LanguageRecipe):
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
         return list(model.network.model.layers)
 
-    def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
+    def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         """Return the size, and what was changed of it."""
         if self.pretrained:
-            return super().facts(model, datasets)
+            return super().summary_fields(model, datasets)
         return {"size": ", ".join([self.size, *(f"{key} {value}" for key, value in self._changed.items())])}
 
     @property

@@ -140,7 +140,7 @@ class ResNet(Recipe):
             return datasets
         return replace(datasets, mean=tuple(self.mean), std=tuple(self.std))
 
-    def decided(self, datasets: ImageDatasets) -> list[Decision]:
+    def data_decisions(self, datasets: ImageDatasets) -> list[Decision]:
         """Return what becomes of the pretrained weights."""
         if self.pretrained is None:
             return []
@@ -156,7 +156,7 @@ class ResNet(Recipe):
         model: Any = architectures.build(self.arch, datasets.image_size, outputs)
         if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
             found = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
-            weights, _ = self.fitted(found.state, model, datasets, {"classes": found.classes})
+            weights, _ = self.adapt_weights(found.state, model, datasets, {"classes": found.classes})
             remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
             fill(model, weights, f"recipe.pretrained={self.pretrained}", remedy)
         model.normalise = Normalise(datasets.mean, datasets.std)
@@ -201,11 +201,11 @@ class ResNet(Recipe):
         return objective.cross_entropy(logits, batch, self.label_smoothing, weights)
 
     @classmethod
-    def inherited(cls, about: dict[str, Any]) -> dict[str, Any]:
+    def options_from_checkpoint(cls, about: dict[str, Any]) -> dict[str, Any]:
         """Return the size and the normalisation of the images that the weights were trained with."""
         return {name: about[name] for name in ("image_size", "mean", "std") if name in about}
 
-    def fitted(
+    def adapt_weights(
         self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights, but a new head where the classes are others."""
@@ -236,7 +236,7 @@ class ResNet(Recipe):
             "an image of that size as it is",
         }
 
-    def packages(self) -> list[str]:
+    def extra_requirements(self) -> list[str]:
         """Return timm where it has the architecture."""
         return ["timm"] if self.arch.startswith(architectures.TIMM) else []
 
@@ -245,7 +245,7 @@ class ResNet(Recipe):
         image = datasets.valid.batch([SampleId(0, None)])["image"]
         return image.permute(0, 2, 3, 1).contiguous().numpy()
 
-    def facts(self, model: nn.Module, datasets: ImageDatasets) -> dict[str, Any]:
+    def summary_fields(self, model: nn.Module, datasets: ImageDatasets) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""
         facts = {"size": self.arch, "image_size": datasets.image_size, "classes": self._outputs(datasets)}
         return facts if self.pretrained is None else facts | {"pretrained": self.pretrained}

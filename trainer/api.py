@@ -24,7 +24,7 @@ from trainer.config.schema import Config
 from trainer.errors import Interrupted, UserError
 from trainer.precision import attention, kernels
 from trainer.progress import shown_by
-from trainer.recipe import Own, Recipe
+from trainer.recipe import Recipe, UserRecipe
 from trainer.run.memory.fit import release_memory
 from trainer.run.run import Run
 from trainer.run.start import train as start
@@ -85,7 +85,7 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         if run is None:
             return
         runs.append(run)
-        own = "Recipe.of(…), " if isinstance(run.config.recipe, Own) else ""
+        own = "Recipe.of(…), " if isinstance(run.config.recipe, UserRecipe) else ""
         run.command = f'train({own}resume="{run.folder.path}")'
 
     with undisturbed():
@@ -119,7 +119,7 @@ def _composed(given: Sequence[object], options: Mapping[str, Any]) -> Config:
         raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
     if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
         raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
-    return replace(overrides.compose([f"recipe={Own.name}", *typed]), recipe=objects[0])
+    return replace(overrides.compose([f"recipe={UserRecipe.name}", *typed]), recipe=objects[0])
 
 
 def as_overrides(options: Mapping[str, Any]) -> list[str]:

@@ -77,11 +77,11 @@ class Metrics:
     def __bool__(self) -> bool:
         return bool(self._metrics or self._named)
 
-    def falls(self, metric: str) -> bool:
+    def lower_is_better(self, metric: str) -> bool:
         """Return whether the lowest value of a metric (such as ``valid/ece``) is the best."""
         name = metric.rpartition("/")[2]
         rises = _rises(name, {**self._metrics, **self._named})
-        return self._recipe.falls(name) if rises is None else not rises
+        return self._recipe.lower_is_better(name) if rises is None else not rises
 
     def reset(self) -> None:
         """Begin an evaluation."""
@@ -128,7 +128,7 @@ class Metrics:
             every = {name: _parts(metric) for name, metric in self._metrics.items()}
             updated = {name: parts for name, parts in every.items() if any(part.update_called for part in parts)}
             states = {name: [part.metric_state for part in parts] for name, parts in updated.items()}
-            found = world.on_first(partial(self._merged, world.gather_on_first(_on("cpu", states))))
+            found = world.run_on_main(partial(self._merged, world.gather_on_main(_on("cpu", states))))
         else:
             found = self._values()
         self.reset()  # lists hold the device's memory

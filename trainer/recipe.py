@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mantissa.tensors import random_state, set_random_state
 from trainer.data.contract import Batch, Datasets, SampleId
-from trainer.data.given import Collated
+from trainer.data.user_dataset import UserDataset
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 
@@ -115,7 +115,7 @@ class Augment:
         """Return what was asked for, as typed; None: nothing."""
         return None
 
-    def decided(self) -> tuple[Augment, list[Decision]]:
+    def data_decisions(self) -> tuple[Augment, list[Decision]]:
         """Return what ``auto`` became when the data was opened, and the choice to be shown."""
         return self, []
 
@@ -194,7 +194,7 @@ class Recipe:
         *,
         targets: Callable[[Any], Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> Own:
+    ) -> UserRecipe:
         """Return the recipe of a model and data that exist already, for ``trainer.train``.
 
         Args:
@@ -213,11 +213,11 @@ class Recipe:
         Raises:
             UserError: data that cannot be batched, or a 16-bit model. A loss that is no mean is warned of.
         """
-        train, valid = Collated(train_dataset, collate_fn), Collated(valid_dataset, collate_fn)
-        test = None if test_dataset is None else Collated(test_dataset, collate_fn)
+        train, valid = UserDataset(train_dataset, collate_fn), UserDataset(valid_dataset, collate_fn)
+        test = None if test_dataset is None else UserDataset(test_dataset, collate_fn)
         if any(each.structure != train.structure for each in (valid, test or valid)):
             raise UserError(f"{valid.name}: batches of all datasets must have the structure of {train.name}'s")
-        own = Own(model, loss, train, valid, test, targets, getattr(train_dataset, "batch_size", None) or 32)
+        own = UserRecipe(model, loss, train, valid, test, targets, getattr(train_dataset, "batch_size", None) or 32)
         own.check()
         return own
 
@@ -225,7 +225,7 @@ class Recipe:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
         return replace(self, **{decision.key.removeprefix("recipe."): decision.value for decision in decisions})
 
-    def falls(self, metric: str) -> bool:
+    def lower_is_better(self, metric: str) -> bool:
         """Return whether the lowest value of a metric (such as ``valid/loss``) is the best."""
         return metric.rpartition("/")[2] not in self.rising
 
@@ -243,7 +243,7 @@ class Recipe:
         """Return the values of ``steps``, ``batch_size`` and ``micro_batch_size`` where they are ``auto``."""
         raise NotImplementedError
 
-    def saving_memory(self) -> list[Decision]:
+    def memory_overrides(self) -> list[Decision]:
         """Return options that are still ``auto``, with values that need less memory on a GPU, and more time."""
         return []
 
@@ -251,7 +251,7 @@ class Recipe:
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError
 
-    def decided(self, datasets: Any) -> list[Decision]:
+    def data_decisions(self, datasets: Any) -> list[Decision]:
         """Return what was chosen when the data was opened, to be shown."""
         return []
 
@@ -317,15 +317,15 @@ class Recipe:
         return {name: tensor for tensors in found for name, tensor in tensors.items()}
 
     @classmethod
-    def inherited(cls, about: dict[str, Any]) -> dict[str, Any]:
+    def options_from_checkpoint(cls, about: dict[str, Any]) -> dict[str, Any]:
         """Return further options that ``init_from`` takes over: what the data of the earlier run decided.
 
         Args:
-            about: see ``fitted``.
+            about: see ``adapt_weights``.
         """
         return {}
 
-    def fitted(
+    def adapt_weights(
         self, weights: dict[str, Tensor], model: Any, datasets: Any, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return another run's weights as this model needs them, and what is not taken over.
@@ -344,7 +344,7 @@ class Recipe:
         options = {key: value.name if isinstance(value, Enum) else value for key, value in options.items()}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
-    def packages(self) -> list[str]:
+    def extra_requirements(self) -> list[str]:
         """Return what the exported model needs besides the packages that every model of the ``predictor`` needs."""
         return []
 
@@ -352,17 +352,17 @@ class Recipe:
         """Return an input for the ``predictor``, such as a text; ``forward`` takes validation samples instead."""
         raise NotImplementedError
 
-    def epilogue(self, model: Any, datasets: Any, device: torch.device) -> str | None:
+    def closing_text(self, model: Any, datasets: Any, device: torch.device) -> str | None:
         """Return a text for the end of the run, such as a sample of generated text. Runs under autocast."""
         return None
 
-    def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
+    def summary_fields(self, model: Any, datasets: Any) -> dict[str, Any]:
         """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
         return {}
 
 
 @dataclass
-class Own(Recipe):
+class UserRecipe(Recipe):
     """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
 
     name: ClassVar[str] = "own"
@@ -415,7 +415,7 @@ class Own(Recipe):
         none = torch.zeros_like(value)
         return LossOutput(torch.where(none < count, value * count, none), {})  # the mean over no targets is NaN
 
-    def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
+    def summary_fields(self, model: Any, datasets: Any) -> dict[str, Any]:
         return {"model": type(model).__name__}
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision import attention, calls
-from trainer.recipe import LossOutput, Own
+from trainer.recipe import LossOutput, UserRecipe
 
 if TYPE_CHECKING:
     from trainer.checkpoint.reader import CheckpointReader
@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
     loss: Tensor
     """See ``StepRecord.loss``."""
     correction: float
-    """The factor that the gradients still need besides the loss scale's, see ``Precision.normaliser``."""
+    """The factor that the gradients still need besides the loss scale's, see ``Precision.loss_divisor``."""
     units: int
 
 
@@ -85,7 +85,7 @@ class Trainer(Generic[Config]):
         self.device = hardware.device
         select(self.device)
         choose = partial(config.precision.kernels_here, hardware, config.deterministic, config.recipe.convolves)
-        self.kernels = world.on_first(choose)
+        self.kernels = world.run_on_main(choose)
         """How 16-bit operands are multiplied on a CPU, see ``precision.kernels.choose``."""
         config.precision.apply(self.kernels)
         attention.allow_cudnn(not config.recipe.masks_attention)
@@ -98,18 +98,18 @@ class Trainer(Generic[Config]):
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self.first_model()
-        if isinstance(self.recipe, Own):  # whose model need not follow the seed
-            world.copy_from_first([tensor.detach() for tensor in self.model.state_dict().values()])
+        if isinstance(self.recipe, UserRecipe):  # whose model need not follow the seed
+            world.broadcast([tensor.detach() for tensor in self.model.state_dict().values()])
         self.frozen = freeze(self.model, config.freeze or [])
         """Names of the parameters that are not trained."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
-        mixed = bool(self.fp32_modules or config.precision.listed)
+        mixed = bool(self.fp32_modules or config.precision.operator_overrides)
         compiled = config.parallel.compiled(self.model, blocks)
         config.compile.apply(compiled, self.device, mixed, config.precision.rounds_as_eager)
-        rounded = None if config.precision.listed else config.precision.format.autocast
+        rounded = None if config.precision.operator_overrides else config.precision.format.autocast
         self.replica = config.parallel.wrap(
             self.model, blocks, self.device, accumulation_dtype(config.precision.format), rounded
         )
@@ -120,7 +120,7 @@ class Trainer(Generic[Config]):
         """The weights that the optimizer changes, where they are not the model's own."""
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device, blocks)
-        kept = dict(self.masters.held() if self.masters else ())
+        kept = dict(self.masters.persistent_weights() if self.masters else ())
         self.average = config.ema.start(self.model, kept)
         """The averaged weights, which evaluation and the export use where there are any."""
         self.loss_scale = config.scaler.build(config.precision.format, self.device)
@@ -154,7 +154,7 @@ class Trainer(Generic[Config]):
         hardware, world = hardware or detect(config.device), world or World()
         resolved = config.resolve(hardware, world)
         config, plan = resolved.config, resolved.plan
-        return cls(config, plan, hardware, world, world.first_then_others(config.open_datasets))
+        return cls(config, plan, hardware, world, world.main_first(config.open_datasets))
 
     def first_model(self) -> nn.Module:
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
@@ -236,10 +236,10 @@ class Trainer(Generic[Config]):
 
         The loss is normalised once, by the valid targets of the whole step, so that neither the number of
         microbatches nor how the targets fall among them changes the gradient. (In two factors: see
-        ``Precision.normaliser``.)
+        ``Precision.loss_divisor``.)
         """
-        targets, units = self.world.sums(*self.count(microbatches))
-        divisor, correction = self.config.precision.normaliser(max(1, targets))
+        targets, units = self.world.all_reduce_sums(*self.count(microbatches))
+        divisor, correction = self.config.precision.loss_divisor(max(1, targets))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
             batch, last = to_device(microbatch, self.device), number == len(microbatches)
@@ -285,7 +285,7 @@ class Trainer(Generic[Config]):
 
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
-        self.world.copy_from_first([*self.model.buffers(), *self.average.buffers()])
+        self.world.broadcast([*self.model.buffers(), *self.average.buffers()])
 
     def close(self) -> None:
         """End the loading processes that are kept for evaluation.

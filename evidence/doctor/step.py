@@ -97,8 +97,8 @@ def step_of(trainer: Trainer) -> Step:
     def count(batches: list[Batch]) -> int:
         return max(1, sum(map(recipe.count_targets, batches)))
 
-    def normaliser(targets: int, format: Format) -> tuple[int, float]:
-        return Precision(mode=format.name).normaliser(targets)
+    def loss_divisor(targets: int, format: Format) -> tuple[int, float]:
+        return Precision(mode=format.name).loss_divisor(targets)
 
     return Step(
         number=trainer.step + 1,
@@ -114,7 +114,7 @@ def step_of(trainer: Trainer) -> Step:
         scale=trainer.loss_scale.scale.item(),
         least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
         count=count,
-        normaliser=normaliser,
+        loss_divisor=loss_divisor,
         sums_loss=True,
         fp32_modules=config.precision.fp32_modules,
         fp32_ops=config.precision.fp32_ops or [],

@@ -94,7 +94,7 @@ def _two_steps(config: Config, hardware: Hardware, tracked: bool, copied: bool) 
     microbatches = next(batches)
     saved = []
     if copied and copies_on_device(config):
-        masters = [] if trainer.masters is None else list(trainer.masters.held())
+        masters = [] if trainer.masters is None else list(trainer.masters.persistent_weights())
         saved = [tensor.clone() for tensor in tensors((trainer.model.state_dict(), trainer.optimizer.state, masters))]
     tracked_bytes = peak_of(trainer, lambda: trainer.train_step(microbatches)) if tracked else None
     if not tracked:
@@ -111,7 +111,7 @@ def peak_of(trainer: Trainer, step: Callable[[], object]) -> int:
         reset_peak_memory(trainer.device)
         step()
         return peak_memory_bytes(trainer.device)
-    with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
+    with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.persistent_weights().values()) as recording:
         step()
     return recording.report().peak_bytes
 

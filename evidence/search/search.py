@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         name,
         output_dir,
         {"space": typed, "options": kept, "metric": options.metric},
-        maximise=not metrics.falls(options.metric),
+        maximise=not metrics.lower_is_better(options.metric),
         pruner=pruner_of(options.pruner, math.ceil(plan.eval_every), plan.steps),
     )
     search = Search(study, output_dir / "search" / name, space, options.trials, first.seed)

@@ -16,7 +16,7 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import READINGS, Corpus, Split, TokenizedText, joint_of, split
 from recipes.data.text.tokenizers import hub_reachable
-from trainer.data.apart import check_apart
+from trainer.data.overlap import check_no_overlap
 from trainer.errors import UserError, first_line
 
 VALIDATION = ("validation", "valid", "val", "dev", "test")
@@ -224,7 +224,7 @@ class Hub(TokenizedText, ImageSource):
         for role, other in zip(("training", "validation"), used, strict=False):
             if self.test == other:
                 raise UserError(f"data.test={other} is the {role} split; set it to one that is used for nothing else")
-            check_apart(f"data.test={self.test}", local.get(str(self.test), []), local.get(other, []), role)
+            check_no_overlap(f"data.test={self.test}", local.get(str(self.test), []), local.get(other, []), role)
 
     def _split(self, splits: Mapping[str, Any], key: str, choice: str) -> Any:
         """Return the split that ``key`` names. Raises UserError if it is not there, or empty."""

@@ -21,11 +21,6 @@ from trainer.run.memory.fit import release_memory
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
 
-@pytest.fixture(autouse=True)
-def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evidence.memory.trial.subprocess", forks)
-
-
 def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
 

@@ -82,7 +82,7 @@ def test_a_run_continues_from_its_checkpoint_bit_for_bit(device: str, mode: str,
     torch.use_deterministic_algorithms(False)
     for state in (lambda each: each.model.state_dict(), lambda each: each.optimizer.state_dict()["state"]):
         assert same_bits(state(again), state(whole))
-    assert same_bits(again.average.held(), whole.average.held())
+    assert same_bits(again.average.persistent_weights(), whole.average.persistent_weights())
 
 
 @on_every_device

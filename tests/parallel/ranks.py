@@ -77,7 +77,7 @@ def step_of(trainer: Trainer) -> dict[str, Any]:
         "gradient": torch.cat([tensor.flatten() for tensor in clip.before]).tolist(),
         "clipped": torch.cat([tensor.flatten() for tensor in clip.after]).tolist(),
         "norm": record.grad_norm.item(),
-        "loss": trainer.world.add(record.loss.double()).item(),
+        "loss": trainer.world.all_reduce_sum(record.loss.double()).item(),
         "units": record.units,
         "weights": torch.cat([whole(p).flatten() for p in trainer.model.parameters()]).tolist(),
         "valid": trainer.evaluate(),
@@ -123,7 +123,7 @@ def flag(mode: str) -> dict[str, Any]:
         microbatches = next(trainer.batches())
         for bad in (False, True, False):
             step = [{name: tensor.clone() for name, tensor in batch.items()} for batch in microbatches]
-            if bad and trainer.world.first:  # the last rank's own gradient is finite
+            if bad and trainer.world.is_main:  # the last rank's own gradient is finite
                 step[1]["x"][0, 0] = torch.inf
             record = trainer.train_step(step)
             records[given].append((bool(record.skipped), record.loss_scale.item()))
@@ -244,7 +244,7 @@ def attempt(column: Config, mode: Parallel, activation: ActivationCheckpointing)
     except UserError as error:
         return f"refused: {error}"
     records = fit(trainer)
-    losses = [trainer.world.add(record.loss.double()).item() for record in records]
+    losses = [trainer.world.all_reduce_sum(record.loss.double()).item() for record in records]
     valid = trainer.evaluate()["loss"]
     assert all(torch.isfinite(torch.tensor([*losses, valid])))
     return f"{losses[1]:.3f}"
@@ -257,10 +257,10 @@ def exchange() -> dict[str, Any]:
     def fails(error: BaseException) -> Any:
         raise error
 
-    heard: dict[str, Any] = {"result": world.on_first(lambda: f"from {world.rank}")}
+    heard: dict[str, Any] = {"result": world.run_on_main(lambda: f"from {world.rank}")}
     for name, error in (("mistake", UserError("no")), ("signal", Interrupted("enough", 15)), ("bug", ValueError("x"))):
         try:
-            world.on_first(partial(fails, error))
+            world.run_on_main(partial(fails, error))
         except (Exception, Interrupted) as raised:
             heard[name] = [type(raised).__name__, str(raised), getattr(raised, "exit_code", None)]
     return heard

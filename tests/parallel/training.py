@@ -91,7 +91,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     return {
         "model_flops": flops.facts("samples", 2),
         "numerics": dict(diagnostics.collect()),
-        "losses": [trainer.world.add(record.loss.double()).item() for record in records],
+        "losses": [trainer.world.all_reduce_sum(record.loss.double()).item() for record in records],
         "change": torch.cat([(last[key] - first[key]).flatten().double() for key in trained]).tolist(),
         "unchanged": [key for key in first if torch.equal(first[key], after[key])],
         "score": trainer.evaluate()["loss"],

@@ -115,6 +115,6 @@ class Bare:
         assert same_bits(dict(trainer.model.state_dict()), dict(self.model.state_dict()))
         assert same_bits(trainer.optimizer.state_dict()["state"], self.optimizer.state_dict()["state"])
         if trainer.masters is not None:
-            held = [master.detach() for _, master in trainer.masters.held()]
+            held = [master.detach() for _, master in trainer.masters.persistent_weights()]
             assert same_bits(held, [master.detach() for master in self.masters])
         return [bool(record.skipped) for record in records]

@@ -141,8 +141,8 @@ def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     trainer = trainer_of(*TINY)
     trainer.model.eval()
     with torch.no_grad():
-        word = trainer.recipe.epilogue(trainer.model, trainer.datasets, torch.device("cpu"))
-        assert word == trainer.recipe.epilogue(trainer.model, trainer.datasets, torch.device("cpu"))
+        word = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
+        assert word == trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
     assert word is not None
     written = word.partition("\n")[2]
     assert written.count("<") == 8

@@ -13,7 +13,7 @@ def test_numbers_replace_those_of_the_size_and_the_facts_say_so() -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 2, 128)
     assert config.rope_parameters["rope_theta"] == 500_000
     assert (
-        trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
+        trainer.recipe.summary_fields(trainer.model, trainer.datasets)["size"]
         == "nano, layers 2, width 32, heads 4, kv_heads 2, ffn 48"
     )
     assert trainer.recipe.blocks(trainer.model) == list(trainer.model.llama.model.layers)

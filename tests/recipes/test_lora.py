@@ -83,7 +83,7 @@ def test_only_the_adapters_change_in_every_precision(mode: str, tmp_path: Path) 
     held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     assert sum(tensor.numel() for tensor in held) == sum(tensor.numel() for tensor in before.values())
     if trainer.masters and mode == "bf16_master":
-        assert {name for name, _ in trainer.masters.held()} == before.keys()
+        assert {name for name, _ in trainer.masters.persistent_weights()} == before.keys()
         trainer.model.eval()
         trained = outputs("gpt2", trainer.model.network).float()
         trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")

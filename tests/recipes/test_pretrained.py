@@ -125,7 +125,7 @@ def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, P
     assert own_loss(trainer) == pytest.approx(expected, rel=2e-5)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
     assert trainer.config.optimizer.lr == pytest.approx(5e-5 if recipe == "bert" else 1e-4)
-    assert "pretrained" in trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
+    assert "pretrained" in trainer.recipe.summary_fields(trainer.model, trainer.datasets)["size"]
     eager = trainer_of(*options(recipe, path, "recipe.attention=eager"))
     assert getattr(eager.model, "network", eager.model).config._attn_implementation == "eager"
     assert own_loss(eager) == pytest.approx(expected, rel=2e-5)

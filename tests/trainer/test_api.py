@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, 
 from tests.helpers import copied, same_bits
 from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose, evaluate, train
 from trainer.config.registration import flatten
-from trainer.data.given import Collated
 from trainer.data.loader import DataOrder
+from trainer.data.user_dataset import UserDataset
 from trainer.precision import kernels
 from trainer.trainer import Trainer
 
@@ -146,7 +146,7 @@ def test_an_interrupted_comparison_says_what_is_kept(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_sample_draws_at_random_is_a_function_of_its_microbatch() -> None:
-    data, samples = Collated(Noisy(), None), DataOrder(SAMPLES, 0).samples(5, 4)
+    data, samples = UserDataset(Noisy(), None), DataOrder(SAMPLES, 0).samples(5, 4)
     first = data.batch(samples)
     _ = torch.rand(1), np.random.rand(), random.random()
     assert same_bits(data.batch(samples), first)

@@ -33,7 +33,7 @@ def test_a_recipe_without_predictions_has_none() -> None:
 def test_torchmetrics_says_which_value_is_the_best() -> None:
     found = Metrics(Scored(), None, ["ece"], torch.device("cpu"))
     falling, rising = ("ece", "loss"), ("rouge_rouge1_recall", "accuracy", "several_four", "extremes_raw")
-    assert [name for name in falling + rising if found.falls(f"valid/{name}")] == [*falling]
+    assert [name for name in falling + rising if found.lower_is_better(f"valid/{name}")] == [*falling]
 
 
 def test_what_the_first_samples_have_in_common_joins_no_metrics() -> None:

@@ -115,7 +115,7 @@ class Snapshot:
         step, rng, tensors, rest = (training[key] for key in ("step", "rng", "optimizer", "optimizer_options"))
         cut = any(map(is_sharded, weights.values()))
         files = {rank_file("rng", world.rank, world.size): rng}
-        if cut or world.first:
+        if cut or world.is_main:
             own = (world.rank, world.size) if cut else (0, 1)
             files[rank_file("model", *own)] = _local(weights, world)
             files[rank_file("optimizer", *own)] = _local(tensors, world)
@@ -145,11 +145,11 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     target = path_of(folder, snapshot.step)
     temporary = folder / f".{target.name}.partial"
     on_all_ranks = partial(_on_all_ranks, world, temporary)
-    on_all_ranks(partial(_prepare, folder, temporary) if world.first else None)
+    on_all_ranks(partial(_prepare, folder, temporary) if world.is_main else None)
     parts = on_all_ranks(partial(_write_tensors, snapshot, temporary, flush))
     hashes = {name: value for part in parts for name, value in part.items()}
     manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes} | snapshot.run
-    on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest, flush) if world.first else None)
+    on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest, flush) if world.is_main else None)
     return target
 
 
@@ -197,7 +197,7 @@ def _on_all_ranks(world: World, temporary: Path, work: Callable[[], Any] | None)
         problem = str(error) if world.size == 1 else f"rank {world.rank}: {error}"
     answers = world.gather((result, problem))
     if problems := [problem for _, problem in answers if problem]:
-        if world.first:
+        if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointNotWritten("; ".join(problems))
     return [result for result, _ in answers]
@@ -251,5 +251,5 @@ def _check_space(folder: Path, needed: int) -> None:
 
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return this rank's rows of sharded tensors, and on rank 0 also the other tensors."""
-    mine = {name: tensor for name, tensor in tensors.items() if world.first or is_sharded(tensor)}
+    mine = {name: tensor for name, tensor in tensors.items() if world.is_main or is_sharded(tensor)}
     return {name: local_part(tensor).contiguous() for name, tensor in mine.items()}

@@ -101,7 +101,7 @@ class CheckpointWriter:
         except OSError as error:
             log.warning("the score of step %d was not saved (%s); training continues", step, error)
         self.prune()
-        self.world.largest(0)  # the others wait: they will look for the best checkpoint
+        self.world.all_reduce_max(0)  # the others wait: they will look for the best checkpoint
 
     def finish(self) -> None:
         """Wait until what is being written is on the disk."""
@@ -125,7 +125,7 @@ class CheckpointWriter:
         tensors = {name: tensor.detach() for name, tensor in state.items() if tensor.numel() and name not in self.masks}
         largest = torch._foreach_norm(list(tensors.values()), ord=float("inf"))
         finite = [True] if not largest else torch.isfinite(torch.stack([norm.float() for norm in largest])).tolist()
-        if not self.world.largest(not all(finite)):
+        if not self.world.all_reduce_max(not all(finite)):
             return
         bad = next((name for name, good in zip(tensors, finite, strict=False) if not good), "a weight of another rank")
         raise NonFiniteError(f"{bad} is not finite after step {step}; no checkpoint was written")
@@ -174,7 +174,7 @@ class CheckpointWriter:
     def prune(self) -> None:
         """Remove what is no longer kept; a resumed run does what a killed process did not come to."""
         try:
-            if self.world.first:
+            if self.world.is_main:
                 checkpoint.prune(self.folder, self.options.keep)
         except OSError as error:
             log.warning("an old checkpoint could not be removed (%s)", error)

@@ -77,7 +77,7 @@ class InitFrom(FirstWeights):
             weights = recipe.exported(self.path / BEST)
         else:
             weights = load(self.path / "checkpoints", self.step).evaluated()
-        weights, decisions = recipe.fitted(weights, model, datasets, self.about())
+        weights, decisions = recipe.adapt_weights(weights, model, datasets, self.about())
         fill(model, weights, f"init_from={self.path}")
         return decisions
 
@@ -137,7 +137,7 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     if "recipe.pretrained" in typed and composed.recipe.pretrained is not None:
         raise UserError("init_from and recipe.pretrained both bring weights; remove one of them")
     kept: dict[str, Any] = {}
-    about = {f"recipe.{option}": value for option, value in cls.inherited(source.about()).items()}
+    about = {f"recipe.{option}": value for option, value in cls.options_from_checkpoint(source.about()).items()}
     for key, before in ({key: source.config[key] for key in options if key in source.config} | about).items():
         if key == "recipe.pretrained" and before is not None and source.exported:
             before = str(source.path / BEST)  # the same model, wherever the first one is by now

@@ -110,7 +110,7 @@ class StepConfig:
         self.recipe.check_complete()
         check_named(self.metrics or [])
         self.scaler.check(self.precision.format)
-        calls.check(self.precision.listed)
+        calls.check(self.precision.operator_overrides)
         self.parallel.check(self.precision)
         self.optimizer.check(self.parallel.kind)
         self.data.augmented(self.augment)  # refuses what has no effect
@@ -127,9 +127,9 @@ class StepConfig:
     def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Self, list[Decision]]:
         """Return the config with the ``auto`` values that depend on the data resolved, and the decisions to report."""
         workers = self.loader.processes(datasets.decodes, hardware)
-        augment, decisions = self.augment.decided()
+        augment, decisions = self.augment.data_decisions()
         config = replace(self, loader=replace(self.loader, workers=workers), augment=augment)
-        return config, [*self.recipe.decided(datasets), *decisions]
+        return config, [*self.recipe.data_decisions(datasets), *decisions]
 
     def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved[Self]:
         """Return the config with the ``auto`` values that depend on the hardware resolved, and check it.
@@ -145,7 +145,7 @@ class StepConfig:
         recipe, chosen = self.recipe.resolve(hardware, self.data)
         world = world or World()
         decisions = [*self.preset, *chosen]
-        sizes = world.on_first(lambda: recipe.sizes(hardware))  # which may measure
+        sizes = world.run_on_main(lambda: recipe.sizes(hardware))  # which may measure
         numbers: dict[str, Any] = {}
 
         def number(key: str, auto: int, why: str) -> int:
@@ -160,7 +160,7 @@ class StepConfig:
         default = sizes.why or f"{'GPU' if hardware.is_gpu else 'CPU'} default"
         opened, auto, why, epoch = None, sizes.steps, default, Fraction(0)
         if self.epochs is not None or self.eval_every == EPOCH:
-            opened = world.first_then_others(replace(self, recipe=recipe).open_datasets)
+            opened = world.main_first(replace(self, recipe=recipe).open_datasets)
             samples, typed = len(opened.train), self.batch_size
             epoch = Fraction(samples, typed if isinstance(typed, int) else sizes.batch_size)
         if self.epochs is not None:

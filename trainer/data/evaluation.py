@@ -70,9 +70,9 @@ class Evaluation:
                 if counts:
                     total += value
             watch(number + 1, self._count)
-        totals = self._world.add(torch.stack([sums[name] for name in sorted(sums)])).tolist()
+        totals = self._world.all_reduce_sum(torch.stack([sums[name] for name in sorted(sums)])).tolist()
         by_name = dict(zip(sorted(sums), totals, strict=True))
-        (targets,) = self._world.sums(targets)
+        (targets,) = self._world.all_reduce_sums(targets)
         return {name: by_name[name] for name in sums}, targets
 
 

@@ -69,7 +69,7 @@ class Average:
     def update(self, step: int) -> None:
         """Move the averages towards the weights as they are after ``step`` steps."""
 
-    def held(self) -> dict[str, Tensor]:
+    def persistent_weights(self) -> dict[str, Tensor]:
         """Return the averages by the names of the weights."""
         return {}
 
@@ -107,7 +107,7 @@ class WeightAverage(Average):
         averages = [local_part(each) for each in self._averages.values()]
         torch._foreach_lerp_(averages, [each.float() for each in sources], 1 - self._options.decay_after(step))
 
-    def held(self) -> dict[str, Tensor]:
+    def persistent_weights(self) -> dict[str, Tensor]:
         return self._averages
 
     def buffers(self) -> list[Tensor]:

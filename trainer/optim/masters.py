@@ -65,7 +65,7 @@ class MasterWeights:
         for _, parameter in self._named:
             yield parameter
 
-    def held(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def persistent_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names and masters that are kept between steps, and so are saved in checkpoints."""
         for name, _, master in self._copies:
             yield name, master
@@ -133,13 +133,13 @@ class StochasticWeights(MasterWeights):
         self._generator = torch.Generator(device)
         self._absent = [master.data for _, _, master in self._copies]
 
-    def hold_nothing(self) -> None:
+    def free(self) -> None:
         """Under FakeTensorMode, which cannot free a storage: replace each master by one expanded number."""
         self._absent = [master.new_empty(1).expand(master.shape) for _, _, master in self._copies]
         for (_, _, master), absent in zip(self._copies, self._absent, strict=True):
             master.data = absent
 
-    def held(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def persistent_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield nothing."""
         yield from ()
 

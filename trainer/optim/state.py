@@ -46,8 +46,10 @@ def training_state(
 
 def weight_copies(masters: MasterWeights | None, average: Average | None) -> dict[str, Tensor]:
     """Return the masters and the averages by their names in the optimizer's file."""
-    copies = {f"{name}.{MASTER}": master.detach() for name, master in (masters.held() if masters else ())}
-    return copies | {f"{name}.{AVERAGE}": each for name, each in (average.held().items() if average else ())}
+    copies = {f"{name}.{MASTER}": master.detach() for name, master in (masters.persistent_weights() if masters else ())}
+    return copies | {
+        f"{name}.{AVERAGE}": each for name, each in (average.persistent_weights().items() if average else ())
+    }
 
 
 def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

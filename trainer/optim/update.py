@@ -29,7 +29,7 @@ class Clip:
     def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Clip the true gradients in place; ``norm`` is their total 2-norm, fp32 scalar."""
 
-    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+    def clip_factor(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
         """Clip gradients that stay in 16 bits, without rounding them again if that can be avoided.
 
         Args:
@@ -58,7 +58,7 @@ class ClipNorm(Clip):
     def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
         torch._foreach_mul_(gradients, self._coefficient(norm))
 
-    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+    def clip_factor(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
         coefficient = self._coefficient(norm)
         return coefficient if factor is None else factor * coefficient
 
@@ -82,7 +82,7 @@ class ClipValue(Clip):
         torch._foreach_clamp_min_(gradients, -self.max_value)
         torch._foreach_clamp_max_(gradients, self.max_value)
 
-    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+    def clip_factor(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
         limit = torch.full_like(norm, self.max_value) if factor is None else self.max_value / factor
         for gradient in gradients:
             gradient.clamp_(-limit, limit)  # beyond fp16's range the limit is infinite, and nothing is clamped
@@ -142,8 +142,8 @@ class Update:
         # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
         # and on some devices take the flag there. For all others the host has to read two flags: whether the
         # norm is finite, and whether the step is taken. That is free on a CPU; on a GPU it takes two waits per step.
-        self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self._takes_flag = kind_of(device).fused_amp and self._takes_scale
+        self._optimizer_unscales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._takes_flag = kind_of(device).fused_amp and self._optimizer_unscales
 
     def backward(self, loss: Tensor, exchanged: bool = False) -> None:
         """Add the gradient of one microbatch's share of the step's loss (fp32 scalar).
@@ -160,7 +160,7 @@ class Update:
 
         Args:
             steps_done: before this one; the random numbers of ``bf16_sr``'s rounding depend on it.
-            correction: a factor of the gradients besides the loss scale's, see ``Precision.normaliser``.
+            correction: a factor of the gradients besides the loss scale's, see ``Precision.loss_divisor``.
         """
         if self.masters is not None:
             self.masters.take_gradients()
@@ -179,8 +179,8 @@ class Update:
         if self._unscales_in_place:
             self.clip.apply(gradients, norm)
         else:  # 16-bit gradients are not written again: what is unscaled would vanish in fp16
-            factor = self.clip.fold(gradients, norm, factor)
-            self._hand_over(gradients, factor)
+            factor = self.clip.clip_factor(gradients, norm, factor)
+            self._give_scale_to_optimizer(gradients, factor)
         self.apply(skipped)
         if self.masters is not None:
             self.masters.write_back(steps_done)  # after a skipped step: what they were
@@ -216,12 +216,12 @@ class Update:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).full_tensor()
         return norm
 
-    def _hand_over(self, gradients: list[Tensor], factor: Tensor | None) -> None:
+    def _give_scale_to_optimizer(self, gradients: list[Tensor], factor: Tensor | None) -> None:
         """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to bf16 once.
 
         (``Optimizer.build`` refuses it in fp16, where small ones would be 0.)
         """
-        if self._takes_scale:
+        if self._optimizer_unscales:
             self.optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
         elif factor is not None:
             for gradient in gradients:

@@ -54,41 +54,41 @@ class World:
     size = 1
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is rank 0, the process that prints, logs and prepares data."""
         return self.rank == 0
 
-    def sums(self, *values: int) -> list[int]:
+    def all_reduce_sums(self, *values: int) -> list[int]:
         """Return the sum of each value over all ranks."""
         return list(values)
 
-    def largest_of(self, values: list[int]) -> list[int]:
+    def all_reduce_max_each(self, values: list[int]) -> list[int]:
         """Return, for each of the values, the largest of the ranks'."""
         return values
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """Return the largest of the ranks' values."""
-        return self.largest_of([value])[0]
+        return self.all_reduce_max_each([value])[0]
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum of the ranks' tensors, on the host."""
         return tensor
 
-    def copy_from_first(self, tensors: list[Tensor]) -> None:
+    def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors, on any device, with those of rank 0."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank. Only for the thread that saves, which has its own process group."""
         return [value]
 
-    def gather_on_first(self, value: T) -> list[T]:
+    def gather_on_main(self, value: T) -> list[T]:
         """Return every rank's value, by rank, on rank 0; nothing on the others. It must be picklable."""
         return [value]
 
-    def on_first(self, work: Callable[[], T]) -> T:
+    def run_on_main(self, work: Callable[[], T]) -> T:
         """Do ``work`` on rank 0; every rank returns its result (which must be picklable), or raises its error."""
         return work()
 
-    def first_then_others(self, work: Callable[[], T]) -> T:
+    def main_first(self, work: Callable[[], T]) -> T:
         """Do ``work`` on rank 0 first, then on the others, which find on the disk what rank 0 prepared."""
         return work()

@@ -50,21 +50,21 @@ class ProcessWorld(World):
             )
         self._writers: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def sums(self, *values: int) -> list[int]:
-        total: list[int] = self.add(torch.tensor(values, dtype=torch.int64)).tolist()
+    def all_reduce_sums(self, *values: int) -> list[int]:
+        total: list[int] = self.all_reduce_sum(torch.tensor(values, dtype=torch.int64)).tolist()
         return total
 
-    def largest_of(self, values: list[int]) -> list[int]:
+    def all_reduce_max_each(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         total = tensor.cpu()
         dist.all_reduce(total)
         return total
 
-    def copy_from_first(self, tensors: list[Tensor]) -> None:
+    def broadcast(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
 
@@ -73,15 +73,15 @@ class ProcessWorld(World):
         dist.all_gather_object(values, value, group=self._writers)
         return values
 
-    def gather_on_first(self, value: T) -> list[T]:
-        values: list[Any] | None = [None] * self.size if self.first else None
+    def gather_on_main(self, value: T) -> list[T]:
+        values: list[Any] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, values)
         return values or []
 
-    def on_first(self, work: Callable[[], T]) -> T:
+    def run_on_main(self, work: Callable[[], T]) -> T:
         outcome: list[Any] = [None, None]
         bug: Exception | None = None
-        if self.first:
+        if self.is_main:
             try:
                 outcome[0] = work()
             except (RunError, Interrupted) as error:
@@ -97,14 +97,14 @@ class ProcessWorld(World):
         result: T = outcome[0]
         return result
 
-    def first_then_others(self, work: Callable[[], T]) -> T:
+    def main_first(self, work: Callable[[], T]) -> T:
         results: list[T] = []
 
         def prepare() -> None:  # its result stays on rank 0, and need not be picklable
             results.append(work())
 
-        self.on_first(prepare)
-        return results[0] if self.first else work()
+        self.run_on_main(prepare)
+        return results[0] if self.is_main else work()
 
 
 @dataclass

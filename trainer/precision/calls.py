@@ -24,20 +24,20 @@ def is_operator(name: str) -> bool:
     return public and any(callable(each) and not isinstance(each, type) for each in found)
 
 
-def check(listed: dict[str, list[str]]) -> None:
+def check(overrides: dict[str, list[str]]) -> None:
     """Check the names of operators, by the option that has them.
 
     Raises:
         UserError: torch has no such operator, both options have it, or it cannot compute in 16 bits.
     """
-    for option, name in ((option, name) for option, names in listed.items() for name in names):
+    for option, name in ((option, name) for option, names in overrides.items() for name in names):
         if not is_operator(name):
             near = nearest(name, filter(is_operator, (each for holder in _HOLDERS for each in dir(holder))))
             raise UserError(f"precision.{option}: torch has no operator {name!r} that returns a new tensor{near}")
-        if option == "low_ops" and name in listed.get("fp32_ops", ()):
-            raise UserError(f"precision.fp32_ops and precision.low_ops both have {name}; remove it from one of them")
-        if option == "low_ops" and name in _IN_PLACE:
-            raise UserError(f"precision.low_ops: {name} updates statistics, which stay in fp32; remove it")
+        if option == "half_ops" and name in overrides.get("fp32_ops", ()):
+            raise UserError(f"precision.fp32_ops and precision.half_ops both have {name}; remove it from one of them")
+        if option == "half_ops" and name in _IN_PLACE:
+            raise UserError(f"precision.half_ops: {name} updates statistics, which stay in fp32; remove it")
 
 
 def observe(

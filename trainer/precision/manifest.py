@@ -49,7 +49,7 @@ def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str
     return {
         "requested": {"mode": precision.mode, "fp32_modules": list(precision.fp32_modules)}
         | ({} if precision.fp8_scaling is None else {"fp8_scaling": precision.fp8_scaling})
-        | precision.listed,
+        | precision.operator_overrides,
         "support": hardware.support(precision.mode),
         "effective": {
             "device": str(hardware.device),

@@ -53,7 +53,7 @@ class Precision:
     """Scales of fp8: ``tensorwise``, or ``rowwise`` (one per row: more accurate, slower); null: tensorwise."""
     fp32_ops: list[str] | None = None
     """Operators to run in fp32: ``[softmax]`` or ``[layer_norm,mean]``."""
-    low_ops: list[str] | None = None
+    half_ops: list[str] | None = None
     """Operators to run in 16 bits although autocast or the model uses fp32: ``[layer_norm]``."""
     kernels: str = "auto"
     """How a CPU multiplies 16-bit operands: ``native`` kernels or ``fp32`` arithmetic; auto: whichever is faster
@@ -66,13 +66,13 @@ class Precision:
             raise UserError(
                 f"precision.kernels={self.kernels} is unknown; use precision.kernels={'|'.join(kernels.KERNELS)}"
             )
-        for key in ("fp32_modules", "fp32_ops", "low_ops", "kernels"):
+        for key in ("fp32_modules", "fp32_ops", "half_ops", "kernels"):
             if self.half is None and getattr(self, key) not in (None, [], kernels.AUTO):
                 raise UserError(
                     f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype; "
                     "remove it, or use precision=bf16 or precision=fp16"
                 )
-        self.fp32_ops, self.low_ops = self.fp32_ops or None, self.low_ops or None
+        self.fp32_ops, self.half_ops = self.fp32_ops or None, self.half_ops or None
         if self.format.number is FP8:
             self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
             if self.fp8_scaling not in SCALINGS:
@@ -145,19 +145,19 @@ class Precision:
         """
         dtype = self.format.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-        if not self.listed:
+        if not self.operator_overrides:
             return autocast
-        dtypes = dict.fromkeys(self.low_ops or (), self.half or torch.float32)
+        dtypes = dict.fromkeys(self.half_ops or (), self.half or torch.float32)
         dtypes |= dict.fromkeys(self.fp32_ops or (), torch.float32)
         return operators.OperatorPolicy(device.type, dtypes, self.format.half_weights).beside(autocast)
 
     @property
-    def listed(self) -> dict[str, list[str]]:
+    def operator_overrides(self) -> dict[str, list[str]]:
         """The operators that have a dtype of their own, by option."""
-        lists = {"fp32_ops": self.fp32_ops, "low_ops": self.low_ops}
+        lists = {"fp32_ops": self.fp32_ops, "half_ops": self.half_ops}
         return {key: names for key, names in lists.items() if names}
 
-    def normaliser(self, targets: int) -> tuple[int, float]:
+    def loss_divisor(self, targets: int) -> tuple[int, float]:
         """Return the divisor of the summed loss before backward, and the factor that its gradients then still need.
 
         Gradients of 16-bit logits are multiplied by one over that number in 16 bits, which rounds all of them alike,

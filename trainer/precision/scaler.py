@@ -38,7 +38,7 @@ class LossScale:
     def inverse(self, correction: float = 1.0) -> Tensor | None:
         """Return the factor (fp32 scalar) that turns a gradient of the scaled loss into the true one; None: it is 1.
 
-        ``correction`` is a further factor that the gradient needs, see ``Precision.normaliser``.
+        ``correction`` is a further factor that the gradient needs, see ``Precision.loss_divisor``.
         """
         return None if correction == 1 else torch.full_like(self.scale, correction)
 

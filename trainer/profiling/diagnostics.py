@@ -107,7 +107,7 @@ class _NumericsSession(Session):
     def collect(self) -> Iterator[tuple[int, dict[str, float]]]:
         for step, counts, peak in self._meter.take():
             # Sums over the ranks: of sharded parameters these are different rows, of others the same ones again.
-            rows = self._world.add(counts.cpu() * self._weights).tolist()
+            rows = self._world.all_reduce_sum(counts.cpu() * self._weights).tolist()
             measured = dict(zip(self._meter.names, (Counts(*row) for row in rows), strict=True))
             if metrics := self._metrics(measured, self._largest(peak)):
                 yield step, {f"numerics/{name}": value for name, value in metrics.items()}
@@ -118,7 +118,7 @@ class _NumericsSession(Session):
         """Return the largest of the ranks' values."""
         peaks = torch.zeros(self._world.size)
         peaks[self._world.rank] = peak
-        return self._world.add(peaks).max().item()
+        return self._world.all_reduce_sum(peaks).max().item()
 
     def _metrics(self, measured: dict[str, Counts], peak: float) -> dict[str, float]:
         total = Counts(*(math.fsum(column) for column in zip(*measured.values(), strict=True)))

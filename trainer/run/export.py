@@ -59,7 +59,7 @@ def export_best(
     averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
     build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
     model = unsharded(trainer.model, build, averages)
-    if not trainer.world.first or model is None:
+    if not trainer.world.is_main or model is None:
         return None, [], test
     if best is not None and config.checkpoint.enabled:
         step = trainer.step if step is None else step  # no checkpoint fitted on the disk; the weights alone may
@@ -90,7 +90,7 @@ def export_best(
         try:
             if config.tracking.epilogue:
                 with terminal.work("writing a sample"):
-                    text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
+                    text = config.recipe.closing_text(model.to(trainer.device), trainer.datasets, trainer.device)
         except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
             terminal.warn("the complete model does not fit on the device; no sample is generated")
     return text, missing, test

@@ -114,7 +114,7 @@ class Monitor:
         columns = [torch.stack([getattr(record, name) for record in records]).float() for name in names]
         numbers = torch.stack(columns).cpu()
         shares = numbers[0].clone()
-        numbers[0] = self.world.add(numbers[0])  # each rank knows its own share of the loss
+        numbers[0] = self.world.all_reduce_sum(numbers[0])  # each rank knows its own share of the loss
         rows = numbers.T.tolist()
         for number, (record, (loss, norm, scale, skipped)) in enumerate(zip(records, rows, strict=True)):
             self._losses.append(loss)
@@ -224,5 +224,5 @@ class Monitor:
         """Return the ranks whose own ``share`` of a step's loss is not finite; every rank has to ask."""
         flags = torch.zeros(self.world.size)
         flags[self.world.rank] = ~share.isfinite()
-        ranks: list[int] = self.world.add(flags).nonzero().flatten().tolist()
+        ranks: list[int] = self.world.all_reduce_sum(flags).nonzero().flatten().tolist()
         return ranks

@@ -47,9 +47,9 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     config = trainer.config
     found = manifest_of(config.precision, trainer.hardware, trainer.fp32_modules)
     effective, formats = found["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
-    effective["matmul_tflops"] = trainer.world.on_first(lambda: matmul_rates(trainer.hardware, tuple(formats)))
+    effective["matmul_tflops"] = trainer.world.run_on_main(lambda: matmul_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
-    effective |= {"sdpa_allowed": attention.enabled()} | config.precision.listed
+    effective |= {"sdpa_allowed": attention.enabled()} | config.precision.operator_overrides
     effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
     effective["arithmetic"] = not_timed(config.precision.mode, trainer.kernels, trainer.hardware) or own
@@ -102,7 +102,7 @@ def open_metric_log(
         "processes": str(trainer.world.size),
         "mlflow.source.name": "scripts/train.py",
     }
-    facts = config.recipe.facts(trainer.model, trainer.datasets)
+    facts = config.recipe.summary_fields(trainer.model, trainer.datasets)
     tags |= {name: str(value) for name, value in facts.items()}
     if source := files.run_facts(folder, "init_from"):
         tags |= {
@@ -143,7 +143,7 @@ def record_failure(
     """
     world, saved = trainer.world, None
     facts: dict[str, Any] = {"checkpoint": None, "generators": None}
-    if not error.failure["later_updates"] and not world.on_first(lambda: checkpoint.steps(folder.checkpoints)):
+    if not error.failure["later_updates"] and not world.run_on_main(lambda: checkpoint.steps(folder.checkpoints)):
         training = trainer.state_dict() | {"step": error.failure["step"] - 1}
         training["loss_scale"]["scale"] = error.failure["loss_scale"]
         monitor = progress["monitor"] | {"losses": [], "last": {}}

@@ -51,7 +51,9 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     parameters = f"{quantity(sum(numbers.values()))} parameters"
     if trainer.frozen:
         parameters += f", {quantity(sum(numbers[name] for name in trainer.frozen))} of them frozen"
-    facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts(trainer.model, trainer.datasets).items())
+    facts = ", ".join(
+        f"{name} {value}" for name, value in config.recipe.summary_fields(trainer.model, trainer.datasets).items()
+    )
     rows = [("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}")]
     if source := run_facts(folder, "init_from"):
         rows.append(("weights", f"of {source['run']}, step {source['step']}"))
@@ -105,8 +107,8 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
         parts.append(f"in fp8 ({precision.fp8_scaling}): {len(layers)} linear layers")
     if trainer.fp32_modules:
         parts.append(f"in fp32: {', '.join(trainer.fp32_modules)}")
-    for option, operators in precision.listed.items():
-        computed_in = {"fp32_ops": FP32.name, "low_ops": format_name}[option]
+    for option, operators in precision.operator_overrides.items():
+        computed_in = {"fp32_ops": FP32.name, "half_ops": format_name}[option]
         parts.append(f"operators in {computed_in}: {', '.join(operators)}")
     return "; ".join(parts)
 

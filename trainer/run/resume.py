@@ -153,7 +153,7 @@ def as_before(folder: RunFolder, before: dict[str, Any], config: Config, resolve
     if config.micro_batch_size == "auto" and other and batching.batch_size % (size * batching.ranks) == 0:
         resolved = resolved.with_micro_batch_size(size, "as at the start of the run")
     now = replace(resolved.config, source=None)
-    saving = [each._replace(value=before[each.key]) for each in config.recipe.saving_memory() if each.key in before]
+    saving = [each._replace(value=before[each.key]) for each in config.recipe.memory_overrides() if each.key in before]
     now = replace(now, recipe=now.recipe.chosen(saving))
     if before.get("recipe") == now.recipe.name and before.get("data") == now.data.kind:
         tokenizer = read_object(folder.path / "config.json").get("data.tokenizer")

@@ -25,7 +25,7 @@ from trainer.files import SUMMARY_FILE, read_json, read_object, write_json
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.profiling.profiler import Profiler
-from trainer.recipe import Decision, Own
+from trainer.recipe import Decision, UserRecipe
 from trainer.run import report
 from trainer.run.export import export_best
 from trainer.run.monitor import Monitor, NonFiniteGradients
@@ -87,7 +87,7 @@ class Run(RunState):
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
         self.command = resume_command(folder.path)
-        self.scores = Scores(self.config, trainer.metrics.falls)
+        self.scores = Scores(self.config, trainer.metrics.lower_is_better)
         self.first: StepRecord | None = None
         """The first step that this process took."""
         self.began = began or time.monotonic()
@@ -112,15 +112,17 @@ class Run(RunState):
         self.git = git_facts()
         self.manifest, self.monitor.utilisation = observed(trainer)
         self.metric_log = None
-        if self.world.first:
+        if self.world.is_main:
             options = write_config(folder, self.config)
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
             folder.write("precision.json", self.manifest)
             forget_failure(folder)
             resumed = saved.log_bytes if saved else None
             self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, resumed)
-        profiler = self.config.profiler if self.world.first else Profiler()
-        recorder = partial(MemoryLedger, trainer.model, trainer.optimizer, trainer.average.held().values())
+        profiler = self.config.profiler if self.world.is_main else Profiler()
+        recorder = partial(
+            MemoryLedger, trainer.model, trainer.optimizer, trainer.average.persistent_weights().values()
+        )
         self.profiler = profiler.start(folder.path, trainer.device, recorder)
         half = self.config.precision.half
         self.diagnostics = self.config.diagnostics.start(
@@ -159,7 +161,7 @@ class Run(RunState):
             saves = self.config.checkpoint.enabled
             message = report.stop_message(self.stopped_by, step, self.folder, saves, self.command)
             raise Interrupted(message, self.stopped_by)
-        if self.world.largest(len(missing)):
+        if self.world.all_reduce_max(len(missing)):
             raise report.unfinished(missing, step, self.folder, self.command)
         final = self.scores.final.get("valid/loss", math.nan)
         if verdict := self.config.debug.check(self._first_loss, final, step):
@@ -184,7 +186,7 @@ class Run(RunState):
 
     def _first_loss(self) -> float:
         """Return the loss of the first step that this process took, over all ranks, each of which has to call this."""
-        return math.nan if self.first is None else self.world.add(self.first.loss.reshape(1)).item()
+        return math.nan if self.first is None else self.world.all_reduce_sum(self.first.loss.reshape(1)).item()
 
     @property
     def complete(self) -> bool:
@@ -242,7 +244,7 @@ class Run(RunState):
         step = self.trainer.step
         score = None
         # Read once here: a signal that comes later is handled by the evaluation or after the next step, by all ranks.
-        stop, save = self.world.largest_of([self.signals.stop or 0, self.signals.take_save()])
+        stop, save = self.world.all_reduce_max_each([self.signals.stop or 0, self.signals.take_save()])
         self.stopped_by = stop or None
         if self.unevaluated and not stop:
             with self.monitor.paused(), suppress(EvaluationStopped):
@@ -298,7 +300,7 @@ class Run(RunState):
 
             def watch(done: int, total: int) -> None:
                 advance(done, total)
-                if done < total and (stop := self.world.largest(self.signals.stop or 0)):
+                if done < total and (stop := self.world.all_reduce_max(self.signals.stop or 0)):
                     self.stopped_by = stop
                     raise EvaluationStopped
 
@@ -328,7 +330,7 @@ class Run(RunState):
             self.failure = record_failure(error, self.trainer, self.folder, self._progress())
         except (Exception, Interrupted) as problem:  # it must not hide why the run failed
             log.warning("the step that failed was not recorded (%s)", first_line(problem))
-        if isinstance(self.config.recipe, Own):  # the doctor has no recipe to take the step with
+        if isinstance(self.config.recipe, UserRecipe):  # the doctor has no recipe to take the step with
             return ""
         return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
 
@@ -369,7 +371,7 @@ class Run(RunState):
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         for text in filter(None, [profile, epilogue]):
             self.terminal.note(text)
-        self.stopped_by = self.world.largest(self.signals.stop or 0) or None
+        self.stopped_by = self.world.all_reduce_max(self.signals.stop or 0) or None
         self.signals.ahead = None  # nothing is lost where MLflow is not waited for
         if self.metric_log and not self._close_metric_log(summary["status"], summary):
             missing.append("summary.json could not be written")

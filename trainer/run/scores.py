@@ -35,7 +35,7 @@ class Scores:
         self._recipes_own = recipe.best_metric
         self.metric: str = recipe.best_metric if config.checkpoint.best == "auto" else config.checkpoint.best
         """Such as ``valid/loss``."""
-        falls = falls or recipe.falls
+        falls = falls or recipe.lower_is_better
         self.lowest: bool = falls(self.metric)
         """Whether the lowest value is the best; else the highest."""
         self.best: dict[str, Any] | None = None

@@ -60,7 +60,7 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
-        terminal = Terminal(shown=world.first)
+        terminal = Terminal(shown=world.is_main)
         signals.tell = terminal.note
         stack.enter_context(shown_by(terminal.work))
         hardware = detect(config.device)
@@ -70,21 +70,21 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
         except UserError as error:
             error.shared = True
             raise
-        folder = world.on_first(partial(earlier_folder, config, resolved))
+        folder = world.run_on_main(partial(earlier_folder, config, resolved))
         saved = None
         if folder is not None:
-            world.on_first(partial(stack.enter_context, in_use(folder.path)))
-            resolved = as_before(folder, world.on_first(folder.config), config, resolved)
-            checkpoint, complete = world.on_first(partial(_left, folder, config, resolved))
+            world.run_on_main(partial(stack.enter_context, in_use(folder.path)))
+            resolved = as_before(folder, world.run_on_main(folder.config), config, resolved)
+            checkpoint, complete = world.run_on_main(partial(_left, folder, config, resolved))
             if checkpoint is None:
                 terminal.note(f"{folder.path} is already complete{complete}")
-                world.on_first(partial(finish_delivery, folder.path, config.tracking))
-                return world.on_first(folder.summary)
+                world.run_on_main(partial(finish_delivery, folder.path, config.tracking))
+                return world.run_on_main(folder.summary)
             saved = CheckpointReader(checkpoint)
         terminal.note("opening the data …")
         opened = None if saved else resolved.opened  # a run may have recorded how its data is to be opened
         with work("opening the data"):
-            datasets = opened or world.first_then_others(resolved.config.open_datasets)
+            datasets = opened or world.main_first(resolved.config.open_datasets)
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets)
         if gc.isenabled():  # else the program has only imported modules so far
@@ -98,12 +98,12 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
             with work("building the model"):
                 trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
-            scores = Scores(trainer.config, trainer.metrics.falls)
+            scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
             with _written(resolved.config.output_dir):
                 if folder is None:
-                    world.on_first(partial(_check_disk, config, trainer.model))
-                    folder = world.on_first(partial(_begun, resolved, datasets, stack))
+                    world.run_on_main(partial(_check_disk, config, trainer.model))
+                    folder = world.run_on_main(partial(_begun, resolved, datasets, stack))
                 with work("preparing the run"):
                     run = run_class(
                         trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions, began

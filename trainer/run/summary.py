@@ -99,7 +99,7 @@ def unreadable_samples(trainer: Trainer) -> int:
     """Return how many samples could not be read, on any rank, each of which has to call this."""
     data = trainer.datasets
     marks = [getattr(part, "unreadable", torch.zeros(1)) for part in (data.train, data.valid, data.test)]
-    return sum(int(trainer.world.add(mark.float()).count_nonzero()) for mark in marks)
+    return sum(int(trainer.world.all_reduce_sum(mark.float()).count_nonzero()) for mark in marks)
 
 
 def summary_rows(summary: dict[str, Any]) -> Rows:

@@ -52,7 +52,7 @@ def write_serving(
     """
     target = folder / SERVING
     target.mkdir()
-    packages = (*_PACKAGES[recipe.predictor], *recipe.packages())
+    packages = (*_PACKAGES[recipe.predictor], *recipe.extra_requirements())
     # Without what follows a plus: builds for one device are in no index.
     versions = [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in packages]
     facts: dict[str, Any] = {"step": step, "predictor": recipe.predictor, "requirements": versions}

@@ -240,12 +240,12 @@ class AutomaticAugment(ImageAugment):
     kind: ClassVar[str] = "auto"
 
     def choose(self, shorter_side: int | None) -> ImageAugment:
-        """Return the choice for images of this size, and keep it for ``decided``."""
+        """Return the choice for images of this size, and keep it for ``data_decisions``."""
         choice = self._become(ImageAugment if shorter_side is None or shorter_side < SMALL else ImageNet)
         vars(self)["_chosen"] = choice
         return choice
 
-    def decided(self) -> tuple[ImageAugment, list[Decision]]:
+    def data_decisions(self) -> tuple[ImageAugment, list[Decision]]:
         """Return the last choice, and why; ``none`` where no images were opened."""
         choice = vars(self).get("_chosen")
         if choice is None:

@@ -16,7 +16,7 @@ import torch
 
 from recipes.data.images.pixels import REMEDY, DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
-from trainer.data.apart import check_apart
+from trainer.data.overlap import check_no_overlap
 from trainer.errors import UserError
 from trainer.progress import work
 
@@ -67,7 +67,7 @@ class ImageFolder(ImageSource):
         if test_folder:
             parts["test"] = self._checked(_images_by_class(test_folder))
             for role in ("training", "validation"):
-                check_apart(f"data.test={test_folder}", _files(parts["test"]), _files(parts[role]), role)
+                check_no_overlap(f"data.test={test_folder}", _files(parts["test"]), _files(parts[role]), role)
         for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
             if unknown := sorted(set(part) - set(classes)):
                 raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")

@@ -19,7 +19,7 @@ from mantissa.display import quantity
 from recipes.data.text.tokenizers import OWN_BPE, plan
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
 from trainer.cache import cache_folder
-from trainer.data.apart import check_apart
+from trainer.data.overlap import check_no_overlap
 from trainer.errors import UserError
 from trainer.recipe import NO_OPTION
 
@@ -278,7 +278,7 @@ class TextFiles(TokenizedText):
             return None
         key = f"data.test={self.test}"
         files, others = (list(map(str, self._paths(key, name))) for name in (self.test, self.path))
-        check_apart(key, files, others, "training")
+        check_no_overlap(key, files, others, "training")
         return Split.whole(self._corpus(key, self.test))
 
     def _paths(self, key: str, name: str) -> list[Path]:

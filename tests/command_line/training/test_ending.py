@@ -207,7 +207,7 @@ def test_the_test_text_is_evaluated_once_with_the_best_weights(
 
 
 def test_a_run_shows_what_its_model_can_do_unless_told_not_to(succeed: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BigNet, "epilogue", lambda *_: "what it can do", raising=False)
+    monkeypatch.setattr(BigNet, "closing_text", lambda *_: "what it can do", raising=False)
     run = [*TINY, "steps=2", "checkpoint=none"]
     assert "what it can do" in succeed(*run).out
     assert "what it can do" not in succeed(*run, "tracking.epilogue=false").out
@@ -216,7 +216,7 @@ def test_a_run_shows_what_its_model_can_do_unless_told_not_to(succeed: Train, mo
 def test_an_epilogue_that_fails_leaves_the_best_weights(
     train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BigNet, "epilogue", lambda *_: 1 / 0, raising=False)
+    monkeypatch.setattr(BigNet, "closing_text", lambda *_: 1 / 0, raising=False)
     assert train(*TINY, "steps=2", "eval_every=1").code == 1
     (run,) = (folder / "outputs").iterdir()
     assert (run / "best" / "model.safetensors").exists()

@@ -33,7 +33,7 @@ def after_two_steps(*overrides: str) -> tuple[Trainer, list[Any]]:
 
 
 def everything(passes: Replay) -> dict[str, Any]:
-    masters = dict(passes.masters.held()) if passes.masters is not None else {}
+    masters = dict(passes.masters.persistent_weights()) if passes.masters is not None else {}
     random = random_state(passes.step.device)
     return copied({"model": passes.model.state_dict(), "masters": masters, "random": random})
 

@@ -64,7 +64,7 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     torch.testing.assert_close(trainer.model.normalise.mean, shift)  # type: ignore[union-attr]
     (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
     assert "a new head for 10 classes (fc.weight, fc.bias); images are normalised with 0.485" in choice.why
-    assert trainer.recipe.facts(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
+    assert trainer.recipe.summary_fields(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
 
 
 def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:

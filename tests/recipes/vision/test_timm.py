@@ -31,7 +31,7 @@ def trained() -> Trainer:
 
 def test_a_model_of_timm_trains_with_the_classes_and_the_size_of_the_data(trained: Trainer) -> None:
     assert type(trained.model).__module__.startswith("timm.")
-    assert trained.recipe.facts(trained.model, trained.datasets)["size"] == "timm/test_resnet"
+    assert trained.recipe.summary_fields(trained.model, trained.datasets)["size"] == "timm/test_resnet"
     assert trained.model.get_classifier().out_features == 10  # type: ignore[operator]
     assert trained.model.conv1[0].weight.shape[1] == 3  # type: ignore[index,union-attr]
     vit = ResNet(arch="timm/test_vit", image_size=48)

@@ -15,7 +15,7 @@ TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64",
 @pytest.mark.parametrize("mode", ["fp32", "bf16_pure", "bf16_master"])
 def test_it_is_the_average_of_the_weights_after_each_step_in_fp32(mode: str) -> None:
     trainer = trainer_of(*TINY, f"precision={mode}", "ema.decay=0.3")
-    kept = dict(trainer.masters.held()) if trainer.masters else dict(trainer.model.named_parameters())
+    kept = dict(trainer.masters.persistent_weights()) if trainer.masters else dict(trainer.model.named_parameters())
     expected = {name: each.detach().double() for name, each in kept.items()}
     batches = trainer.batches()
     for step in range(1, 6):
@@ -23,7 +23,7 @@ def test_it_is_the_average_of_the_weights_after_each_step_in_fp32(mode: str) -> 
         decay = min(0.3, (1 + step) / (10 + step))  # the warm-up ends at step 3
         for name, each in kept.items():
             expected[name] = decay * expected[name] + (1 - decay) * each.detach().double()
-    found = dict(trainer.average.held())
+    found = dict(trainer.average.persistent_weights())
     assert {average.dtype for average in found.values()} == {torch.float32}
     torch.testing.assert_close({name: each.double() for name, each in found.items()}, expected, rtol=1e-6, atol=1e-7)
 
@@ -59,7 +59,7 @@ def test_a_weight_under_two_names_has_one_average() -> None:
     fit(trainer, 1)
     state, own = trainer.average.state_of_model() or {}, trainer.model.state_dict()
     one, other = [name for name, each in own.items() if each.data_ptr() == own["gpt2.lm_head.weight"].data_ptr()]
-    assert len({one, other} & dict(trainer.average.held()).keys()) == 1
+    assert len({one, other} & dict(trainer.average.persistent_weights()).keys()) == 1
     assert torch.equal(state[one], state[other])
     assert not torch.equal(state[one], own[one])
 

@@ -29,7 +29,7 @@ from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LISTS: dict[str, Any] = {"fp32_ops": ["softmax"], "low_ops": ["layer_norm"]}
+LISTS: dict[str, Any] = {"fp32_ops": ["softmax"], "half_ops": ["layer_norm"]}
 
 
 class Block(nn.Module):
@@ -138,7 +138,7 @@ def test_what_is_recomputed_has_the_same_policy(mode: str, precision: str) -> No
 @pytest.mark.parametrize(
     ("recipe", "precision"),
     [
-        (Attention(), Precision("bf16", fp32_ops=["linear", "softmax"], low_ops=["layer_norm"])),
+        (Attention(), Precision("bf16", fp32_ops=["linear", "softmax"], half_ops=["layer_norm"])),
         (SmallConvNet(), Precision("bf16", fp32_modules=["7"])),
     ],
 )
@@ -195,14 +195,14 @@ def test_fp32_ops_round_nothing_that_had_more_than_16_bits() -> None:
         assert F.softmax(x.to(BF16), -1, dtype=FP32).dtype == FP32
         assert x.double().softmax(-1).dtype == torch.float64
         assert torch.add(x.to(BF16), 1, out=out) is out
-    with Precision("bf16_pure", low_ops=["softmax"]).autocast(CPU):
+    with Precision("bf16_pure", half_ops=["softmax"]).autocast(CPU):
         assert x.double().softmax(-1).dtype == torch.float64
         assert F.softmax(x, -1, dtype=FP32).dtype == BF16
 
 
 @pytest.mark.parametrize("mode", ["bf16", "bf16_pure"])
 def test_islands_win_over_low_ops(mode: str) -> None:
-    trainer = trainer_of(Precision(mode, ["0"], low_ops=["layer_norm"]))
+    trainer = trainer_of(Precision(mode, ["0"], half_ops=["layer_norm"]))
     seen = dtypes(trainer.model)
     trainer.gradients(next(trainer.batches()))
     assert (set(seen["0.norm"]), set(seen["0.softmax"]), set(seen["1.norm"])) == ({FP32}, {FP32}, {BF16})
@@ -216,7 +216,7 @@ def test_the_manifest_has_the_lists() -> None:
     manifest = precision_manifest(trainer_of(Precision("bf16", **LISTS)))
     assert manifest["requested"] == {"mode": "bf16", "fp32_modules": [], **LISTS}
     assert manifest["effective"]["fp32_ops"] == LISTS["fp32_ops"]
-    assert manifest["effective"]["low_ops"] == LISTS["low_ops"]
+    assert manifest["effective"]["half_ops"] == LISTS["half_ops"]
     without = precision_manifest(trainer_of(Precision("bf16")))
     assert "fp32_ops" not in {**without["requested"], **without["effective"]}
 
@@ -225,10 +225,10 @@ def test_the_manifest_has_the_lists() -> None:
     ("mode", "lists", "message"),
     [
         ("fp32", {"fp32_ops": ["softmax"]}, r"precision.fp32_ops has no effect with precision=fp32"),
-        ("bf16", {"low_ops": ["gelu", "sofmax"]}, r"low_ops: torch has no operator 'sofmax'.*did you mean 'softmax'"),
+        ("bf16", {"half_ops": ["gelu", "sofmax"]}, r"half_ops: torch has no operator 'sofmax'.*did you mean 'softmax'"),
         ("bf16", {"fp32_ops": ["relu_"]}, r"no operator 'relu_' that returns a new tensor; did you mean 'relu'"),
-        ("bf16", {"fp32_ops": ["gelu", "exp"], "low_ops": ["exp"]}, r"fp32_ops and precision.low_ops both have exp"),
-        ("fp16", {"low_ops": ["batch_norm"]}, r"low_ops: batch_norm updates statistics, which stay in fp32"),
+        ("bf16", {"fp32_ops": ["gelu", "exp"], "half_ops": ["exp"]}, r"fp32_ops and precision.half_ops both have exp"),
+        ("fp16", {"half_ops": ["batch_norm"]}, r"half_ops: batch_norm updates statistics, which stay in fp32"),
     ],
 )
 def test_values_that_cannot_work_are_named(mode: str, lists: dict[str, list[str]], message: str) -> None:

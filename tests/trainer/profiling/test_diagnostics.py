@@ -140,14 +140,14 @@ def test_the_intended_update_is_adams_with_the_true_gradient_in_fp32(mode: str, 
     before = weight.detach().float()
     state = {key: value.float() for key, value in training.optimizer.state[weight].items()}
     true: list[Tensor] = []
-    clip = training.update.clip.fold
+    clip = training.update.clip.clip_factor
 
     def fold(gradients: list[Tensor], norm: Tensor, factor: Tensor) -> Tensor:
         assert norm > 0.02
         true.append(gradients[2].float() * 1.5 / 1024 * 0.02 / (norm + 1e-6))
         return clip(gradients, norm, factor)
 
-    training.update.clip.fold = fold
+    training.update.clip.clip_factor = fold
     update = training.measured()["head.weight"]
     mean = 0.9 * state["exp_avg"] + 0.1 * true[0]
     square = 0.999 * state["exp_avg_sq"] + 0.001 * true[0] ** 2

@@ -167,7 +167,7 @@ class TwoRanks(World):
 
     size = 2
 
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor + torch.tensor([0.0, 1.0]) if len(tensor) == 2 else tensor * torch.nan
 
 

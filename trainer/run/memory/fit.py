@@ -40,8 +40,8 @@ def fit_plan(config: Config, resolved: Resolved, hardware: Hardware, world: Worl
     """Return the resolved config with a microbatch that is forecast to fit into the free memory.
 
     A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
-    ``micro_batch_size`` that the user set is not changed; there is a warning. On a GPU ``Recipe.saving_memory`` comes
-    first.
+    ``micro_batch_size`` that the user set is not changed; there is a warning. On a GPU ``Recipe.memory_overrides``
+    comes first.
 
     Args:
         config: as composed.
@@ -56,8 +56,8 @@ def fit_plan(config: Config, resolved: Resolved, hardware: Hardware, world: Worl
     free = available_bytes(hardware.device)
     if world.size > 1 and not hardware.is_gpu:
         free //= launched_local_rank()[1]  # the processes of a machine share its memory
-    free = -world.largest(-free)
-    size, why, saving = world.on_first(partial(_fitting, config, resolved, hardware, datasets, free))
+    free = -world.all_reduce_max(-free)
+    size, why, saving = world.run_on_main(partial(_fitting, config, resolved, hardware, datasets, free))
     chosen = replace(resolved.config, recipe=resolved.config.recipe.chosen(saving))
     found = resolved._replace(config=chosen, decisions=[*resolved.decisions, *saving])
     return found.with_micro_batch_size(size, why) if why else found
@@ -68,7 +68,7 @@ def _fitting(
 ) -> tuple[int, str, list[Decision]]:
     """Return the microbatch, why it is another one (empty: it is not), and the recipe's options that save memory."""
     batching, usable = resolved.plan.batching, int(USABLE * free)
-    size, saving = batching.micro_batch_size, config.recipe.saving_memory() if hardware.is_gpu else []
+    size, saving = batching.micro_batch_size, config.recipe.memory_overrides() if hardware.is_gpu else []
     rough = rough_bytes(resolved.config.recipe, datasets, size)
     if rough is None or rough < free / 2:
         return size, "", []

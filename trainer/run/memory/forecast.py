@@ -60,7 +60,9 @@ def forecast(config: Config) -> Ledger:
             trainer = FakeTrainer(config, plan, hardware)
             microbatches = [trainer.microbatch() for _ in range(taken)]
             trainer.train_step(microbatches[:1])
-            with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
+            with MemoryLedger(
+                trainer.model, trainer.optimizer, trainer.average.persistent_weights().values()
+            ) as recording:
                 trainer.train_step(microbatches)
             ledger = recording.report()
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
@@ -173,7 +175,7 @@ class FakeTrainer(Trainer):
             datasets = config.open_datasets()
         super().__init__(config, plan, hardware, World(), datasets)
         if isinstance(self.masters, StochasticWeights):
-            self.masters.hold_nothing()
+            self.masters.free()
         with unset_fake_temporarily():
             samples = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
             self._sample = self.datasets.train.batch(samples)

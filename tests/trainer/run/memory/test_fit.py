@@ -155,7 +155,7 @@ class Two(World):
     def __init__(self, others: float) -> None:
         self.others = int(others * MIB)
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         return max(value, -self.others)
 
 

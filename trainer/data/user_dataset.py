@@ -16,7 +16,7 @@ from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 
 
-class Collated:
+class UserDataset:
     """A torch dataset, or a DataLoader's with its ``collate_fn``. The tensors of a batch go by their place in it.
 
     What a sample draws from the generators of torch, numpy and Python is a function of the microbatch alone, so that

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.errors import UserError
 
 
-def check_apart(key: str, files: Sequence[str], others: Sequence[str], role: str) -> None:
+def check_no_overlap(key: str, files: Sequence[str], others: Sequence[str], role: str) -> None:
     """Refuse test data with a file that has another role, whatever it is called there: a link or a hard link.
 
     Args:
