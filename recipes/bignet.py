@@ -31,7 +31,7 @@ class BigNet(Recipe):
     unit: ClassVar[str] = "samples"
     architecture: ClassVar[tuple[str, ...]] = ("layers", "width")
     pretrained: str | None = None
-    """A run's ``best/`` to start from; it also sets layers and width."""
+    """What ``init_from`` sets where it is no run: an exported folder, which also sets layers and width."""
     layers: int = 20
     """Linear layers."""
     width: int = 1000
@@ -55,14 +55,12 @@ class BigNet(Recipe):
         assert self.pretrained
         about = read_object(Path(self.pretrained).expanduser() / "config.json")
         if about.get("recipe") != self.name:
-            raise UserError(f"recipe.pretrained={self.pretrained} is not the best/ of a run of recipe=bignet; give one")
+            raise UserError(f"init_from={self.pretrained} is not the best/ of a run of recipe=bignet; give one")
         decisions: list[Decision] = []
         for name in self.architecture:
             now, there = getattr(self, name), about["options"][name]
             if now not in (there, getattr(type(self), name)):
-                raise UserError(
-                    f"recipe.{name}={now}, but recipe.pretrained={self.pretrained} has {there}; leave it out"
-                )
+                raise UserError(f"recipe.{name}={now}, but init_from={self.pretrained} has {there}; leave it out")
             decisions.append(Decision(f"recipe.{name}", there, "of the pretrained model"))
         return self.chosen(decisions), decisions
 
@@ -86,7 +84,7 @@ class BigNet(Recipe):
         size = 2 * _BLOCK  # with the ReLUs
         model = nn.Sequential(*(nn.Sequential(*layers[i : i + size]) for i in range(0, len(layers), size)))
         if self.pretrained and torch.get_default_device().type != "meta":
-            fill(model, self.exported(Path(self.pretrained).expanduser()), f"recipe.pretrained={self.pretrained}")
+            fill(model, self.exported(Path(self.pretrained).expanduser()), f"init_from={self.pretrained}")
         return model
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:

@@ -70,9 +70,7 @@ class GPT2(LanguageRecipe):
         if self.gelu not in ACTIVATIONS:
             raise UserError(f"recipe.gelu={self.gelu} is unknown; use recipe.gelu={'|'.join(ACTIVATIONS)}")
         if self.pretrained and self.gelu != "tanh":
-            raise UserError(
-                f"recipe.gelu={self.gelu} has no effect with recipe.pretrained, which has its own; remove it"
-            )
+            raise UserError(f"recipe.gelu={self.gelu} has no effect with init_from, which has its own; remove it")
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return those of the device; for the CPU's own model those that suit the measured rate of its matmuls.

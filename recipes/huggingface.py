@@ -60,7 +60,7 @@ class SizedRecipe(Recipe):
     size: str = "auto"
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
     pretrained: str | None = None
-    """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
+    """What ``init_from`` sets where it is no run: a hub id or folder, which brings its own tokenizer."""
     context: int | str = "auto"
     """Context length, in tokens; auto: that of the size."""
     attention: str = "sdpa"
@@ -107,7 +107,7 @@ class SizedRecipe(Recipe):
             config = AutoConfig.from_pretrained(**place)
         if (other := config.model_type) != self.name:
             use = f"use recipe={other}" if other in RECIPES else f"recipes open {', '.join(RECIPES)}"
-            raise UserError(f"recipe.pretrained={self.pretrained} is of type {other}, not {self.name}; {use}")
+            raise UserError(f"init_from={self.pretrained} is of type {other}, not {self.name}; {use}")
         return config
 
     def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
@@ -149,7 +149,7 @@ class SizedRecipe(Recipe):
 
     def _opening(self) -> AbstractContextManager[dict[str, Any]]:
         """Give the arguments of ``from_pretrained``, whose errors become the user's."""
-        key, failure = f"recipe.pretrained={self.pretrained}", f"cannot be opened as a {self.name}"
+        key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
         return opening(str(self.pretrained), key, failure, _REMEDY)
 
     def cut(
@@ -190,7 +190,7 @@ class SizedRecipe(Recipe):
         found = {role: tokenizer.token_id(role) for role in roles}
         if missing := [role for role, id in found.items() if id is None]:
             raise UserError(
-                f"recipe.pretrained={self.pretrained}: its tokenizer has no {missing[0]}, which recipe={self.name} "
+                f"init_from={self.pretrained}: its tokenizer has no {missing[0]}, which recipe={self.name} "
                 "needs" + ("; use a smaller recipe.context" if missing[0].startswith("<extra_id_") else "")
             )
         return [id for id in found.values() if id is not None]
@@ -214,9 +214,7 @@ class SizedRecipe(Recipe):
         """
         if self.pretrained:
             if self.size != "auto":
-                raise UserError(
-                    "recipe.size has no effect with recipe.pretrained, which sets the size; remove one of them"
-                )
+                raise UserError("recipe.size has no effect with init_from, which sets the size; remove one of them")
             positions = self._positions()
             if positions and isinstance(self.context, int) and self.context > positions:
                 raise UserError(
@@ -238,12 +236,12 @@ class SizedRecipe(Recipe):
         chosen = getattr(self._text(data), "tokenizer", OWN_BPE)
         if self.pretrained and chosen not in (OWN_BPE, self.pretrained):  # the default need not be dropped
             raise UserError(
-                f"data.tokenizer={chosen} has no effect with recipe.pretrained={self.pretrained}, which has its own "
+                f"data.tokenizer={chosen} has no effect with init_from={self.pretrained}, which has its own "
                 "tokenizer; remove one of them"
             )
         if self.pretrained and isinstance(data, TokenizedText) and data.vocab_size != TokenizedText.vocab_size:
             raise UserError(
-                f"data.vocab_size={data.vocab_size} has no effect with recipe.pretrained={self.pretrained}, which has "
+                f"data.vocab_size={data.vocab_size} has no effect with init_from={self.pretrained}, which has "
                 "its own tokenizer; leave it out"
             )
         decisions = self.choose_model(hardware)

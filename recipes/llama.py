@@ -77,9 +77,7 @@ class Llama(LanguageRecipe):
         decisions = super().choose_model(hardware)
         if self.pretrained:
             if self._changed:
-                raise UserError(
-                    f"recipe.{next(iter(self._changed))} has no effect with recipe.pretrained; remove one of them"
-                )
+                raise UserError(f"recipe.{next(iter(self._changed))} has no effect with init_from; remove one of them")
             return decisions
         shape = self.chosen(decisions).shape
         if shape.width % (2 * shape.heads):

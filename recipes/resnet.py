@@ -47,9 +47,9 @@ class ResNet(Recipe):
     """Side of the training images in pixels, if it differs from evaluation: a smaller size trains faster, and objects
     look larger in random crops (Touvron et al. 2019). null: ``image_size``."""
     pretrained: str | None = None
-    """Weights to start from: a torchvision name, such as IMAGENET1K_V2, or DEFAULT (also for timm); a file (.pth,
-    .safetensors); or the ``best/`` of a run. The head is new if the classes differ, and images are normalised as the
-    weights need it."""
+    """What ``init_from`` sets where it is no run: a torchvision name, such as IMAGENET1K_V2, or DEFAULT (also for
+    timm), a file (.pth, .safetensors), or an exported folder. The head is new if the classes differ, and images are
+    normalised as the weights need it."""
     mean: list[float] | None = None
     """Mean of each channel (red, green, blue; 0 to 1) for normalisation; null: that of the pretrained weights, else of
     the data."""
@@ -99,7 +99,7 @@ class ResNet(Recipe):
         """Choose the architecture, or check the requested one."""
         _image_source(data)
         found = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
-        why = "that of recipe.pretrained"
+        why = "that of init_from"
         if not found and hardware.is_gpu:
             found, why = {"arch": "resnet50"}, "GPU default; recipe.arch=resnet18 for a smaller one"
         elif not found:
@@ -148,7 +148,7 @@ class ResNet(Recipe):
         new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
         why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised with {colours}; "
         why += "set recipe.mean and recipe.std where the weights need others"
-        return [Decision("recipe.pretrained", self.pretrained, why)]
+        return [Decision("init_from", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
         """Build the classifier, random or pretrained. Its attribute ``normalise`` makes its input of pixels."""
@@ -158,7 +158,7 @@ class ResNet(Recipe):
             found = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
             weights, _ = self.adapt_weights(found.state, model, datasets, {"classes": found.classes})
             remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
-            fill(model, weights, f"recipe.pretrained={self.pretrained}", remedy)
+            fill(model, weights, f"init_from={self.pretrained}", remedy)
         model.normalise = Normalise(datasets.mean, datasets.std)
         # No buffer, which would be saved, and converted with the weights.
         model.class_weights = objective.class_weights(self.class_weights, datasets, outputs)

@@ -172,7 +172,7 @@ class Recipe:
     adjustable: ClassVar[tuple[str, ...]] = ()
     """Fields that ``init_from`` takes over, too, though the same weights can be used with other values."""
     fine_tuning_lr: ClassVar[float | None] = None
-    """Factor of the optimizer's default learning rate with ``init_from`` or ``recipe.pretrained``; None: it stays."""
+    """Factor of the optimizer's default learning rate with ``init_from``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
 

@@ -25,7 +25,7 @@ from trainer.files import (
 )
 from trainer.parallel.world import launch_id, launched_processes, restarted
 
-_PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained")
+_PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained", "init_from")
 """Options that are files or folders, or may be."""
 
 
@@ -124,7 +124,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             remedy = "restore it"
             if (self.path / BEST / "config.json").is_file():  # which needs none of the run
-                remedy += f", or start a new run from the weights with recipe.pretrained={self.path / BEST}"
+                remedy += f", or start a new run from the weights with init_from={self.path / BEST}"
             if isinstance(error, FileNotFoundError):
                 remedy = "choose another run"
             raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
@@ -136,7 +136,7 @@ class RunFolder:
             is_split = key == "data.test" and recorded.get("data") == "hub"
             if value and value != str(own) and not is_split and self._original(value).exists():
                 recorded[key] = str(self._original(value))
-        pretrained = recorded.get("recipe.pretrained")
+        pretrained = recorded.get("recipe.pretrained", "init_from")
         if pretrained and not Path(pretrained).expanduser().is_dir() and (own / "config.json").is_file():
             recorded["recipe.pretrained"] = str(own)
         return recorded

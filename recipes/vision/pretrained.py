@@ -1,4 +1,4 @@
-"""``recipe.pretrained`` of image classifiers: published weights by name, a file, or the exported folder of a run."""
+"""``init_from`` of image classifiers: published weights by name, a file, or the exported folder of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.files import read_object
 
 DEFAULT = "DEFAULT"
 """The weights that the library recommends."""
-_FILE = "give a file or the best/ of a run: recipe.pretrained=weights.pth"
+_FILE = "give a file or the best/ of a run: init_from=weights.pth"
 _SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Heads that are used in training only, which the recipe leaves out."""
@@ -62,9 +62,9 @@ def check(arch: str, pretrained: str) -> None:
     if path.exists():
         other = exported_config(pretrained).get("arch", arch)
         if other != arch:
-            raise UserError(f"recipe.pretrained={pretrained} is a {other}; set recipe.arch={other}, or leave it out")
+            raise UserError(f"init_from={pretrained} is a {other}; set recipe.arch={other}, or leave it out")
     elif "/" in pretrained or path.suffix in _SUFFIXES:
-        raise UserError(f"recipe.pretrained={pretrained}: there is no such file or folder; {_FILE}")
+        raise UserError(f"init_from={pretrained}: there is no such file or folder; {_FILE}")
     elif arch.startswith(architectures.TIMM):
         _check_timm(arch, pretrained)
     else:
@@ -73,7 +73,7 @@ def check(arch: str, pretrained: str) -> None:
         names = list(torchvision.models.get_model_weights(arch).__members__)
         if pretrained not in names:
             raise UserError(
-                f"recipe.pretrained={pretrained} is not among torchvision's weights of {arch}"
+                f"init_from={pretrained} is not among torchvision's weights of {arch}"
                 f"{nearest(pretrained, names)} ({', '.join(names) or 'it has none'}); or {_FILE}"
             )
 
@@ -124,8 +124,7 @@ def _published(arch: str, name: str, image_size: int) -> Weights:
                 model = torchvision.models.get_model(arch, weights=weights, progress=False)
     except Exception as error:  # of urllib, requests, httpx, the hub, or torch for a damaged file
         raise UserError(
-            f"recipe.pretrained={name}: the weights of {arch} could not be downloaded or opened ({first_line(error)}); "
-            f"{_FILE}"
+            f"init_from={name}: the weights of {arch} could not be downloaded or opened ({first_line(error)}); {_FILE}"
         ) from error
     state = {key: value for key, value in model.state_dict().items() if not key.startswith(_AUXILIARY)}
     return Weights(state, *_normalisation(arch, name), None)
@@ -161,10 +160,10 @@ def _read(path: Path) -> dict[str, Tensor]:
             content = content.get(key, content)
         return {name.removeprefix("module."): value for name, value in content.items() if isinstance(value, Tensor)}
     except OSError as error:
-        raise UserError(f"recipe.pretrained={path} cannot be read ({error.strerror}); {_FILE}") from error
+        raise UserError(f"init_from={path} cannot be read ({error.strerror}); {_FILE}") from error
     except Exception as error:  # of pickle, zipfile, safetensors, or of a content that is no dictionary
         raise UserError(
-            f"recipe.pretrained={path} is not a file of weights, or is damaged; write one with "
+            f"init_from={path} is not a file of weights, or is damaged; write one with "
             'torch.save(model.state_dict(), "weights.pth")'
         ) from error
 
@@ -176,6 +175,6 @@ def _check_timm(arch: str, name: str) -> None:
     if name != DEFAULT:
         tags = timm.list_models(f"{model.partition('.')[0]}.*", pretrained=True)
         choices = f" (by recipe.arch: {', '.join(f'timm/{tag}' for tag in tags)})" if tags else ""
-        raise UserError(f"recipe.pretrained={name} must be DEFAULT for an architecture of timm{choices}; or {_FILE}")
+        raise UserError(f"init_from={name} must be DEFAULT for an architecture of timm{choices}; or {_FILE}")
     if not timm.models.is_model_pretrained(model):
-        raise UserError(f"recipe.pretrained=DEFAULT: timm has no weights of {model}; {_FILE}")
+        raise UserError(f"init_from=DEFAULT: timm has no weights of {model}; {_FILE}")

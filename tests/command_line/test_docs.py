@@ -32,7 +32,7 @@ TRAIN = "python scripts/train.py"
 ELSEWHERE = (
     # Installs, downloads, or needs another machine.
     "source .venv/bin/activate", "pip ", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
-    f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT",
+    f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet recipe.arch=resnet18 init_from=DEFAULT",
     # Takes several processes, or minutes.
     "torchrun ", "python benchmarks/bench.py", "python scripts/advise.py",
     "python scripts/compare.py", "python scripts/lr_range.py", "python scripts/max_batch.py",
@@ -99,7 +99,7 @@ def small(arguments: list[str]) -> list[str]:
     sizes = [*SMALL[recipe], "batch_size=4", "eval_samples=4"]
     if recipe == "resnet" and {"freeze", "optimizer.groups"} & given.keys():  # which name layers of a ResNet
         sizes.append("recipe.arch=resnet18")
-    if recipe == "gpt2" and "recipe.pretrained" not in given:
+    if recipe == "gpt2" and "init_from" not in given:
         sizes += ["recipe.size=nano", *([] if "data.tokenizer" in given else ["data.tokenizer=bytes"])]
     return sizes
 

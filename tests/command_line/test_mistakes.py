@@ -85,7 +85,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "precision=fp16 scaler=none": ("scaler=none with precision=fp16", "scaler=auto", "scaler.force=true"),
     "recipe=gpt2 data=digits": ("recipe=gpt2 cannot read data=digits", "data=python_docs"),
     # files and folders
-    f"{TEXT} data.path=notes.txt recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a gpt2",),
+    f"{TEXT} data.path=notes.txt init_from=empty": ("init_from=empty cannot be opened as a gpt2",),
     "data=text": ("missing required option: data.path",),
     f"{TEXT} 'data.path=mein Ordner ü'": ("data.path=mein Ordner ü: there is no such file or folder",),
     f"{TEXT} data.path=docs.jsonl": ("is a file of rows", "use data=hub data.name=docs.jsonl"),

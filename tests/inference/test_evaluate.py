@@ -216,7 +216,8 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
 
 
 def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:
-    tuned = ["recipe=bert", "recipe.pretrained=outputs/bert/best", "recipe.context=32"]
+    shutil.copytree("outputs/bert/best", tmp_path / "exported")
+    tuned = ["recipe=bert", f"init_from={tmp_path}/exported", "recipe.context=32"]
     tuned += ["data=text", "data.path=other.txt"]
     done = _command(*tuned, *SIZES, "steps=2", "run_name=tuned", f"output_dir={tmp_path}")
     assert done.code == 0, done.err

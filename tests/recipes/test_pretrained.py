@@ -1,4 +1,4 @@
-"""``recipe.pretrained``: folders of transformers' own, written here by transformers, and the ``best/`` of runs."""
+"""``init_from``: folders of transformers' own, written here by transformers, and the ``best/`` of runs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def options(recipe: str, path: Path, *more: str, words: int = WORDS) -> list[str
     text = path.parent / "text.txt"
     text.write_text(" ".join(f"w{(index * index) % words}" for index in range(3000)))
     data = ["data=text", f"data.path={text}", f"data.cache_dir={path.parent / 'cache'}", "device=cpu"]
-    return [f"recipe={recipe}", f"recipe.pretrained={path}", "recipe.context=32", "batch_size=4", "steps=3",
+    return [f"recipe={recipe}", f"init_from={path}", "recipe.context=32", "batch_size=4", "steps=3",
             "eval_samples=8", *data, *more]  # fmt: skip
 
 
@@ -168,14 +168,14 @@ def test_it_learns_and_its_export_is_another_such_folder(folder: tuple[str, Path
 def test_what_contradicts_the_folder_is_named(folder: tuple[str, Path]) -> None:
     recipe, path = folder
     refused = {
-        "recipe.size=nano": "recipe.size has no effect with recipe.pretrained",
-        "data.tokenizer=chars": "data.tokenizer=chars has no effect with recipe.pretrained",
-        "data.vocab_size=512": "data.vocab_size=512 has no effect with recipe.pretrained",
+        "recipe.size=nano": "recipe.size has no effect with init_from",
+        "data.tokenizer=chars": "data.tokenizer=chars has no effect with init_from",
+        "data.vocab_size=512": "data.vocab_size=512 has no effect with init_from",
     }
     if recipe != "t5":  # its positions are relative
         refused["recipe.context=64"] = "recipe.context=64 is longer than the pretrained model's 32; use .*=32"
     if recipe == "llama":
-        refused["recipe.layers=3"] = "recipe.layers has no effect with recipe.pretrained"
+        refused["recipe.layers=3"] = "recipe.layers has no effect with init_from"
     for option, message in refused.items():
         with pytest.raises(UserError, match=message):
             trainer_of(*options(recipe, path, option))
@@ -218,10 +218,10 @@ def test_bignet_opens_the_best_of_a_run(tmp_path: Path) -> None:
     before = trainer_of(*tiny, "recipe.width=8", "recipe.layers=3")
     fit(before)
     before.recipe.export(before.model, before.datasets, tmp_path / "best")
-    after = trainer_of(*tiny, f"recipe.pretrained={tmp_path / 'best'}")
+    after = trainer_of(*tiny, f"init_from={tmp_path / 'best'}")
     assert (after.recipe.layers, after.recipe.width) == (3, 8)
     assert after.evaluate() == before.evaluate()
-    with pytest.raises(UserError, match=r"recipe.width=9, but recipe.pretrained=.* has 8; leave it out"):
-        trainer_of(*tiny, f"recipe.pretrained={tmp_path / 'best'}", "recipe.width=9")
+    with pytest.raises(UserError, match=r"recipe.width=9, but init_from=.* has 8; leave it out"):
+        trainer_of(*tiny, f"init_from={tmp_path / 'best'}", "recipe.width=9")
     with pytest.raises(UserError, match="is not the best/ of a run of recipe=bignet; give one"):
-        trainer_of(*tiny, "recipe.pretrained=nowhere")
+        trainer_of(*tiny, "init_from=nowhere")

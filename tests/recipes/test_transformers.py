@@ -133,7 +133,7 @@ REFUSED = {
     "gpt2 recipe.dropout=1": "recipe.dropout=1.0 must be at least 0 and below 1",
     "gpt2 recipe.size=125M": "recipe.size=125M is unknown; did you mean '124M'",
     "gpt2 recipe.gelu=exact": r"recipe.gelu=exact is unknown; use recipe.gelu=tanh\|erf",
-    "gpt2 recipe.gelu=erf recipe.pretrained=gpt2": "recipe.gelu=erf has no effect with recipe.pretrained",
+    "gpt2 recipe.gelu=erf init_from=gpt2": "recipe.gelu=erf has no effect with init_from",
     "llama recipe.layers=0": "recipe.layers=0 must be at least 1, or null",
     "llama recipe.width=100 recipe.heads=8": "recipe.width=100 .*recipe.heads=8; use recipe.width=96",
     "llama recipe.heads=4 recipe.kv_heads=3": "kv_heads=3 must divide recipe.heads=4; use recipe.kv_heads=2",

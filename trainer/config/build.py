@@ -13,7 +13,6 @@ from trainer.config.init_from import adopt
 from trainer.config.registration import CONF, by_key, check, name_of_composed
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import is_kept
 from trainer.optim.optimizer import accepted_options, optimizer_class
 from trainer.recipe import Decision
 
@@ -38,6 +37,8 @@ def build(composed: DictConfig, overrides: Sequence[str] = (), recorded: Mapping
     dropped = _of_another_class(composed, typed, str(recorded.get("optimizer.name", "")))
     given = {*typed, *recorded}
     composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for
+    if "recipe.pretrained" in typed:
+        raise UserError(f"recipe.pretrained: write init_from={typed['recipe.pretrained']}")
     source, kept = adopt(composed, given, name_of_composed(composed))
     kept += _fine_tuned(composed, given)
     config = OmegaConf.to_object(composed)
@@ -74,14 +75,10 @@ def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Decision]:
     """Lower the learning rate for pretrained weights or adapters, if it is the optimizer's default."""
     cls: Any = OmegaConf.get_type(composed.recipe)
     rank = OmegaConf.select(composed, "recipe.lora.rank")
-    started = composed.init_from is not None or OmegaConf.select(composed, "recipe.pretrained") is not None
-    pretrained = str(OmegaConf.select(composed, "recipe.pretrained"))
-    if is_kept(pretrained) and composed.resume is None:
-        run = Path(pretrained).parent
-        raise UserError(f"recipe.pretrained={pretrained} holds no weights; use recipe.pretrained={run / 'best'}")
+    started = composed.init_from is not None
     decisions = []
     if rank and not started:
-        why = "the weights below the adapters are random and stay so; set init_from or recipe.pretrained"
+        why = "the weights below the adapters are random and stay so; set init_from"
         decisions.append(Decision("recipe.lora.rank", rank, why))
     factor = cls.adapter_lr if rank else cls.fine_tuning_lr
     if factor is None or not (started or rank) or {"optimizer.lr", "experiment"} & set(typed):

@@ -1,4 +1,4 @@
-"""``init_from=RUN``: a new run takes the best weights of another one, and the options that its model depends on."""
+"""``init_from``: a new run takes the weights of another one, with the options of its model, or pretrained weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ from trainer.checkpoint.reader import load
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import BEST, NO_FOLDER, SUMMARY_FILE, TOKENIZER, TRACKING_FILE, read_object, run_facts, sha256
+from trainer.files import (
+    BEST,
+    NO_FOLDER,
+    SUMMARY_FILE,
+    TOKENIZER,
+    TRACKING_FILE,
+    is_kept,
+    read_object,
+    run_facts,
+    sha256,
+)
 from trainer.recipe import Decision, FirstWeights, Recipe
-from trainer.run_folder import RunFolder, to_continue
+from trainer.run_folder import RunFolder, run_of, to_continue
 
 
 @dataclass(frozen=True)
@@ -50,10 +60,9 @@ class InitFrom(FirstWeights):
         path = path.parent if exports else path
         config = read_object(path / "config.json")
         if not isinstance(config.get("recipe"), str):
-            remedy = f"give a run folder, such as {output_dir}/gpt2-bf16-s0"
-            if (path / "config.json").is_file():
-                remedy += "; a folder that save_pretrained wrote is opened with recipe.pretrained"
-            raise UserError(f"init_from={given}: this is not the folder of a run; {remedy}")
+            raise UserError(
+                f"init_from={given}: this is not the folder of a run; give one, such as {output_dir}/gpt2-bf16-s0"
+            )
         config = RunFolder(path).config()
         saved = checkpoint.best_step(path / "checkpoints")
         best = read_object(path / SUMMARY_FILE).get("best")
@@ -121,6 +130,11 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in NO_FOLDER:
         return None, []
+    if "pretrained" in composed.recipe and not _names_run(given):
+        if is_kept(given):
+            raise UserError(f"init_from={given} holds no weights; use init_from={Path(given).parent / BEST}")
+        composed.recipe.pretrained = given
+        return None, []
     cls: Any = OmegaConf.get_type(composed.recipe)
     options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
     if own := to_continue(composed.output_dir, name, resume):
@@ -134,8 +148,6 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     recipe = source.config["recipe"]
     if recipe != cls.name:
         raise UserError(f"init_from={given} is a run of recipe={recipe}, not of recipe={cls.name}; set recipe={recipe}")
-    if "recipe.pretrained" in typed and composed.recipe.pretrained is not None:
-        raise UserError("init_from and recipe.pretrained both bring weights; remove one of them")
     kept: dict[str, Any] = {}
     about = {f"recipe.{option}": value for option, value in cls.options_from_checkpoint(source.about()).items()}
     for key, before in ({key: source.config[key] for key in options if key in source.config} | about).items():
@@ -155,6 +167,14 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     return source, [Decision(key, value, f"as in {source.path}") for key, value in kept.items()]
 
 
+def _names_run(given: str) -> bool:
+    """Return whether this is a run, even one that is gone; else it is for the recipe: a hub id, a folder, a file."""
+    path = Path(given).expanduser()
+    if given.startswith(("mlflow:", "runs:/")) or run_of(path) is not None:
+        return True
+    return "/" in given and not path.exists() and path.parent.is_dir()
+
+
 def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:
     """Return ``data.tokenizer`` so that the text has the token ids that the weights were trained with."""
     key = "data.tokenizer"
@@ -172,7 +192,7 @@ def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collec
         return {key: str(own)}
     raise UserError(
         f"init_from={given}: the run's folder has no {TOKENIZER}/ (it was fetched from MLflow before it had ended); "
-        "use recipe.pretrained with its best/"
+        "copy its best/ to another place, and give that"
     )
 
 

@@ -60,7 +60,8 @@ class RunConfig:
     recipe_path: str | None = None
     """Folder with your own recipes; null: only ``recipes/`` and installed packages."""
     init_from: str | None = None
-    """Start from the best weights of another run: its folder, its ``best/``, or ``mlflow:RUN_ID``."""
+    """Weights to start from: the best of a run (its folder, its ``best/``, or ``mlflow:RUN_ID``), a hub id, a
+    save_pretrained folder, or, of image classifiers, published weights by name (DEFAULT) or a file."""
     resume: str | None = None
     """Run to continue: its folder or ``mlflow:RUN_ID``; auto: the newest run of this name, or a new one; same: the run
     with this name and these options, as in sweeps; null: start a new run."""

@@ -209,7 +209,7 @@ class TokenizedText(TextSource):
         one = self.whole and train.corpus is valid.corpus
         if one:
             parts = {"train": Split.whole(train.corpus)}
-        key = f"data.tokenizer={self.tokenizer}" if tokenizer is None else f"recipe.pretrained={tokenizer}"
+        key = f"data.tokenizer={self.tokenizer}" if tokenizer is None else f"init_from={tokenizer}"
         how = plan(tokenizer or self.tokenizer, key, self.vocab_size)
         ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, how)
         counts = f"{quantity(len(ids['train']))} tokens"

@@ -130,14 +130,15 @@ def test_a_run_of_a_pretrained_folder_and_what_starts_from_it_are_resumed_withou
     source: Path, train: Train, succeed: Train
 ) -> None:
     new = (*SHORT, TEXT, "data.path=two.txt", "deterministic=true", "schedule=constant")
-    jobs = {"opened": f"recipe.pretrained={source / 'best'}", "next": "init_from=outputs/opened"}
+    shutil.copytree(source / "best", "exported")
+    jobs = {"opened": "init_from=exported", "next": "init_from=outputs/opened"}
     for run, origin in jobs.items():
         for name, steps in ((run, 2), (f"{run}-whole", 4)):
             succeed("recipe=gpt2", origin, *new, f"run_name={name}", f"steps={steps}")
     assert config_of("next")["recipe.pretrained"] == "outputs/opened/best"
-    refused = train("recipe=gpt2", "recipe.pretrained=outputs/opened/tokenizer", *new)
-    assert (refused.code, "holds no weights; use recipe.pretrained=outputs/opened/best" in refused.err) == (2, True)
-    shutil.rmtree(source)
+    refused = train("recipe=gpt2", "init_from=outputs/opened/tokenizer", *new)
+    assert (refused.code, "holds no weights; use init_from=outputs/opened/best" in refused.err) == (2, True)
+    shutil.rmtree("exported")
     Path("outputs/opened/best").rename("elsewhere")
     for run in jobs:
         succeed(f"resume=outputs/{run}", "steps=4")
@@ -191,7 +192,7 @@ REFUSED = {
     "recipe=gpt2 data=text data.path=two.txt data.tokenizer=chars": "data.tokenizer=chars, but the run",
     "recipe=gpt2 data=text data.path=two.txt data.vocab_size=512": "data.vocab_size=512 has no effect: outputs/first",
     "recipe=gpt2 data=hub data.name=two.txt data.vocab_size=4096": "data.vocab_size=4096 has no effect: outputs/first",
-    "recipe=gpt2 recipe.pretrained=x": "init_from and recipe.pretrained both bring weights; remove one",
+    "recipe=gpt2 recipe.pretrained=x": "recipe.pretrained: write init_from=x",
     "recipe=gpt2 data=synthetic data.vocab_size=90": "the weights do not fit: gpt2.transformer.wte.weight is 2",
     "resume=outputs/first": "cannot resume outputs/first: init_from was None, now outputs/first; restore it",
 }
@@ -227,22 +228,21 @@ def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
     ("given", "message"),
     [
         ("outputs/none", "init_from=outputs/none: there is no such folder; give a run folder"),
-        ("plain", "init_from=plain: this is not the folder of a run; .*save_pretrained"),
         ("empty", "init_from=empty: the run has no weights"),
         ("mlflow:123", "init_from=mlflow:123: "),
     ],
 )
 def test_what_is_no_run_with_weights_is_refused(folder: Path, given: str, message: str) -> None:
-    for name, content in {"plain": {"model_type": "gpt2"}, "empty": {"recipe": "gpt2"}}.items():
+    for name in ("outputs", "empty"):
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(content))
+    (folder / "empty" / "config.json").write_text(json.dumps({"recipe": "gpt2", "precision.mode": "fp32"}))
     with pytest.raises(UserError, match=message):
         compose("recipe=gpt2", f"init_from={given}")
 
 
 def test_a_damaged_config_is_refused_with_a_remedy_that_works(source: Path, train: Train) -> None:
     (source / "config.json").write_text("{")
-    best = f"recipe.pretrained={source / 'best'}"
+    best = f"init_from={source / 'best'}"
     refused = train(f"resume={source}", "steps=4")
     assert (refused.code, best in refused.err) == (2, True), refused.err
     done = train("recipe=gpt2", *SHORT, TEXT, "data.path=one.txt", "run_name=new", best)

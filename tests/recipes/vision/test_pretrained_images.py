@@ -1,4 +1,4 @@
-"""``recipe.pretrained`` of image classifiers: names, files, folders; the head, the normalisation, the learning rate."""
+"""``init_from`` of image classifiers: names, files, folders; the head, the normalisation, the learning rate."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def body(state: dict[str, Any]) -> dict[str, Any]:
 def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     hub: None, published: dict[str, Tensor]
 ) -> None:
-    trainer = trainer_of(*SMALL, "recipe.pretrained=IMAGENET1K_V1")
+    trainer = trainer_of(*SMALL, "init_from=IMAGENET1K_V1")
     state = trainer.model.state_dict()
     assert same_bits(body(state), body(published))
     assert state["fc.weight"].shape == (10, 1024)
@@ -62,13 +62,13 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     assert trainer.recipe.description(trainer.datasets)["mean"] == list(IMAGENET_MEAN)
     shift = torch.tensor((0.485, 0.456, 0.406)).view(1, 3, 1, 1) * 255
     torch.testing.assert_close(trainer.model.normalise.mean, shift)  # type: ignore[union-attr]
-    (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
+    (choice,) = (choice for choice in trainer.decisions if choice.key == "init_from")
     assert "a new head for 10 classes (fc.weight, fc.bias); images are normalised with 0.485" in choice.why
     assert trainer.recipe.summary_fields(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
 
 
 def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:
-    trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT", "data=synthetic", "recipe.image_size=32")
+    trainer = trainer_of(*SMALL, "init_from=DEFAULT", "data=synthetic", "recipe.image_size=32")
     assert same_bits(trainer.model.state_dict(), published)
     assert next(meta_model(trainer.recipe, trainer.datasets).parameters()).is_meta  # a forecast reads no weights
 
@@ -79,7 +79,7 @@ def test_weights_from_a_file(published: dict[str, Tensor], tmp_path: Path) -> No
     under_ddp = {f"module.{name}": tensor for name, tensor in published.items()}
     torch.save({"state_dict": under_ddp, "epoch": 3}, tmp_path / "timm.pth")
     for name in ("plain.pth", "weights.safetensors", "timm.pth"):
-        trainer = trainer_of(*SMALL, f"recipe.pretrained={tmp_path / name}")
+        trainer = trainer_of(*SMALL, f"init_from={tmp_path / name}")
         assert same_bits(body(trainer.model.state_dict()), body(published))
         assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
 
@@ -96,7 +96,7 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_folder_of_a_run_gives_architecture_size_head_and_normalisation(best: Path) -> None:
-    trainer = trainer_of("recipe=resnet", f"recipe.pretrained={best}", "batch_size=4", "steps=2")
+    trainer = trainer_of("recipe=resnet", f"init_from={best}", "batch_size=4", "steps=2")
     config, exported = opened(best)
     assert trainer.recipe.arch == ARCH  # type: ignore[attr-defined]
     assert trainer.datasets.image_size == 24  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: 
         Image.fromarray(np.random.default_rng(index).integers(0, 256, (30, 30, 3), np.uint8)).save(file)
     photos = ("data=imagefolder", f"data.path={tmp_path / 'photos'}", "loader.workers=0")
     for source in (best, best / "model.safetensors"):
-        trainer = trainer_of(*SMALL, f"recipe.pretrained={source}", "recipe.image_size=24", *photos)
+        trainer = trainer_of(*SMALL, f"init_from={source}", "recipe.image_size=24", *photos)
         (_, exported), state = opened(best), trainer.model.state_dict()
         assert same_bits(body(state), body(exported))
         assert not torch.equal(state["fc.weight"], exported["fc.weight"])
@@ -131,7 +131,7 @@ def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: 
 
     monkeypatch.setattr(_builder, "load_state_dict_from_hf", download)
     arch = "recipe.arch=timm/test_vit.r160_in1k"
-    trainer = trainer_of(*SMALL, arch, "recipe.pretrained=DEFAULT", "recipe.image_size=48")
+    trainer = trainer_of(*SMALL, arch, "init_from=DEFAULT", "recipe.image_size=48")
     assert set(wanted) == {"timm/test_vit.r160_in1k"}
     state = trainer.model.state_dict()
     assert torch.equal(state["blocks.1.mlp.fc1.weight"], model.state_dict()["blocks.1.mlp.fc1.weight"])
@@ -146,20 +146,20 @@ def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None
         return config.optimizer.lr, [choice.key for choice in config.resolve(CPU).decisions]
 
     assert rate()[0] == 1e-3
-    lr, keys = rate("recipe.pretrained=DEFAULT")
+    lr, keys = rate("init_from=DEFAULT")
     assert lr == 1e-4
     assert "optimizer.lr" in keys
-    assert rate("recipe.pretrained=DEFAULT", "optimizer=sgd")[0] == pytest.approx(0.1 * rate("optimizer=sgd")[0])
+    assert rate("init_from=DEFAULT", "optimizer=sgd")[0] == pytest.approx(0.1 * rate("optimizer=sgd")[0])
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["recipe.pretrained=IMAGENET1K_V3"], r"not among torchvision's weights of .*did you mean 'IMAGENET1K_V1'"),
-        (["recipe.pretrained=none/w.pth"], r"pretrained=none/w\.pth: there is no such file or folder"),
-        (["recipe.arch=timm/test_vit", "recipe.pretrained=r160_in1k"], r"must be DEFAULT .*timm/test_vit\.r160_in1k"),
-        (["recipe.arch=timm/mixer_s32_224", "recipe.pretrained=DEFAULT"], r"timm has no weights of mixer_s32_224"),
-        (["recipe.pretrained={best}", "recipe.arch=resnet18"], rf"is a {ARCH}; set recipe\.arch={ARCH}"),
+        (["init_from=IMAGENET1K_V3"], r"not among torchvision's weights of .*did you mean 'IMAGENET1K_V1'"),
+        (["init_from=none/w.pth"], r"init_from=none/w\.pth: there is no such file or folder"),
+        (["recipe.arch=timm/test_vit", "init_from=r160_in1k"], r"must be DEFAULT .*timm/test_vit\.r160_in1k"),
+        (["recipe.arch=timm/mixer_s32_224", "init_from=DEFAULT"], r"timm has no weights of mixer_s32_224"),
+        (["init_from={best}", "recipe.arch=resnet18"], rf"is a {ARCH}; set recipe\.arch={ARCH}"),
     ],
 )
 def test_weights_that_do_not_exist_are_refused_before_data_is_opened(
@@ -175,16 +175,14 @@ def test_a_failed_download_names_a_file_as_the_remedy(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.download_url_to_file", offline)
-    with pytest.raises(
-        UserError, match=r"could not be downloaded .*no route to host.* recipe\.pretrained=weights\.pth"
-    ):
-        start(compose(*SMALL, "recipe.pretrained=DEFAULT"))
+    with pytest.raises(UserError, match=r"could not be downloaded .*no route to host.* init_from=weights\.pth"):
+        start(compose(*SMALL, "init_from=DEFAULT"))
 
 
 def test_files_that_are_no_weights_of_this_model_are_refused(published: dict[str, Tensor], tmp_path: Path) -> None:
     def refused(message: str, *overrides: str) -> None:
         with pytest.raises(UserError, match=message):
-            start(compose(*SMALL, f"recipe.pretrained={tmp_path / 'w.pth'}", *overrides))
+            start(compose(*SMALL, f"init_from={tmp_path / 'w.pth'}", *overrides))
 
     one_sentence = r"w\.pth is not a file of weights, or is damaged; write one with torch\.save"
     (tmp_path / "w.pth").write_bytes(b"no weights")
