@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ STOP_TIMEOUT_S = 120.0
 """Seconds that an interrupted run may take to save and end."""
 DIVERGED = 3
 """Exit code of training that turned non-finite: an outcome, which the same command would have again."""
-SETTLED = (2, 4)
+DETERMINISTIC_FAILURES = (2, 4)
 """Exit codes that another seed would not change: a mistake, and too little memory."""
 INTERRUPTED = (130, 143)
-_CHILD_SUBREAPER = 36
-"""Linux's PR_SET_CHILD_SUBREAPER."""
+LOOK_S = 1.0
+"""Seconds before a run in which the CPUs' work is that of others."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Outcome:
     wall_time_s: float = 0.0
     summary: dict[str, Any] = field(default_factory=dict)
     others_cpu: float | None = None
-    """Share of the CPUs that other processes used while it ran; None: not measured."""
+    """Share of the CPUs that other processes used just before it; None: not measured."""
 
     @property
     def finished(self) -> bool:
@@ -108,8 +108,6 @@ class Runner:
     """Overrides of all arms, which an arm's own may change."""
     describe: Callable[[Outcome], str] = lambda outcome: ""
     """Returns what is printed of a run that has finished."""
-    launch: Callable[..., shell.Ended] | None = None
-    """Runs a command; None: ``mantissa.shell.run``."""
 
     @property
     def runs(self) -> Path:
@@ -146,10 +144,8 @@ class Runner:
         folder = self.runs / _name(arm, seed)
         remove_folder(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)
-        before = None if self.launch else _cpu_seconds()
-        ended = (self.launch or shell.run)(
-            self.command(arm, seed), self.runs / f"{folder.name}.log", stop_s=STOP_TIMEOUT_S
-        )
+        others = cpu_share_of_others()
+        ended = shell.run(self.command(arm, seed), self.runs / f"{folder.name}.log", stop_s=STOP_TIMEOUT_S)
         if ended.code in INTERRUPTED:
             raise KeyboardInterrupt
         assert ended.code is not None  # without a limit
@@ -158,13 +154,13 @@ class Runner:
             "failure": _last_error(ended.output) if ended.code else "",
             "wall_time_s": ended.seconds,
             "summary": read_object(folder / SUMMARY_FILE),
-            "others_cpu": before and _share_of_others(before, _cpu_seconds()),
+            "others_cpu": others,
         }
         outcome = Outcome(arm.label, seed, folder, **facts)
         shown = self.describe(outcome) if outcome.finished else f"failed with exit code {ended.code}: {outcome.failure}"
         failure = "" if outcome.ended else outcome.reason
-        settled = ended.code in SETTLED
-        return Run(arm.label, seed, None, ended.seconds, failure, shown or "finished", settled, facts)
+        deterministic = ended.code in DETERMINISTIC_FAILURES
+        return Run(arm.label, seed, None, ended.seconds, failure, shown or "finished", deterministic, facts)
 
 
 def check_labels(arms: list[Arm]) -> None:
@@ -177,22 +173,11 @@ def check_labels(arms: list[Arm]) -> None:
             raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
 
 
-def _cpu_seconds() -> tuple[float, float, float]:
-    """Return the time of the CPUs of this process, how much of it they worked, and how much for it and its descendants.
-
-    What a run leaves behind, such as the server of its loader's workers, becomes a child of this process.
-    """
-    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
-    spent, this = psutil.cpu_times(percpu=True), psutil.Process()
-    used = [spent[number] for number in os.sched_getaffinity(0)]
-    own = [process.cpu_times() for process in (this, *this.children())]
-    passed = sum(sum(each[:8]) for each in used)  # the time of guests is in that of the user
-    return passed, passed - sum(each.idle + each.iowait for each in used), sum(sum(each[:4]) for each in own)
-
-
-def _share_of_others(before: tuple[float, ...], after: tuple[float, ...]) -> float | None:
-    passed, worked, own = (now - then for now, then in zip(after, before, strict=True))
-    return max(0.0, worked - own) / passed if passed else None
+def cpu_share_of_others() -> float:
+    """Return the share of this process's CPUs that others use, while this process waits for the look's end."""
+    used = psutil.cpu_percent(LOOK_S, percpu=True)
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(used))  # macOS has none
+    return statistics.fmean(used[number] for number in own) / 100
 
 
 def _last_error(printed: str) -> str:

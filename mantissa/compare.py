@@ -68,7 +68,7 @@ class Run:
     """Reason why it failed; empty: it has not."""
     shown: str = ""
     """Text to print of it; empty: its failure, or its value."""
-    settled: bool = False
+    deterministic: bool = False
     """Whether it failed in a way that another seed would not change, so that the arm is not tried again."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the runner wants to have kept with it, as JSON."""
@@ -146,16 +146,16 @@ def run_all(arms: Sequence[str], seeds: Sequence[int], run: Runner, store: Store
     known = {pair: kept for pair, kept in known.items() if not kept.failure}
     plan = list(interleave(arms, seeds))
     runs: list[Run] = []
-    settled: set[str] = set()
+    given_up: set[str] = set()
     for number, (arm, seed) in enumerate(plan, 1):
-        if arm in settled:
+        if arm in given_up:
             continue
         ended = known.get((arm, seed)) or run(arm, seed)
         if is_new := (arm, seed) not in known:
             store.add("run", asdict(ended))
         runs.append(ended)
-        if ended.settled:
-            settled.add(arm)
+        if ended.deterministic:
+            given_up.add(arm)
         left_s = fmean(done.seconds for done in runs) * sum(pair not in known for pair in plan[number:])
         shown = ended.shown or ended.failure or f"{metric} {display.loss(ended.value)}"
         took = f"{ended.seconds:.1f} s" if is_new else "already done"
@@ -229,6 +229,15 @@ def with_look(looks: list[Look], arms: Mapping[str, Losses], margin: float) -> l
     return [*looks, look] if any(quality.test or quality.verdict == WORSE for quality in found) else looks
 
 
+def judge_and_keep(arms: Mapping[str, Losses], margin: float, store: Store) -> tuple[list[Look], dict[str, Quality]]:
+    """Judge every arm, and keep the look before any report shows it; return all looks and the verdicts."""
+    before = store.of("look")
+    looks = with_look(before, arms, margin)
+    for look in looks[len(before) :]:
+        store.add("look", look)
+    return looks, judge(arms, margin, looks)
+
+
 def too_few(pairs: int, planned: int) -> str:
     """Return why so many pairs are too few for a verdict; empty: they suffice."""
     if pairs >= PAIRS:
@@ -257,8 +266,8 @@ def _judged(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, Q
     for quality, test in zip(tested, tests, strict=True):
         quality.test, quality.verdict, quality.look = test, test.verdict, look
         if test.pairs_needed:
-            settled = f"about {test.pairs_needed} seeds with this spread would decide it, 4 times in 5"
-            quality.why = "; ".join(filter(None, [quality.why, settled]))
+            needed = f"about {test.pairs_needed} seeds with this spread would decide it, 4 times in 5"
+            quality.why = "; ".join(filter(None, [quality.why, needed]))
     return found
 
 
@@ -348,11 +357,7 @@ class Comparison:
         for ended in self.runs:
             if not ended.failure:
                 losses[ended.arm][ended.seed] = math.nan if ended.value is None else sign * ended.value
-        looks = store.of("look")
-        self.looks = with_look(looks, losses, self.margin)
-        self.verdicts = judge(losses, self.margin, self.looks)
-        for look in self.looks[len(looks) :]:
-            store.add("look", look)
+        self.looks, self.verdicts = judge_and_keep(losses, self.margin, store)
 
     def _check_digits(self) -> None:
         """Refuse values of the baseline that hide its spread, or a difference of the margin."""

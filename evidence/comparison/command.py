@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from evidence.comparison.compare import Comparison, Result, check_arms, compare
+from evidence.comparison.compare import Plan, Result, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import report, write_report
 from evidence.options import CompareOptions, margin_of, seeds_of
@@ -26,18 +26,18 @@ def compared(arguments: list[str]) -> Result:
     Raises:
         UserError: the arguments cannot work.
     """
-    comparison = planned(arguments)
-    configs = check_arms(comparison)
-    result = compare(comparison, configs, shlex.join(["python", "scripts/compare.py", *recorded(arguments)]))
+    plan = planned(arguments)
+    configs = check_arms(plan)
+    result = compare(plan, configs, shlex.join(["python", "scripts/compare.py", *recorded(arguments)]))
     files = write_report(result)
     print(f"\n{report(result).text()}\n\nreport {files[0]}")
-    tracking = configs[comparison.baseline].tracking
+    tracking = configs[plan.baseline].tracking
     if tracking.mlflow:
         print("\n".join(publish_comparison(result, tracking_uri(tracking.uri), files)))
     return result
 
 
-def planned(arguments: list[str]) -> Comparison:
+def planned(arguments: list[str]) -> Plan:
     """Read the command line; what is not an option of the comparison is an override of all arms."""
     options, others = parse(arguments, CompareOptions, "overrides")
     common, pairs = options.split(others)
@@ -52,5 +52,5 @@ def planned(arguments: list[str]) -> Comparison:
     if baseline not in labels:
         raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
     arms.sort(key=lambda arm: arm.label != baseline)  # a stable sort: the baseline comes first
-    seeds, margin = seeds_of(options.seeds), margin_of(options.margin)
-    return Comparison(arms, baseline, seeds, margin, common, options.output_dir, options.name)
+    margin = margin_of(options.margin)
+    return Plan(arms, seeds_of(options.seeds), margin, common, options.output_dir, options.name)

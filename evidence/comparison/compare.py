@@ -12,10 +12,10 @@ from typing import Any
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, recorded
-from mantissa.compare import Look, with_look
+from mantissa.compare import Look, judge_and_keep
 from mantissa.display import loss
 from mantissa.errors import UsageError
-from trainer.config.compose import combinations, compose, key_of
+from trainer.config.compose import combinations, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -27,12 +27,11 @@ RESULT_FILE = "comparison.json"
 
 
 @dataclass
-class Comparison:
+class Plan:
     """What to compare, and how to judge it."""
 
     arms: list[Arm]
-    baseline: str
-    """Label of the arm that the others are compared with."""
+    """Arms; the first is the baseline, which the others are compared with."""
     seeds: list[int]
     margin: float = 0.003
     """Relative difference in final validation loss that is too small to matter."""
@@ -41,6 +40,11 @@ class Comparison:
     output_dir: Path = Path("outputs")
     name: str = ""
     """Name of the comparison's folder."""
+
+    @property
+    def baseline(self) -> str:
+        """Label of the arm that the others are compared with."""
+        return self.arms[0].label
 
     @property
     def folder(self) -> Path:
@@ -52,14 +56,16 @@ class Comparison:
 class Result:
     """A finished comparison."""
 
-    comparison: Comparison
+    plan: Plan
     arms: list[ArmResult]
     outcomes: list[Outcome]
     facts: dict[str, Any]
     """Command, recipe, unit, steps, hardware, versions and commit."""
     looks: list[Look]
-    plan: dict[str, Any] = field(default_factory=dict)
-    """What was kept when the comparison began, with ``key`` and ``began_s``."""
+    key: str = ""
+    """Key by which MLflow's run of it is found again."""
+    began_s: float = 0.0
+    """Seconds since the epoch."""
 
     @property
     def failed(self) -> bool:
@@ -68,16 +74,16 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        head = {key: getattr(self.comparison, key) for key in ("name", "baseline", "seeds", "margin")}
-        of_arms = {"common": recorded(self.comparison.common), "arms": [asdict(arm) for arm in self.arms]}
+        head = {key: getattr(self.plan, key) for key in ("name", "baseline", "seeds", "margin")}
+        of_arms = {"common": recorded(self.plan.common), "arms": [asdict(arm) for arm in self.arms]}
         return head | self.facts | {"looks": self.looks} | of_arms
 
 
-def compare(comparison: Comparison, configs: dict[str, Config], command: str = "") -> Result:
+def compare(plan: Plan, configs: dict[str, Config], command: str = "") -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``; print each run.
 
     Args:
-        comparison: what to compare; its ``name`` is set here if it is empty.
+        plan: what to compare; its ``name`` is set here if it is empty.
         configs: from ``check_arms``.
         command: the command line, for the report.
 
@@ -85,12 +91,11 @@ def compare(comparison: Comparison, configs: dict[str, Config], command: str = "
         UserError: the folder holds another comparison or seeds that are left out now, is in use by another process, or
             cannot be written.
     """
-    first = configs[comparison.baseline]
-    if not comparison.name:
-        comparison.name = "-".join([first.recipe.name, *(arm.label for arm in comparison.arms)])
+    first = configs[plan.baseline]
+    if not plan.name:
+        plan.name = "-".join([first.recipe.name, *(arm.label for arm in plan.arms)])
     hardware = detect(first.device)
-    common = [*comparison.common, *_added(comparison, hardware.is_gpu)]
-    arms, seeds, folder = comparison.arms, comparison.seeds, comparison.folder
+    arms, seeds, folder = plan.arms, plan.seeds, plan.folder
     facts: dict[str, Any] = {
         "command": command,
         "recipe": first.recipe.name,
@@ -100,49 +105,47 @@ def compare(comparison: Comparison, configs: dict[str, Config], command: str = "
         "versions": versions(),
         "git": git_facts(),
     }
-    runner = Runner(folder, common, partial(_described, unit=first.recipe.unit))
-    _begin(comparison, runner, facts)
+    # No checkpoints; and a memory ledger where CUDA does not count memory.
+    quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
+    runner = Runner(folder, merged(quiet, plan.common), partial(_described, unit=first.recipe.unit))
+    begun = _begin(plan, runner, facts)
     with in_use(folder):  # a second process would remove this one's unfinished runs
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
         outcomes = runner.run_all(arms, seeds)
-        before = runner.store.of("look")
-        looks = with_look(before, losses(arms, outcomes), comparison.margin)
-        for look in looks[len(before) :]:
-            runner.store.add("look", look)  # before a report shows it
-        judged = judge(arms, comparison.baseline, outcomes, comparison.margin, looks)
-        result = Result(comparison, judged, outcomes, facts, looks, runner.store.of("plan")[0])
+        looks, qualities = judge_and_keep(losses(arms, outcomes), plan.margin, runner.store)
+        result = Result(plan, judge(arms, outcomes, qualities), outcomes, facts, looks, begun["key"], begun["began_s"])
         write_json(folder / RESULT_FILE, result.to_dict())
     return result
 
 
-def check_arms(comparison: Comparison) -> dict[str, Config]:
+def check_arms(plan: Plan) -> dict[str, Config]:
     """Compose every arm as its runs will, and return the configs, resolved, by label.
 
     Raises:
         UserError: an arm that train.py would refuse, or one that equals the baseline.
     """
     configs: dict[str, Config] = {}
-    for arm in comparison.arms:
+    for arm in plan.arms:
         try:
-            overrides = merged(comparison.common, arm.overrides)
+            overrides = merged(plan.common, arm.overrides)
             if swept := [text for text in overrides if len(combinations([text])) > 1]:
                 raise UserError(f"{swept[0]} has several values; use one arm per value")
             composed = compose(overrides)
-            config, plan, *_ = composed.resolve(detect(composed.device))
-            if plan.steps <= config.log_every:
+            config, resolved, *_ = composed.resolve(detect(composed.device))
+            if resolved.steps <= config.log_every:
                 raise UserError(
-                    f"steps={plan.steps} leaves no steps to measure the speed: the steps up to log_every="
+                    f"steps={resolved.steps} leaves no steps to measure the speed: the steps up to log_every="
                     f"{config.log_every} are warm-up and not counted; use steps={4 * config.log_every}, "
                     "or a smaller log_every"
                 )
         except UserError as error:
             raise UserError(f"arm {arm.label}: {error}") from None
         configs[arm.label] = config
-    base = _comparable(configs[comparison.baseline])
-    for arm in comparison.arms:
-        if arm.label != comparison.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
+    base = _comparable(configs[plan.baseline])
+    for arm in plan.arms:
+        if arm.label != plan.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
             raise UserError(
-                f"arm {arm.label} is the same as the baseline {comparison.baseline}; remove it, or name the baseline "
+                f"arm {arm.label} is the same as the baseline {plan.baseline}; remove it, or name the baseline "
                 "twice, such as arms=fp32,fp32,bf16, to see the noise"
             )
     return configs
@@ -152,36 +155,30 @@ def _comparable(config: Config) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key != "run_name"}
 
 
-def _added(comparison: Comparison, is_gpu: bool) -> list[str]:
-    """Return the defaults of the runs: no checkpoints, and a memory ledger where CUDA does not count memory."""
-    typed = set(map(key_of, comparison.common))
-    added = {"checkpoint": "none", "profiler": "none" if is_gpu else "memory"}
-    return [f"{key}={value}" for key, value in added.items() if key not in typed]
-
-
-def _begin(comparison: Comparison, runner: Runner, facts: dict[str, Any]) -> None:
-    """Keep the plan, or check that it equals the one in the folder. Seeds may be added.
+def _begin(plan: Plan, runner: Runner, facts: dict[str, Any]) -> dict[str, Any]:
+    """Keep the plan, or check that it equals the one in the folder, and return that. Seeds may be added.
 
     Raises:
         UserError: the folder holds another comparison, or cannot be written.
     """
-    plan = {
+    fixed = {
         "common": recorded(runner.common),
-        "arms": [[arm.label, recorded(arm.overrides)] for arm in comparison.arms],
-        "baseline": comparison.baseline,
-        "margin": comparison.margin,
+        "arms": [[arm.label, recorded(arm.overrides)] for arm in plan.arms],
+        "baseline": plan.baseline,
+        "margin": plan.margin,
         "hardware": facts["hardware"]["name"],
         "number of threads": facts["hardware"]["threads"],
         "torch": facts["versions"]["torch"],
         "commit": facts["git"].get("commit"),
     }
-    remedy = "give this one a name=…"
     try:
-        runner.store.begin(plan, comparison.seeds, remedy, began_s=time.time(), key=uuid.uuid4().hex)
+        runner.store.begin(fixed, plan.seeds, "give this one a name=…", began_s=time.time(), key=uuid.uuid4().hex)
     except UsageError as error:
         raise UserError(str(error)) from None
     except OSError as error:
-        raise UserError(f"output_dir={comparison.output_dir} cannot be written ({error.strerror})") from None
+        raise UserError(f"output_dir={plan.output_dir} cannot be written ({error.strerror})") from None
+    begun: dict[str, Any] = runner.store.of("plan")[0]
+    return begun
 
 
 def _described(outcome: Outcome, unit: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from evidence.measures import LOSS, in_use, memory, speed
 from evidence.runs import DIVERGED, Arm, Outcome, recorded
-from mantissa import compare
-from mantissa.compare import Look, Quality
+from mantissa.compare import Quality, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
 
 
@@ -52,26 +51,21 @@ class ArmResult:
     """What used fp32 arithmetic in it or in the baseline only, so that their speeds compare no formats."""
 
 
-def judge(
-    arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float, looks: Sequence[Look] = ()
-) -> list[ArmResult]:
-    """Judge every arm, in the order of ``arms``.
+def judge(arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality]) -> list[ArmResult]:
+    """Judge speed and memory of every arm beside its quality, in the order of ``arms``.
 
     Args:
         arms: of the comparison, the baseline first.
-        baseline: label of the arm that the others are compared with.
         outcomes: of all runs, failed ones too.
-        margin: of the equivalence test, a relative difference.
-        looks: see ``mantissa.compare.judge``.
+        qualities: from ``mantissa.compare.judge``.
     """
     by_arm = {arm.label: {run.seed: run for run in outcomes if run.arm == arm.label} for arm in arms}
-    base = _finished(by_arm[baseline])
-    qualities = compare.judge(losses(arms, outcomes), margin, looks)
+    base = _finished(by_arm[arms[0].label])
     results = []
     for arm in arms:
         runs = by_arm[arm.label]
         done = _finished(runs)
-        against = None if arm.label == baseline else base
+        against = None if arm is arms[0] else base
         not_timed = _not_timed(done, against or {})
         result = ArmResult(
             label=arm.label,
@@ -87,10 +81,7 @@ def judge(
             not_timed=not_timed,
         )
         if against is not None:
-            few, used = (
-                compare.too_few(len(result.speed.ratios), len(runs)),
-                in_use([*done.values(), *against.values()]),
-            )
+            few, used = too_few(len(result.speed.ratios), len(runs)), in_use([*done.values(), *against.values()])
             result.speed.why = not_timed or "; ".join(filter(None, (few, used)))
         results.append(result)
     return results

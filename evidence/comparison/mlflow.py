@@ -49,21 +49,21 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
 def _update_parent(
     client: MlflowClient, result: Result, delivered: list[tuple[Outcome, TrackedRun]], files: list[Path]
 ) -> Any:
-    comparison = result.comparison
+    plan = result.plan
     return store.publish(
         client,
         client.get_experiment(delivered[0][1].experiment_id).name,
-        f"compare-{comparison.name}",
-        result.plan["key"],
-        started_s=result.plan["began_s"],
+        f"compare-{plan.name}",
+        result.key,
+        started_s=result.began_s,
         params={
-            "arms": ", ".join(arm.label for arm in comparison.arms),
-            "baseline": comparison.baseline,
-            "margin": comparison.margin,
-            "common": " ".join(recorded(comparison.common)),
+            "arms": ", ".join(arm.label for arm in plan.arms),
+            "baseline": plan.baseline,
+            "margin": plan.margin,
+            "common": " ".join(recorded(plan.common)),
         },
         metrics={f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()},
-        step=len(comparison.seeds),
+        step=len(plan.seeds),
         tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms}
         | {"mlflow.note.content": "\n\n".join(lead(result))},
         files=files,

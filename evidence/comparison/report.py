@@ -30,12 +30,12 @@ def report(result: Result, plots: Sequence[Plot] = ()) -> Report:
     ]
     origin = measured_on(*(result.facts[key] for key in ("hardware", "versions", "git")))
     shown = [section for section in sections if section.table or section.items or section.plots or section.sentences]
-    return Report("Comparison", result.comparison.name, lead(result), result.facts["command"], origin, shown)
+    return Report("Comparison", result.plan.name, lead(result), result.facts["command"], origin, shown)
 
 
 def write_report(result: Result) -> list[Path]:
     """Write the page, the text, and the plots as PNG; return the files, the page first."""
-    folder, drawn = result.comparison.folder, figures(result)
+    folder, drawn = result.plan.folder, figures(result)
     page = report(result, list(drawn.values())).write(folder)
     for name, (_, figure) in drawn.items():
         figure.savefig(folder / f"{name}.png")
@@ -60,7 +60,7 @@ def cost_rows(result: Result) -> list[tuple[str, ...]]:
         peak = _mean(arm.memory.value, arm.memory.values, lambda value: f"{mebibytes(value)} MiB")
         ratios = _ratio(result, arm, arm.speed), _ratio(result, arm, arm.memory)
         rows.append((_label(result, arm), *ratios, rate, peak))
-    base = next(arm for arm in result.arms if arm.label == result.comparison.baseline)
+    base = next(arm for arm in result.arms if arm.label == result.plan.baseline)
     if len(base.speed.values) > 1:
         drift = f"{base.speed.values[-1] / base.speed.values[0]:.2f}x"
         rows.append((f"drift of {base.label}", drift, "", "", ""))
@@ -69,7 +69,7 @@ def cost_rows(result: Result) -> list[tuple[str, ...]]:
 
 def lead(result: Result) -> list[str]:
     """Return what one would tell a colleague of each arm, in a sentence or two."""
-    return [_told(result, arm) for arm in result.arms if arm.label != result.comparison.baseline]
+    return [_told(result, arm) for arm in result.arms if arm.label != result.plan.baseline]
 
 
 def _told(result: Result, arm: ArmResult) -> str:
@@ -80,8 +80,8 @@ def _told(result: Result, arm: ArmResult) -> str:
             not_judged.setdefault(quantity.why, []).append(name)
         elif quantity.ratio:
             text, word = _cost(name, quantity.ratio)
-            costs.append(text if costs else f"{text} {word} {result.comparison.baseline}")
-    loss_is = _loss_is(arm, f"{100 * result.comparison.margin:g} %")
+            costs.append(text if costs else f"{text} {word} {result.plan.baseline}")
+    loss_is = _loss_is(arm, f"{100 * result.plan.margin:g} %")
     if arm.quality.verdict == NOT_JUDGED:
         not_judged.setdefault(arm.quality.why, []).append("validation loss")
     clauses = "; ".join(filter(None, (" and ".join(costs), loss_is)))
@@ -135,7 +135,7 @@ def notes(result: Result) -> list[str]:
 
 def method(result: Result) -> list[str]:
     """Return the paragraphs on how it was measured."""
-    facts, seeds = result.facts, ", ".join(map(str, result.comparison.seeds))
+    facts, seeds = result.facts, ", ".join(map(str, result.plan.seeds))
     memory, warmup = "the peak that the GPU's allocator has allocated", "first step"
     if not kind_of(facts["hardware"]["device"]).own_memory:
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
@@ -153,7 +153,7 @@ def method(result: Result) -> list[str]:
 
 
 def _label(result: Result, arm: ArmResult) -> str:
-    return f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label
+    return f"{arm.label} (baseline)" if arm.label == result.plan.baseline else arm.label
 
 
 def _mean(interval: Interval | None, values: list[float], show: Callable[[float], str]) -> str:
@@ -171,7 +171,7 @@ def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
         return NOT_JUDGED
     if quantity.ratio is not None:
         return times(quantity.ratio)
-    return "1" if quantity.values and arm.label == result.comparison.baseline else "not measured"
+    return "1" if quantity.values and arm.label == result.plan.baseline else "not measured"
 
 
 def _difference(arm: ArmResult) -> str:

@@ -301,7 +301,7 @@ def started() -> list[str]:
 
 
 @pytest.fixture
-def run_claim(tmp_path: Path, started: list[str]) -> Test:
+def run_claim(tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch) -> Test:
     """Test a claim on a machine that only writes what a run would have left."""
 
     def launch(command: list[str], log: Path, stop_s: float) -> Ended:
@@ -313,7 +313,9 @@ def run_claim(tmp_path: Path, started: list[str]) -> Test:
         write_json(folder / "summary.json", summary)
         return Ended(0, 1.0, "")
 
-    return lambda mine: reproduce.test(mine, AMX, [], Runner(tmp_path / "runs", launch=launch))
+    monkeypatch.setattr("evidence.runs.shell.run", launch)
+    monkeypatch.setattr("evidence.runs.cpu_share_of_others", lambda: 0.0)
+    return lambda mine: reproduce.test(mine, AMX, [], Runner(tmp_path / "runs"))
 
 
 def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
