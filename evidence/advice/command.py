@@ -13,14 +13,14 @@ from evidence.advice.candidates import COMPILE, space_of
 from evidence.advice.checkup import check
 from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
-from evidence.advice.worker import COMPILED, Worker
+from evidence.advice.timing import COMPILED, time_candidate
 from evidence.options import AdviseOptions
 from evidence.runs import recorded
 from mantissa.display import duration
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.files import check_output_dir, in_use, make_folder, write_json
-from trainer.hardware import available_bytes, detect
+from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 
 ANSWER = "advice.json"
@@ -56,8 +56,7 @@ def main(arguments: list[str]) -> int:
             space,
             steps,
             60 * options.budget_minutes,
-            lambda candidate: Worker(candidate, common, folder),
-            lambda: available_bytes(hardware.device),
+            lambda candidate, blocks: time_candidate(candidate, blocks, common, folder),
             lambda entry: check(overrides_of(common, entry.candidate), hardware, folder),
             say,
             time.monotonic,

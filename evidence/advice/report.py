@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evidence.advice.candidates import Candidate
-from evidence.advice.search import LEFT_OUT, MEASURED, Entry, Search
+from evidence.advice.search import NO_TIME, Entry, Search
 from evidence.runs import merged
 from mantissa.display import duration, size
 from mantissa.ledger import MIB
@@ -69,7 +69,7 @@ class Advice:
         """Return the advice in one sentence of measured facts."""
         search, winner, base = self.search, self.winner, self.baseline
         healthy = ", numerics healthy" if winner.health.get("healthy") else ""
-        some = any(entry.status == LEFT_OUT for entry in search.entries.values())
+        some = NO_TIME in search.skipped.values()
         if winner is base:
             default = "" if base.candidate.overrides else ", train.py's default"
             setting = "no setting" + " that can be advised" * any(entry.fault for entry in search.entries.values())
@@ -101,8 +101,9 @@ class Advice:
     def remarks(self) -> list[str]:
         """Return what was not measured and why, and what compiling took."""
         space, entries = self.search.space, self.search.entries.values()
-        found = [f"{entry.status}: {entry.label} ({entry.reason})" for entry in entries if entry.status != MEASURED]
-        found += [f"left out: {label} ({why})" for label, why in space.left_out.items()]
+        found = [f"failed: {entry.label} ({entry.failure})" for entry in entries if entry.failure]
+        skipped = space.left_out | self.search.skipped
+        found += [f"left out: {label} ({why})" for label, why in skipped.items()]
         found += [f"compiling took {entry.compile_s:.1f} s: {entry.label}" for entry in entries if entry.compile_s]
         return found + [f"Note: {note}." for note in space.notes]
 
@@ -113,7 +114,7 @@ class Advice:
         """
         search = self.search
         found = [["setting", "speed", *[f"run of {search.steps}"] * self.mixed, "step, ms", "memory"]]
-        timed = [entry for entry in search.entries.values() if entry.turns]
+        timed = [entry for entry in search.entries.values() if entry.times]
         for entry in sorted(timed, key=lambda one: (one is not self.winner, -search.speed(one))):
             interval, whole = search.interval(entry, whole=False), search.interval(entry)
             default = entry.candidate == search.space.candidate()
@@ -123,15 +124,15 @@ class Advice:
                     entry.label + "".join(roles),
                     _times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x",
                     *[f"{whole.mean if whole else search.speed(entry):.3g}x"] * self.mixed,
-                    f"{1e3 * entry.step_s:.4g}",
-                    size(entry.memory_bytes) if entry.memory_bytes else "",
+                    f"{1e3 * entry.measured.step_s:.4g}",
+                    size(entry.measured.memory_bytes),
                 ]
             )
         return found
 
     def plot(self) -> Plot | None:
         """Draw peak memory to the right and throughput upwards; None: too little was measured."""
-        shown = [entry for entry in self.search.entries.values() if entry.turns and entry.memory_bytes]
+        shown = [entry for entry in self.search.entries.values() if entry.times]
         if len(shown) < 2:
             return None
         figure, axes = bare_figure(4.8, 3.4)
@@ -140,7 +141,7 @@ class Advice:
         axes.grid(color=RULE, linewidth=0.8)
         colors = {self.winner.label: COLORS[2], self.baseline.label: COLORS[0]}
         for entry in shown:
-            point = (entry.memory_bytes or 0) / MIB, self.search.speed(entry, whole=False)
+            point = entry.measured.memory_bytes / MIB, self.search.speed(entry, whole=False)
             axes.plot(*point, "o", color=colors.get(entry.label, NOISE))
             if entry.label in colors:
                 axes.annotate(entry.label, point, xytext=(6, 6), textcoords="offset points", color=INK)
@@ -171,7 +172,7 @@ def _times(speed: Interval) -> str:
 
 
 def _memory(entry: Entry, base: Entry) -> str:
-    change = (entry.memory_bytes or 1) / (base.memory_bytes or 1) - 1
+    change = entry.measured.memory_bytes / base.measured.memory_bytes - 1
     if abs(change) < 0.01:
         return "the same memory"
     return f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from mantissa import shell
+from evidence.isolated import ProcessError, answer, measure_isolated
 from mantissa.ledger import MemoryLedger, tensors
-from trainer.config.compose import compose
 from trainer.config.schema import Config
-from trainer.errors import RunError, UserError, is_out_of_memory
+from trainer.errors import RunError
 from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
 from trainer.run.memory.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
@@ -46,19 +44,14 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
         UserError: train.py would refuse these overrides too.
         RunError: the steps failed for another reason.
     """
-    options = json.dumps({"limit_bytes": limit_bytes, "ledger": ledger})
-    # -P: modules in the current folder are not imported.
-    command = [sys.executable, "-P", "-m", "evidence.memory.trial", options, *overrides]
-    ended = shell.run(command, errors_apart=True)
-    if ended.code == 0:
-        return Trial(**json.loads(ended.output.splitlines()[-1]))
-    message = ended.errors.strip().splitlines()[-1:] or [f"status {ended.code}"]
-    if ended.code == UserError.exit_code:
-        raise UserError(message[0])
-    # The kernel kills where it has overcommitted memory; C++ aborts where it cannot raise.
-    if ended.code == -signal.SIGKILL or (limit_bytes and ended.code == -signal.SIGABRT):
-        return Trial(fits=False)
-    raise RunError(f"a trial with {' '.join(overrides)} failed: {message[0]}")
+    options = {"limit_bytes": limit_bytes, "ledger": ledger}
+    try:
+        return Trial(**measure_isolated(__name__, overrides, options))
+    except ProcessError as error:
+        # C++ aborts where it cannot raise.
+        if error.out_of_memory or (limit_bytes and error.code == -signal.SIGABRT):
+            return Trial(fits=False)
+        raise RunError(f"a trial with {' '.join(overrides)} failed: {error}") from None
 
 
 def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
@@ -74,12 +67,7 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     enforced = limit_bytes is not None and _limit(hardware, limit_bytes)
     del datasets  # the trainer opens its own
     tracked = not hardware.is_gpu and (ledger or limit_bytes is not None) and not enforced
-    try:
-        tracked_bytes = _two_steps(config, hardware, tracked, copied=limit_bytes is not None)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return Trial(fits=False)
-        raise
+    tracked_bytes = _two_steps(config, hardware, tracked, copied=limit_bytes is not None)
     peak = peak_memory_bytes(hardware.device) - before if tracked_bytes is None else tracked_bytes
     return Trial(limit_bytes is None or enforced or peak <= limit_bytes, peak)
 
@@ -131,17 +119,5 @@ def _limit(hardware: Hardware, limit_bytes: int) -> bool:
     return True
 
 
-def main(arguments: list[str]) -> int:
-    """Take the steps and print the result as the last line, as JSON."""
-    try:
-        config = compose(arguments[1:])
-        outcome = measure(config, **json.loads(arguments[0]))
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(asdict(outcome)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(answer(measure))

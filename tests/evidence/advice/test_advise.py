@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evidence.advice import checkup, command, search
+from evidence.advice import checkup, command, timing
 from evidence.advice.candidates import Candidate, space_of
-from evidence.advice.worker import Failed, Worker
+from evidence.advice.timing import Times
 from evidence.doctor.command import main as doctor
 from evidence.memory.fits import too_large
 from mantissa.shell import Ended
 from tests.helpers import CPU
 from trainer.config.compose import compose
+from trainer.errors import RunError, UserError
 from trainer.hardware import detect
 
 SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", "data.samples=64", "device=cpu"]
@@ -73,31 +71,31 @@ def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
     assert reason.startswith("forecast to need")
 
 
-def test_a_worker_takes_steps_counts_bytes_and_its_end_is_noticed(tmp_path: Path) -> None:
-    with closing(Worker(Candidate("fp32"), [*SMALL, "recipe.width=64"], tmp_path)) as worker:
-        _, warm_up_s, _ = worker.start(300)
-        assert len(warm_up_s) >= 2
-        assert 0 < worker.block(3, 60) < 60
-        # Weights, gradients and AdamW's two moments: four times 2 · (64² + 64) numbers of 4 bytes, and activations.
-        steady = 4 * 2 * (64 * 64 + 64) * 4
-        assert steady < worker.memory(60) < 2 * steady
-        os.kill(worker._process.pid or 0, signal.SIGSTOP)
-        with pytest.raises(Failed, match="its block did not end within 0 s"):
-            worker.block(1, 0.05)
-        os.kill(worker._process.pid or 0, signal.SIGKILL)
-        with pytest.raises(Failed, match="signal SIGKILL"):
-            worker.block(1, 60)
-    broken = Worker(Candidate("bad", ("precision=bogus",)), SMALL, tmp_path)
-    with closing(broken), pytest.raises(Failed, match="precision=bogus is not a choice"):
-        broken.start(300)
+def test_a_candidate_is_timed_in_a_fresh_process_and_its_errors_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = timing.time_candidate(Candidate("fp32"), 2, [*SMALL, "recipe.width=64"], tmp_path)
+    assert (0 < found.step_s < 60, found.compile_s) == (True, 0.0)
+    # Weights, gradients and AdamW's two moments: four times 2 · (64² + 64) numbers of 4 bytes, and activations.
+    steady = 4 * 2 * (64 * 64 + 64) * 4
+    assert steady < found.memory_bytes < 2 * steady
+    with pytest.raises(UserError, match="precision=bogus is not a choice"):
+        timing.time_candidate(Candidate("bad", ("precision=bogus",)), 2, SMALL, tmp_path)
+    for ended, words in (
+        (Ended(None, 1.0, ""), "it did not end within 1800 s"),
+        (Ended(-9, 1.0, ""), "its process ended with signal SIGKILL"),
+        (Ended(1, 1.0, "", "Traceback\nValueError: no\n"), "ValueError: no"),
+    ):
+        monkeypatch.setattr("evidence.isolated.shell.run", lambda *_, ended=ended, **__: ended)
+        with pytest.raises(RunError, match=words):
+            timing.time_candidate(Candidate("fp32"), 2, SMALL, tmp_path)
 
 
 def test_the_command_answers_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "check", lambda *_: {"faults": [], "missed": [], "healthy": True})
-    monkeypatch.setattr(search, "BLOCK_S", 0.001)
-    monkeypatch.setattr(search, "PAIRS", 2)
+    monkeypatch.setattr(command, "time_candidate", lambda candidate, *_: Times(1.0 + len(candidate.label), 0.0, 1))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "budget_minutes=9"]
     assert command.main(given) == 0

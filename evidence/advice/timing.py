@@ -1,0 +1,79 @@
+"""Times one candidate in a fresh process, by the steps of train.py's loop without tracking and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from evidence.advice.candidates import Candidate
+from evidence.isolated import answer, measure_isolated
+from evidence.memory.trial import peak_of
+from evidence.runs import merged
+from evidence.turns import steps_of, stopwatch
+from trainer.config.schema import Config
+from trainer.trainer import Trainer
+
+COMPILED = "compiled"
+"""Folder below the advice's for what torch.compile keeps."""
+WARM_UP_S = 0.3
+"""Seconds that the steps of the warm-up after the first take together, or they are two."""
+BLOCK_S = 0.3
+"""Seconds of a block, unless a single step takes longer."""
+LIMIT_S = 1800.0
+"""Seconds after which a candidate counts as hung."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a candidate takes."""
+
+    step_s: float
+    """Seconds of an optimizer step, the median of the blocks: a single one that was disturbed has little effect."""
+    compile_s: float
+    """Seconds by which its first steps took longer than later ones; 0: it does not compile."""
+    memory_bytes: int
+    """Peak of a step: allocated on a GPU; elsewhere the tensors that training keeps and the most that a step adds."""
+
+
+def time_candidate(candidate: Candidate, blocks: int, common: Sequence[str], folder: Path) -> Times:
+    """Return the times of a candidate, by blocks of steps in a fresh process with its own places in memory.
+
+    Args:
+        candidate: what is trained.
+        blocks: number of blocks.
+        common: overrides of all candidates.
+        folder: for what torch.compile keeps.
+
+    Raises:
+        RunError: it failed.
+    """
+    # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
+    compiled = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
+    env, overrides = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, merged(common, candidate.overrides)
+    return Times(**measure_isolated(__name__, overrides, {"blocks": blocks}, env, LIMIT_S))
+
+
+def measure(config: Config, blocks: int) -> Times:
+    """Return the times of a config in this process."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    # No run is that long: the data and the schedule must not end while blocks are taken.
+    trainer = Trainer.from_config(replace(config, steps=10**7, epochs=None))
+    block = stopwatch(steps_of(trainer), trainer.device)
+    first_s = [block(1), block(1)]
+    while sum(first_s[1:]) < WARM_UP_S and len(first_s) < 10:
+        first_s.append(block(1))
+    compile_s = 0.0 if config.compile.mode == "off" else sum(first_s) - len(first_s) * min(first_s)
+    steps = max(1, round(BLOCK_S / min(first_s)))
+    step_s = statistics.median(block(steps) / steps for _ in range(blocks))
+    return Times(step_s, compile_s, peak_of(trainer, lambda: block(1)))
+
+
+if __name__ == "__main__":
+    sys.exit(answer(measure))
