@@ -2,7 +2,7 @@
 # make test    set up what the tests need, then format, lint, type and behaviour checks, three tests at a time
 # make ui      the runs side by side in MLflow
 # make docs    the documentation as a site, in site/: needs no torch
-# make bench   the ratios of docs/speed.md, measured here
+# make bench   the ratios of docs/results.md, measured here
 # make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
 # make release the wheel and the sdist in dist/, checked in a clean environment; then the tag of this version
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own

@@ -1,4 +1,4 @@
-"""How a recipe is trained: one file per concept. A Python program uses the names below: see docs/python.md.
+"""How a recipe is trained: one file per concept. A Python program uses the names below: see docs/library.md.
 
 They are imported when they are used: ``import trainer`` alone loads nothing.
 """

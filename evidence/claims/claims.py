@@ -80,7 +80,7 @@ class Criterion:
 
 @dataclass
 class Claim:
-    """One published claim: the fields but ``id`` are the keys of its YAML (see docs/claims.md)."""
+    """One published claim: the fields but ``id`` are the keys of its YAML (see docs/results.md)."""
 
     id: str
     """Name of the file, without ``.yaml``."""

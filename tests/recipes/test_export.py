@@ -122,7 +122,7 @@ def export(folder: Path, *overrides: str) -> Any:
 
 
 def page_block(words: str) -> str:
-    blocks = re.findall(r"^```python\n(.*?)^```", (PROJECT / "docs/tasks.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", (PROJECT / "docs/finetune.md").read_text(), re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if words in block]
     return str(block)
 

@@ -85,7 +85,7 @@ class StepConfig:
     """Maximum number of validation samples per evaluation; auto: all of them after an epoch, else ten training
     batches."""
     metrics: list[str] | None = None
-    """Additional metrics for classifiers: ``[f1_macro,auroc,ece]``; docs/tasks.md lists all names."""
+    """Additional metrics for classifiers: ``[f1_macro,auroc,ece]``; docs/configure.md lists all names."""
     freeze: list[str] | None = None
     """Parameters or modules to freeze, by name or pattern: ``[layer1, "*.bn1", wte]``."""
     deterministic: bool = False

@@ -1,7 +1,7 @@
 """fp32 arithmetic on 16-bit operands, on CPUs: what the hardware that people train on does in 16 bits.
 
 Matrix units multiply 16-bit operands, add the products up in fp32, and round once. torch's CPU kernels do so at speed
-where the processor has instructions for it; elsewhere they are many times slower than in fp32 (docs/speed.md). There
+where the processor has instructions for it; elsewhere they are many times slower than in fp32 (docs/results.md). There
 the operands are widened to fp32, torch's fp32 kernel is called, and its result is rounded once. Inside fused attention
 all scores, probabilities and their gradients then stay fp32; in torch's 16-bit kernel only some do.
 
@@ -31,7 +31,7 @@ AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
 """auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic."""
 UNSEEN = "native, but fp32 for taps that see only padding"
 """torch's own kernels, but for gradients of convolutions that oneDNN computes wrongly in 16 bits: those of taps that
-lie outside of the image at every position (docs/onednn-conv-gradients.md)."""
+lie outside of the image at every position (docs/precision.md)."""
 _NAMES = {number.dtype: number.name for number in (BF16, FP16)}
 _MANY = 8
 """Rows from which a matmul is one of many rows: with fewer, widening the other factor takes longer than the matmul."""

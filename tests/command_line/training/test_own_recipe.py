@@ -1,4 +1,4 @@
-"""The recipe of the README, put into a copy of the project as a reader would do it."""
+"""The recipe of docs/recipes.md, put into a copy of the project as a reader would do it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers import PROJECT
 
 def blocks() -> dict[str, str]:
     """The page's file of a recipe by its path, as its first comment names it."""
-    page = (PROJECT / "README.md").read_text()
+    page = (PROJECT / "docs" / "recipes.md").read_text()
     found = {}
     for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         path = re.search(r"^# ((?:recipes|conf)/\S+\.(?:py|yaml))", block, re.MULTILINE)

@@ -147,7 +147,7 @@ def test_every_claim_here_composes_has_a_figure_and_says_where_it_tests_less_tha
 
 
 def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:
-    page = (PROJECT / "docs/claims.md").read_text()
+    page = (PROJECT / "docs/results.md").read_text()
     block = re.search(r"^```yaml\n# evidence/claims/published/(\S+)\.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert block
     (tmp_path / f"{block[1]}.yaml").write_text(block[2])

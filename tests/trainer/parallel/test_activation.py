@@ -31,7 +31,7 @@ def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def images(arch: str) -> tuple[str, ...]:
-    # 3 × 3 kernels with stride 2 on 1 × 1 have wrong bf16 gradients on some CPUs: docs/onednn-conv-gradients.md.
+    # 3 × 3 kernels with stride 2 on 1 × 1 have wrong bf16 gradients on some CPUs: docs/precision.md.
     size = 32 if arch == "resnet18" else 16
     sizes = (f"recipe.image_size={size}", "batch_size=8", "micro_batch_size=4", "steps=2")
     return ("recipe=resnet", f"recipe.arch={arch}", "data=synthetic", "data.classes=10", "optimizer.lr=0.01", *sizes)
