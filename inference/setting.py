@@ -88,7 +88,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     hardware = detect(config.device)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
     own_data = exported.run is not None and not other_data
-    return Setting(config.resolve(hardware).config, hardware, own_data, samples)
+    return Setting(config.plan(hardware).config, hardware, own_data, samples)
 
 
 def _check_keys(exported: Exported, typed: set[str]) -> None:

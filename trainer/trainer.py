@@ -66,8 +66,7 @@ class Trainer(Generic[Config]):
     """The model in training: everything that a step changes, and nothing about where it is reported.
 
     Args:
-        config: resolved, see ``StepConfig.resolve``.
-        plan: the resolved numbers.
+        plan: what the config became, see ``StepConfig.plan``.
         hardware: where it runs.
         world: the processes that train together.
         datasets: see ``StepConfig.open_datasets``.
@@ -78,9 +77,9 @@ class Trainer(Generic[Config]):
 
     update_class: ClassVar[type[Update]] = Update
 
-    def __init__(self, config: Config, plan: Plan, hardware: Hardware, world: World, datasets: Datasets) -> None:
+    def __init__(self, plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> None:
         self.world = world
-        self.plan = plan
+        self.plan, config = plan, plan.config
         self.hardware = hardware
         self.device = hardware.device
         select(self.device)
@@ -141,7 +140,7 @@ class Trainer(Generic[Config]):
 
     @classmethod
     def from_config(cls, config: Config, hardware: Hardware | None = None, world: World | None = None) -> Self:
-        """Resolve a config and return its trainer, ready for the first step.
+        """Return the trainer of a config, ready for the first step.
 
         Args:
             config: as composed.
@@ -152,9 +151,8 @@ class Trainer(Generic[Config]):
             UserError: the config, the data or the hardware cannot do this.
         """
         hardware, world = hardware or detect(config.device), world or World()
-        resolved = config.resolve(hardware, world)
-        config, plan = resolved.config, resolved.plan
-        return cls(config, plan, hardware, world, world.main_first(config.open_datasets))
+        plan = config.plan(hardware, world)
+        return cls(plan, hardware, world, plan.opened or world.main_first(plan.config.open_datasets))
 
     def first_model(self) -> nn.Module:
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""

@@ -97,7 +97,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
         OutOfMemory: not even the smallest microbatch is forecast to fit.
     """
     config = compose(overrides)
-    datasets = config.resolve(hardware).config.open_datasets()
+    datasets = config.plan(hardware).config.open_datasets()
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
     space = Space(_in_words(config.precision.mode, config, hardware), config.compile.mode != "off", notes=notes)
@@ -107,7 +107,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     values[COMPILE] = ["off" if space.compiles else "default"]
     if not given(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, datasets)
-    recipe = config.resolve(hardware).config.recipe
+    recipe = config.plan(hardware).config.recipe
     for name in ("channels_last", "chunked_loss"):
         values[f"recipe.{name}"] = ["false" if getattr(recipe, name, None) is True else "true"] * hasattr(recipe, name)
     if attention := getattr(recipe, "attention", None):
@@ -141,7 +141,7 @@ def _refusal(overrides: list[str], hardware: Hardware) -> str:
     """Return why train.py refuses these overrides; empty: it does not."""
     try:
         config = compose(overrides)
-        config.resolve(hardware)
+        config.plan(hardware)
         if config.compile.mode != "off":
             config.compile.apply([], hardware.device)  # it looks for a C++ compiler
     except UserError as error:
@@ -178,12 +178,12 @@ def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:
 
 def _micro_batches(space: Space, config: Config, hardware: Hardware, datasets: Datasets) -> list[int]:
     """Return powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
-    resolved = config.resolve(hardware)
-    batch_size, now = resolved.plan.batching.batch_size, resolved.plan.batching.micro_batch_size
+    plan = config.plan(hardware)
+    batch_size, now = plan.batching.batch_size, plan.batching.micro_batch_size
     sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
     near = [size for size in sizes - {now} if max(size, now) <= AROUND * min(size, now)]
     others = [size for size in near if batch_size % size == 0 and size % config.augment.micro_batch_multiple == 0]
-    model = meta_model(resolved.config.recipe, datasets)
+    model = meta_model(plan.config.recipe, datasets)
     if others and any(isinstance(each, _BatchNorm) for each in model.modules()):
         why = "not varied: it would change batch norm's statistics, which are per microbatch"
         space.left_out["other values of micro_batch_size"] = why

@@ -37,7 +37,7 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[st
         ``faults``: what the doctor found, in words; ``missed``: what it did not examine, and why; ``healthy``: whether
         it found nothing and ended. A setting that could not be examined is not healthy and has no faults.
     """
-    samples = min(SAMPLES, compose(overrides).resolve(hardware).plan.batching.micro_batch_size)
+    samples = min(SAMPLES, compose(overrides).plan(hardware).batching.micro_batch_size)
     own = [f"batch_size={samples}", f"micro_batch_size={samples}", f"output_dir={quoted(str(folder))}", "run_name=null"]
     options = [f"check={','.join(CHECKS)}", f"budget_s={BUDGET_S}"]
     command = [sys.executable, str(PROJECT / "scripts" / "doctor.py"), *merged(overrides, own), *options]

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     config = compose(own)
     check_output_dir(config.output_dir)
     hardware = detect(config.device)
-    steps = config.resolve(hardware).plan.steps  # mistakes before any work
+    steps = config.plan(hardware).steps  # mistakes before any work
     folder = Path(config.output_dir).expanduser() / "advice" / config.recipe.name
     make_folder(folder)
     began = time.monotonic()

@@ -131,7 +131,8 @@ def check_arms(plan: Plan) -> dict[str, Config]:
             if swept := [text for text in overrides if len(combinations([text])) > 1]:
                 raise UserError(f"{swept[0]} has several values; use one arm per value")
             composed = compose(overrides)
-            config, resolved, *_ = composed.resolve(detect(composed.device))
+            resolved = composed.plan(detect(composed.device))
+            config = resolved.config
             if resolved.steps <= config.log_every:
                 raise UserError(
                     f"steps={resolved.steps} leaves no steps to measure the speed: the steps up to log_every="

@@ -14,15 +14,14 @@ from mantissa.examination import take
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
-from trainer.config.recorded import options_of
 from trainer.config.registration import flatten
+from trainer.config.resume import check_same, options_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.single import Parallel
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
-from trainer.run.resume import check_same
 from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 

@@ -61,7 +61,7 @@ class Setting(NamedTuple):
     """What all trainers of a run have in common; it holds no weights."""
 
     config: Config
-    plan: Plan
+    plan: Plan[Config]
     hardware: Hardware
     datasets: Datasets
 
@@ -183,7 +183,8 @@ class _Eager(Trainer[Config]):
 
     def __init__(self, setting: Setting, prototype: nn.Module) -> None:
         self._prototype = prototype
-        super().__init__(setting.config, setting.plan, setting.hardware, World(), setting.datasets)
+        plan = replace(setting.plan, config=setting.config)
+        super().__init__(plan, setting.hardware, World(), setting.datasets)
 
     def first_model(self) -> nn.Module:
         return copy.deepcopy(self._prototype).to(self.device)

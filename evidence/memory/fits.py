@@ -34,14 +34,14 @@ def fitting(
         try:
             tried = merged(overrides, more)
             composed = compose(tried) if more else config
-            resolved = composed.resolve(hardware)
-            fitted = fit_plan(composed, resolved, hardware, World(), datasets)
+            plan = composed.plan(hardware)
+            fitted = fit_plan(composed, plan, hardware, World(), datasets)
         except OutOfMemory as error:
             first = first or error
             continue
         except UserError:  # a recipe without blocks
             continue
-        needed, auto = (each.plan.batching.micro_batch_size for each in (fitted, resolved))
+        needed, auto = (each.batching.micro_batch_size for each in (fitted, plan))
         pinned = [f"micro_batch_size={needed}"] * (needed != auto)
         changed = [*more, *pinned]
         why = f"every candidate has {' '.join(changed)}, because train.py's default does not fit into the memory"
@@ -54,9 +54,9 @@ def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, 
     """Return why a setting is not forecast to fit into the memory; empty: it fits, or cannot be forecast."""
     try:
         config = compose(overrides)
-        resolved = config.resolve(hardware)
-        batching = resolved.plan.batching
-        rough = rough_bytes(resolved.config.recipe, datasets, batching.micro_batch_size)
+        plan = config.plan(hardware)
+        batching = plan.batching
+        rough = rough_bytes(plan.config.recipe, datasets, batching.micro_batch_size)
         if rough is None or rough < usable_bytes / 2:
             return ""
         need = needed_bytes(config, batching, batching.micro_batch_size)

@@ -71,7 +71,8 @@ def largest_micro_batch(
     """
     limit_bytes = int(budget_bytes * (1 - margin))
     config = compose(overrides)
-    config, plan, *_ = config.resolve(detect(config.device))
+    plan = config.plan(detect(config.device))
+    config = plan.config
     batch_size, multiple = plan.batching.batch_size, config.augment.micro_batch_multiple
     samples = len(config.open_datasets().train)
     common = [override for override in overrides if key_of(override) not in _KEYS]

@@ -57,7 +57,7 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
 def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     """Take the two steps in this process; the arguments are ``trial``'s."""
     hardware = detect(config.device)
-    config = config.resolve(hardware).config
+    config = config.plan(hardware).config
     # Libraries, data and threads come first: they do not depend on the batch.
     datasets = config.open_datasets()
     meta_model(config.recipe, datasets)

@@ -71,7 +71,7 @@ def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
     configs = {}
     for label, own in combinations([*overrides, f"steps={options.steps}"]).items():
         config = configs[label] = compose(own)
-        config.resolve(detect(config.device))
+        config.plan(detect(config.device))
     return configs
 
 

@@ -44,9 +44,9 @@ def main(arguments: list[str]) -> int:
     check_output_dir(first.output_dir)
     name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
     hardware = detect(first.device)
-    resolved = first.resolve(hardware)
-    plan, recipe = resolved.plan, resolved.config.recipe
-    datasets = None if type(recipe).metrics is Recipe.metrics else resolved.config.open_datasets()
+    plan = first.plan(hardware)
+    recipe = plan.config.recipe
+    datasets = None if type(recipe).metrics is Recipe.metrics else plan.config.open_datasets()
     metrics = Metrics(recipe, datasets, first.metrics, torch.device("cpu"))
     kept = sorted(text for text in overrides if re.split(r"[.=]", text)[0] not in ("output_dir", "tracking"))
     typed = sorted(argument for argument in others if argument not in overrides)

@@ -99,7 +99,7 @@ def check_space(space: Space, overrides: list[str]) -> Config:
 
     configs = [compose(command) for command in corners(space, overrides)]
     for config in configs:
-        config.resolve(detect(config.device))
+        config.plan(detect(config.device))
     return configs[0]
 
 

@@ -65,7 +65,7 @@ def known(tmp_path: Path) -> Known:
 def test_the_jobs_are_commands_that_resolve() -> None:
     for hardware in (detect("cpu"), Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))):
         for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
-            plan = job.config("precision=bf16", "clip=norm").resolve(hardware).plan
+            plan = job.config("precision=bf16", "clip=norm").plan(hardware)
             assert plan.batching.accumulation == 1, "one microbatch, as the bare loop has it"
 
 

@@ -186,7 +186,7 @@ def test_a_16_bit_grey_is_scaled_and_not_clipped() -> None:
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
     def opened(*overrides: str) -> tuple[Datasets, Config, list[Decision]]:
-        config = compose(*overrides).resolve(CPU).config
+        config = compose(*overrides).plan(CPU).config
         datasets = config.open_datasets()
         return datasets, *config.with_data(datasets, CPU)
 

@@ -10,7 +10,7 @@ from trainer.errors import UserError
 
 def test_amp_mlp_is_the_network_of_pytorchs_recipe() -> None:
     config = compose("experiment=amp_mlp", "data.samples=8")
-    plan = config.resolve(CPU).plan
+    plan = config.plan(CPU)
     assert (plan.steps, plan.batching.batch_size, plan.batching.micro_batch_size) == (150, 512, 512)
     with torch.device("meta"):
         model = config.recipe.build_model(config.recipe.datasets(config.data, 0))
@@ -38,4 +38,4 @@ def test_its_loss_is_the_mean_squared_error_and_falls(mode: str) -> None:
 @pytest.mark.parametrize("wrong", ["data=digits", "recipe.layers=0", "recipe.width=0", "recipe.loss_weight=0"])
 def test_what_it_cannot_do_is_refused_by_the_option(wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
-        compose("recipe=bignet", wrong).resolve(CPU)
+        compose("recipe=bignet", wrong).plan(CPU)

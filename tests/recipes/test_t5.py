@@ -15,7 +15,7 @@ TINY = ["recipe=t5", "recipe.context=24", "data=synthetic", "data.vocab_size=90"
 
 
 def test_a_sample_has_the_published_length_and_the_vocabulary_is_padded() -> None:
-    config = compose("recipe=t5", "recipe.size=small", "data=synthetic", "data.vocab_size=32000").resolve(CPU).config
+    config = compose("recipe=t5", "recipe.size=small", "data=synthetic", "data.vocab_size=32000").plan(CPU).config
     datasets = config.open_datasets()
     data: Any = datasets.train
     assert (data.window, data.noise, data.spans) == (568, 85, 28)

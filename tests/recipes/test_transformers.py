@@ -43,7 +43,7 @@ def test_published_sizes_have_their_parameters(
     recipe: str, size: str, more: str, vocabulary: int, blocks: int, parameters: int
 ) -> None:
     job = (f"recipe={recipe}", f"recipe.size={size}", f"recipe.{more}", "data=synthetic")
-    config = compose(*job, f"data.vocab_size={vocabulary}").resolve(CPU).config
+    config = compose(*job, f"data.vocab_size={vocabulary}").plan(CPU).config
     datasets = config.open_datasets()
     with torch.device("meta"):
         model = config.recipe.build_model(datasets)
@@ -86,12 +86,12 @@ def test_the_rate_of_its_products_decides_about_the_batch_of_a_cpu(
 ) -> None:
     hardware, count = replace(CPU, cpu_flags=frozenset(flags)), torch.get_num_threads()
     monkeypatch.setattr("recipes.gpt2.matmul_rates", lambda *_: {name: rates[name] / count for name in rates})
-    config, plan, decisions, _ = compose("recipe=gpt2", "data=synthetic").resolve(hardware)
-    assert (config.batch_size, plan.batching.batch_size, plan.steps) == (batch_size, batch_size, 200)
-    (why,) = [decision.why for decision in decisions if decision.key == "batch_size"]
+    plan = compose("recipe=gpt2", "data=synthetic").plan(hardware)
+    assert (plan.config.batch_size, plan.batching.batch_size, plan.steps) == (batch_size, batch_size, 200)
+    (why,) = [decision.why for decision in plan.decisions if decision.key == "batch_size"]
     assert f"{next(iter(rates.values()))} in {next(iter(rates))}" in why
-    other = compose("recipe=gpt2", "recipe.size=nano", "data=synthetic").resolve(hardware)
-    assert other.plan.batching.batch_size == 16  # takes seconds anyway
+    other = compose("recipe=gpt2", "recipe.size=nano", "data=synthetic").plan(hardware)
+    assert other.batching.batch_size == 16  # takes seconds anyway
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ REFUSED = {
 def test_values_that_cannot_work_are_named(command: str) -> None:
     recipe, *overrides = command.split()
     with pytest.raises(UserError, match=REFUSED[command]):
-        compose(f"recipe={recipe}", "data=synthetic", *overrides).resolve(CPU)
+        compose(f"recipe={recipe}", "data=synthetic", *overrides).plan(CPU)
 
 
 @pytest.mark.parametrize(("recipe", "context"), [("gpt2", 16), ("bert", 512)])

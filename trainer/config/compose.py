@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.command_line import read
 from trainer.config.explain import explain
-from trainer.config.recorded import base
 from trainer.config.registration import CONF as CONF
 from trainer.errors import UserError
 
@@ -34,9 +33,10 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
         UserError: one of them is a mistake.
     """
     with _explained():
-        name, kept, overrides = base(read(overrides), recorded)
         from trainer.config.build import build
+        from trainer.config.resume import base
 
+        name, kept, overrides = base(read(overrides), recorded)
         return build(hydra.compose(name, overrides), overrides, kept)
 
 
@@ -47,6 +47,8 @@ def composed(overrides: Sequence[str]) -> DictConfig:
         UserError: one of them is a mistake.
     """
     with _explained():
+        from trainer.config.resume import base
+
         name, _, overrides = base(read(overrides))
         return hydra.compose(name, overrides)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field
 
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
-from trainer.config.step import Resolved, StepConfig
+from trainer.config.step import StepConfig
 from trainer.errors import UserError
 from trainer.files import default_name
-from trainer.hardware import Hardware
-from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
@@ -91,18 +88,14 @@ class Config(RunConfig, StepConfig):
         for name in self.tags:
             if is_own_tag(name) or name in ("group", "note"):
                 raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
-
-    @property
-    def name(self) -> str:
-        """The name of the run: of its folder and in MLflow."""
-        return self.run_name or default_name(self.recipe.name, self.precision.mode, self.seed)
-
-    def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved[Self]:
-        resolved = super().resolve(hardware, world)
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(f"run_name={self.name} must be the name of a folder, without a slash")
         if self.tracking.mlflow:
             configured_uri(self.tracking.uri)  # or the environment's, which a default of the group would not tell apart
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
-        return resolved._replace(config=replace(resolved.config, run_name=self.name))
+
+    @property
+    def name(self) -> str:
+        """The name of the run: of its folder and in MLflow."""
+        return self.run_name or default_name(self.recipe.name, self.precision.mode, self.seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
@@ -33,7 +33,7 @@ EPOCH = "epoch"
 
 @dataclass
 class StepConfig:
-    """All options of a ``Trainer``. It does not change: ``resolve`` returns another one."""
+    """All options of a ``Trainer``. It does not change: ``plan`` returns what it becomes."""
 
     recipe: Recipe
     """What is trained: model, loss and metrics."""
@@ -131,8 +131,8 @@ class StepConfig:
         config = replace(self, loader=replace(self.loader, workers=workers), augment=augment)
         return config, [*self.recipe.data_decisions(datasets), *decisions]
 
-    def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved[Self]:
-        """Return the config with the ``auto`` values that depend on the hardware resolved, and check it.
+    def plan(self, hardware: Hardware, world: World | None = None) -> Plan[Self]:
+        """Return what ``auto`` becomes on the hardware, and check that all fits together.
 
         Args:
             hardware: of this process.
@@ -183,27 +183,46 @@ class StepConfig:
             decisions += [Decision("eval_every", EPOCH, "as epochs is set")] if self.eval_every == "auto" else []
         else:
             eval_every = Fraction(number("eval_every", tenth, "at most ten evaluations per run"))
-        batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
         few, every = (10 * batch_size, "at most ten training batches"), numbers["eval_every"]
-        eval_samples = number("eval_samples", *((len(opened.valid), "all") if opened and every == EPOCH else few))
-        plan = Plan(steps, batching, eval_every, eval_samples, tenth if epoch else None)
-        config = replace(self, recipe=recipe, epochs=None, **numbers)
-        return Resolved(config, plan, decisions, opened)
+        number("eval_samples", *((len(opened.valid), "all") if opened and every == EPOCH else few))
+        return Plan(
+            config=replace(self, recipe=recipe, epochs=None, **numbers),
+            batching=Batching(batch_size, micro_batch_size, world.size, world.rank),
+            eval_every=eval_every,
+            save_every=tenth if epoch else None,
+            decisions=tuple(decisions),
+            opened=opened,
+        )
+
+
+Config = TypeVar("Config", bound=StepConfig)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The numbers of a ``StepConfig``, resolved."""
+class Plan(Generic[Config]):
+    """What a config becomes on some hardware."""
 
-    steps: int
-    """Optimizer steps of the whole run."""
+    config: Config
+    """The same with values in the place of ``auto``, as it is recorded."""
     batching: Batching
     eval_every: Fraction
     """Optimizer steps between two evaluations; an epoch need not be a whole number of them."""
-    eval_samples: int
-    """Of the validation data, at most."""
     save_every: int | None = None
     """Optimizer steps between two checkpoints where epochs may be long; None: one at every evaluation is enough."""
+    decisions: tuple[Decision, ...] = ()
+    """What was chosen, to be shown."""
+    opened: Datasets | None = None
+    """The data, where it had to be opened to count the steps of ``epochs``."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return int(self.config.steps)
+
+    @property
+    def eval_samples(self) -> int:
+        """Validation samples of an evaluation, at most."""
+        return int(self.config.eval_samples)
 
     def evaluates(self, step: int) -> bool:
         """Return whether the validation data is evaluated after this step: the last, or one that ends an interval."""
@@ -215,26 +234,13 @@ class Plan:
         """How many steps of the run ``evaluates`` names; an interval below one step ends in each."""
         return min(self.steps, (self.steps - 1) // self.eval_every + 1)
 
-
-Config = TypeVar("Config", bound=StepConfig)
-
-
-class Resolved(NamedTuple, Generic[Config]):
-    """A config, resolved for some hardware."""
-
-    config: Config
-    """The same with values in the place of ``auto``, as it is recorded."""
-    plan: Plan
-    """The numbers among them, and those that follow."""
-    decisions: list[Decision]
-    """What was chosen, to be shown."""
-    opened: Datasets | None = None
-    """The data, where it had to be opened to count the steps of ``epochs``."""
-
-    def with_micro_batch_size(self, size: int, why: str) -> Resolved[Config]:
+    def with_micro_batch_size(self, size: int, why: str) -> Self:
         """Return it with another micro_batch_size."""
         key = "micro_batch_size"
         others = [each for each in self.decisions if each.key != key]
-        plan = replace(self.plan, batching=replace(self.plan.batching, micro_batch_size=size))
-        config = replace(self.config, micro_batch_size=size)
-        return self._replace(config=config, plan=plan, decisions=[*others, Decision(key, size, why)])
+        return replace(
+            self,
+            config=replace(self.config, micro_batch_size=size),
+            batching=replace(self.batching, micro_batch_size=size),
+            decisions=(*others, Decision(key, size, why)),
+        )

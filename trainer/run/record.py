@@ -36,6 +36,7 @@ log = logging.getLogger("mantissa")
 def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     """Write every option into the run folder, and return them by dotted key."""
     options = flatten(config)
+    options["run_name"] = config.name
     options["tracking.uri"] = options["tracking.uri"] and redacted(options["tracking.uri"])
     folder.mark_launch()
     folder.write_config(options)

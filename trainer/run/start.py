@@ -17,8 +17,9 @@ from mantissa.display import size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
+from trainer.config.resume import as_before, check_same, earlier_folder, state_of
 from trainer.config.schema import Config
-from trainer.config.step import Resolved
+from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
 from trainer.files import METRICS_FILE, SAME, TOKENIZER, TRACKING_FILE, add_run_facts, final_status, in_use
@@ -26,7 +27,6 @@ from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
 from trainer.run.memory.fit import fit_plan, halved, train_in_memory
-from trainer.run.resume import as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
@@ -66,27 +66,27 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
         hardware = detect(config.device)
         try:
             with work("opening the data"):  # to count the steps of its epochs
-                resolved = config.resolve(hardware, world)
+                plan = config.plan(hardware, world)
         except UserError as error:
             error.shared = True
             raise
-        folder = world.run_on_main(partial(earlier_folder, config, resolved))
+        folder = world.run_on_main(partial(earlier_folder, config, plan))
         saved = None
         if folder is not None:
             world.run_on_main(partial(stack.enter_context, in_use(folder.path)))
-            resolved = as_before(folder, world.run_on_main(folder.config), config, resolved)
-            checkpoint, complete = world.run_on_main(partial(_left, folder, config, resolved))
+            plan = as_before(folder, config, plan)
+            checkpoint, complete = world.run_on_main(partial(_left, folder, config, plan))
             if checkpoint is None:
                 terminal.note(f"{folder.path} is already complete{complete}")
                 world.run_on_main(partial(finish_delivery, folder.path, config.tracking))
                 return world.run_on_main(folder.summary)
             saved = CheckpointReader(checkpoint)
         terminal.note("opening the data …")
-        opened = None if saved else resolved.opened  # a run may have recorded how its data is to be opened
+        opened = None if saved else plan.opened  # a run may have recorded how its data is to be opened
         with work("opening the data"):
-            datasets = opened or world.main_first(resolved.config.open_datasets)
+            datasets = opened or world.main_first(plan.config.open_datasets)
         if folder is None:
-            resolved = fit_plan(config, resolved, hardware, world, datasets)
+            plan = fit_plan(config, plan, hardware, world, datasets)
         if gc.isenabled():  # else the program has only imported modules so far
             gc.collect()
         gc.enable()
@@ -96,25 +96,24 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
         run = None
         try:
             with work("building the model"):
-                trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
+                trainer = run_class.trainer_class(plan, hardware, world, datasets)
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
-            with _written(resolved.config.output_dir):
+            with _written(config.output_dir):
                 if folder is None:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
-                    folder = world.run_on_main(partial(_begun, resolved, datasets, stack))
+                    folder = world.run_on_main(partial(_begun, plan.config, datasets, stack))
                 with work("preparing the run"):
-                    run = run_class(
-                        trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions, began
-                    )
+                    decisions = [*plan.decisions, *trainer.decisions]
+                    run = run_class(trainer, folder, saved, terminal, signals, decisions, began)
             started(run)
             return run.train()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             started(None)
-            batching = resolved.plan.batching
+            batching = plan.batching
             retry = saved is None and world.size == 1 and (run is None or run.first is None)
             smaller = halved(config, batching, batching.micro_batch_size)
             raise MemoryRanOut(error, batching.micro_batch_size, smaller, retry) from error
@@ -144,7 +143,7 @@ def _written(output_dir: str) -> Iterator[None]:
         ) from error
 
 
-def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path | None, str]:
+def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path | None, str]:
     """Return the checkpoint that a run continues from; None where it is complete, and how it can be continued.
 
     A run that was killed at its end has taken all steps, but its export and its summary may be missing.
@@ -158,9 +157,9 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
             return None, ""
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    check_same(folder, flatten(resolved.config))
+    check_same(folder, flatten(plan.config))
     path = store.find_verified(folder.checkpoints)
-    saved, steps, finished = CheckpointReader(path), resolved.plan.steps, final_status(folder.path) == "FINISHED"
+    saved, steps, finished = CheckpointReader(path), plan.steps, final_status(folder.path) == "FINISHED"
     if saved.step > steps or (saved.step == steps and finished):
         if not finished:
             raise UserError(f"steps={steps}, but {folder.path} was stopped after step {saved.step}; leave steps out")
@@ -174,7 +173,7 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
             f"{log} cannot be continued (it is shorter than when the checkpoint was saved); restore it, or start a new "
             f"run from the weights with init_from={folder.path}"
         )
-    scores = Scores(resolved.config)
+    scores = Scores(plan.config)
     scores.load_state_dict(saved.progress)
     if finished and scores.exhausted:
         more = "set a larger early_stopping.patience, or null, to continue"
@@ -182,13 +181,13 @@ def _left(folder: RunFolder, config: Config, resolved: Resolved) -> tuple[Path |
     return path, ""
 
 
-def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolder:
-    folder = RunFolder.create(resolved.config.output_dir, resolved.config.name)
+def _begun(config: Config, datasets: Datasets, stack: ExitStack) -> RunFolder:
+    folder = RunFolder.create(config.output_dir, config.name)
     stack.enter_context(in_use(folder.path))
     datasets.keep(folder.path)
-    described = Path(str(getattr(resolved.config.recipe, "pretrained", None))).expanduser() / "config.json"
+    described = Path(str(getattr(config.recipe, "pretrained", None))).expanduser() / "config.json"
     if (kept := folder.path / TOKENIZER).is_dir() and described.is_file():  # then it is not needed on resume
         shutil.copyfile(described, kept / described.name)
-    if resolved.config.source is not None:
-        add_run_facts(folder.path, init_from=resolved.config.source.facts())
+    if config.source is not None:
+        add_run_facts(folder.path, init_from=config.source.facts())
     return folder

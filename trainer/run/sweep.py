@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.command_line import CommandLine
 from trainer.config.compose import CONF, combinations
-from trainer.config.recorded import base
 from trainer.config.registration import by_key, name_of_composed
 from trainer.files import SAME
 
@@ -133,7 +132,7 @@ class Ended(NamedTuple):
 
 
 TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any]], Ended]
-"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``recorded.base``."""
+"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``resume.base``."""
 
 
 class Sweep:
@@ -159,6 +158,8 @@ class Sweep:
             UserError: it resumes a run that cannot be resumed.
             Exception: whatever the launcher of jobs elsewhere raises.
         """
+        from trainer.config.resume import base
+
         ended = Ended(0, {})
         name, kept, sys.argv[1:] = base(self.line)
 

@@ -65,7 +65,7 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
 
 
 def test_options_that_agree_or_may_change_are_accepted(run: Path, train: Train) -> None:
-    agree = ("recipe=bignet", "optimizer.name=SGD", "scaler=dynamic", "scaler.interval=3", "seed=3")
+    agree = ("recipe.width=16", "optimizer.name=SGD", "scaler=dynamic", "scaler.interval=3", "seed=3")
     done = train(*agree, "loader=pinned", "device=cpu", "checkpoint.keep=2", "resume=elsewhere/1e3")
     assert (done.code, done.err) == (0, "")
     assert "elsewhere/1e3 is already complete (4 steps)" in done.out
@@ -77,6 +77,7 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
         "seed=4": "seed was 3, now 4; restore it or start a new run",
         "precision=fp32 scaler=auto": "precision.mode was fp16, now fp32",
         "recipe=resnet": "recipe was bignet, now resnet; restore it or start a new run",
+        "recipe=bignet": "recipe.width was 16, now 1000",
         "optimizer=adamw": "optimizer.name was SGD, now AdamW",
         "optimizer.options.momentum=0.9": "optimizer.options was {'momentum': 0.5, 'nesterov': False}, now",
         "scaler=static": "scaler was dynamic, now static",

@@ -51,13 +51,13 @@ def test_epochs_count_the_steps_and_can_be_extended(succeed: Train, folder: Path
 def test_every_epoch_is_evaluated(epochs: float, batch: int) -> None:
     """After the step that has the last of its 1,442 samples, however many steps that are, and at the end."""
     sizes = (f"batch_size={batch}", "micro_batch_size=1", f"epochs={epochs}")
-    resolved = compose("recipe=resnet", "data=digits", *sizes).resolve(CPU)
-    plan, ends = resolved.plan, {math.ceil(1442 * number / batch) for number in range(1, math.floor(epochs) + 1)}
+    plan = compose("recipe=resnet", "data=digits", *sizes).plan(CPU)
+    ends = {math.ceil(1442 * number / batch) for number in range(1, math.floor(epochs) + 1)}
     assert plan.steps == math.ceil(1442 * epochs / batch)
     assert {step for step in range(1, plan.steps + 1) if plan.evaluates(step)} == ends | {plan.steps}
     assert plan.evaluations == len(ends | {plan.steps})
-    assert Decision("eval_every", "epoch", "as epochs is set") in resolved.decisions
-    assert (plan.eval_samples, compose("recipe=resnet", *sizes[:2]).resolve(CPU).plan.eval_samples) == (355, 10 * batch)
+    assert Decision("eval_every", "epoch", "as epochs is set") in plan.decisions
+    assert (plan.eval_samples, compose("recipe=resnet", *sizes[:2]).plan(CPU).eval_samples) == (355, 10 * batch)
     every = Checkpoint()
     saved = [step for step in range(1, plan.steps + 1) if every.due(step, plan.evaluates(step), plan.save_every)]
     assert set(saved) >= ends  # and long ones are saved in between

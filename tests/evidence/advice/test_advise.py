@@ -65,7 +65,7 @@ def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest
 
 def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
     hardware = detect("cpu")
-    datasets = compose(SMALL).resolve(hardware).config.open_datasets()
+    datasets = compose(SMALL).plan(hardware).config.open_datasets()
     assert too_large([*SMALL, *FIXED], hardware, datasets, 2**40) == ""
     reason = too_large([*SMALL, *FIXED, "micro_batch_size=4"], hardware, datasets, 1000)
     assert reason.startswith("forecast to need")

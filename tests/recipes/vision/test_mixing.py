@@ -209,7 +209,7 @@ def test_a_dataset_says_whether_its_batches_use_the_global_generator(
 def test_what_cannot_work_or_has_no_effect_is_refused(overrides: str, message: str) -> None:
     recipe = [] if "recipe=" in overrides else ["recipe=resnet"]
     with pytest.raises(UserError, match=message):
-        compose(*recipe, *f"augment={overrides}".split()).resolve(CPU).config.open_datasets()
+        compose(*recipe, *f"augment={overrides}".split()).plan(CPU).config.open_datasets()
 
 
 # ------------------------------------------------------------------------------------------- in training

@@ -143,7 +143,7 @@ def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: 
 def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None:
     def rate(*overrides: str) -> tuple[float, list[str]]:
         config = compose("recipe=resnet", f"recipe.arch={ARCH}", *overrides)
-        return config.optimizer.lr, [choice.key for choice in config.resolve(CPU).decisions]
+        return config.optimizer.lr, [choice.key for choice in config.plan(CPU).decisions]
 
     assert rate()[0] == 1e-3
     lr, keys = rate("init_from=DEFAULT")
@@ -166,7 +166,7 @@ def test_weights_that_do_not_exist_are_refused_before_data_is_opened(
     overrides: list[str], message: str, best: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        compose(*SMALL, *(each.format(best=best) for each in overrides)).resolve(CPU)
+        compose(*SMALL, *(each.format(best=best) for each in overrides)).plan(CPU)
 
 
 def test_a_failed_download_names_a_file_as_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from tests.helpers import CONF
 from trainer.config.command_line import quoted, read
 from trainer.config.compose import combinations, compose
-from trainer.config.recorded import base
 from trainer.config.registration import flatten
 from trainer.errors import UserError
 from trainer.hardware import detect
@@ -72,7 +69,7 @@ def test_only_text_is_quoted(override: str) -> None:
 def test_options_of_the_yaml_go_with_its_class() -> None:
     config = compose(["optimizer.name=Adadelta", "+optimizer.options.rho=0.8"])
     assert config.optimizer.options == {"rho": 0.8}
-    decisions = {each.key: each.why for each in config.resolve(detect("cpu")).decisions}
+    decisions = {each.key: each.why for each in config.plan(detect("cpu")).decisions}
     assert "Adadelta has no betas" in decisions["optimizer.options"]
     config = compose(["optimizer=sgd", "optimizer.name=Rprop"])
     assert config.optimizer.options == {}
@@ -129,31 +126,11 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     return {key for key, value in one.items() if other.get(key) != value}
 
 
-def test_a_choice_that_is_the_recorded_one_keeps_what_is_recorded(tmp_path: Path, recorded: dict[str, Any]) -> None:
-    """Its YAML would bring its defaults, and a recipe's YAML other data, too."""
-    retyped = ["recipe=gpt2", "data=text", "precision=bf16", "optimizer=adamw", "loader=pinned", "tracking=local"]
-    resumed = [f"resume={tmp_path}", *retyped]
-    assert flatten(compose(resumed)) == recorded
-    other = flatten(compose([*resumed[:-3], "optimizer=sgd", *resumed[-2:]]))
-    assert {key.partition(".")[0] for key in differing(other, recorded)} == {"optimizer"}
-
-
 def test_of_several_choices_of_a_group_the_last_counts(tmp_path: Path, recorded: dict[str, Any]) -> None:
     assert compose([f"resume={tmp_path}", "loader=plain", "loader=pinned"]).loader.kind == "pinned"
     assert compose([f"resume={tmp_path}", "loader=pinned", "loader=plain"]).loader.kind == "plain"
 
 
-def test_where_no_run_is_resumed_a_choice_is_that_of_its_file(recorded: dict[str, Any]) -> None:
-    """An evaluation in several precisions would compare one that keeps the run's islands with others that do not."""
+def test_a_choice_takes_the_place_of_all_options_of_its_group(recorded: dict[str, Any]) -> None:
     found = flatten(compose(["precision=bf16", "loader=pinned"], recorded))
     assert differing(found, recorded) == {"precision.fp32_modules", "loader.workers"}
-
-
-def test_of_two_choices_of_one_optimizer_neither_is_taken_for_the_recorded_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recorded: dict[str, Any]
-) -> None:
-    shutil.copytree(CONF, tmp_path / "conf")
-    shutil.copy(CONF / "optimizer" / "adamw.yaml", tmp_path / "conf" / "optimizer" / "mine.yaml")
-    for conf, left in ((CONF, []), (tmp_path / "conf", ["optimizer=adamw"])):
-        monkeypatch.setattr("trainer.config.recorded.CONF", conf)
-        assert base(read([f"resume={tmp_path}", "optimizer=adamw"]))[2] == [f"resume={tmp_path}", *left]

@@ -22,7 +22,7 @@ def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str
     own_data = [f"data.path={CONF}"] if "data: text" in text or "data: imagefolder" in text else []
     composed = compose(f"experiment={experiment}", *own_data, "steps=3", "schedule.warmup_steps=auto", "seed=5")
     assert (composed.steps, composed.seed) == (3, 5)
-    assert composed.resolve(H100).plan.steps == 3
+    assert composed.plan(H100).steps == 3
 
 
 def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
@@ -36,7 +36,7 @@ def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
 def test_resolving_changes_nothing_and_no_two_configs_share_state() -> None:
     one, other = compose("recipe=gpt2"), compose("recipe=gpt2")
     before = flatten(one)
-    assert one.resolve(CPU).config.recipe.size == "mini"
+    assert one.plan(CPU).config.recipe.size == "mini"
     assert flatten(one) == flatten(other) == before
     one.optimizer.options["eps"] = 1.0
     assert "eps" not in other.optimizer.options
@@ -45,36 +45,36 @@ def test_resolving_changes_nothing_and_no_two_configs_share_state() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "gpu"])
 def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware) -> None:
-    composed, plan, chosen, _ = compose(f"recipe={recipe}").resolve(hardware)
+    plan = compose(f"recipe={recipe}").plan(hardware)
+    composed = plan.config
     for key in ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples"):
         assert isinstance(getattr(composed, key), int)
-        assert key in [choice.key for choice in chosen]
-    assert plan.steps == composed.steps
+        assert key in [choice.key for choice in plan.decisions]
     assert plan.batching.batch_size == plan.batching.accumulation * plan.batching.micro_batch_size
-    assert composed.run_name == f"{recipe}-fp32-s0"
+    assert composed.name == f"{recipe}-fp32-s0"
     assert "auto" not in [value for key, value in flatten(composed).items() if key.startswith("recipe.size")]
 
 
 def test_what_the_user_set_is_kept() -> None:
-    composed = compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3")
-    composed, plan, chosen, _ = composed.resolve(CPU)
+    plan = compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3").plan(CPU)
     assert (plan.steps, plan.batching.batch_size, plan.eval_every) == (40, 6, 7)
     assert plan.batching.micro_batch_size == 6
-    assert {choice.key for choice in chosen} >= {"micro_batch_size", "eval_samples"}
-    assert not {choice.key for choice in chosen} & {"steps", "batch_size", "eval_every"}
-    assert composed.run_name == "mine"
+    chosen = {choice.key for choice in plan.decisions}
+    assert chosen >= {"micro_batch_size", "eval_samples"}
+    assert not chosen & {"steps", "batch_size", "eval_every"}
+    assert plan.config.name == "mine"
 
 
 @pytest.mark.parametrize("batch_size", [1, 17, 100])
 def test_an_auto_microbatch_divides_any_batch(batch_size: int) -> None:
     for hardware in (CPU, H100):
-        plan = compose("recipe=gpt2", f"batch_size={batch_size}").resolve(hardware).plan
+        plan = compose("recipe=gpt2", f"batch_size={batch_size}").plan(hardware)
         assert batch_size % plan.batching.micro_batch_size == 0
 
 
 @pytest.mark.parametrize(("steps", "eval_every"), [(1, 1), (25, 25), (300, 30), (2000, 200)])
 def test_auto_evaluation_comes_ten_times_a_run_or_less_often(steps: int, eval_every: int) -> None:
-    assert compose("recipe=bignet", f"steps={steps}").resolve(CPU).plan.eval_every == eval_every
+    assert compose("recipe=bignet", f"steps={steps}").plan(CPU).eval_every == eval_every
 
 
 def test_flatten_names_the_choice_that_was_made() -> None:

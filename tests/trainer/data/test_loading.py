@@ -128,7 +128,7 @@ def test_a_thread_works_two_steps_ahead_for_a_gpu_without_workers(
 
 @pytest.mark.parametrize(("augment", "ahead"), [("imagenet", 2), ("randaugment", 0), ("trivialaugment", 0)])
 def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) -> None:
-    datasets = compose("recipe=resnet", "data=digits", f"augment={augment}").resolve(CPU).config.open_datasets()
+    datasets = compose("recipe=resnet", "data=digits", f"augment={augment}").plan(CPU).config.open_datasets()
     for dataset in (datasets.train, Overfit().datasets(datasets, 4).train):
         batches = PinnedLoader(0).batches(dataset, [], GPU)
         assert (batches.pins, batches.ahead) == (True, ahead)
@@ -137,7 +137,7 @@ def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) 
 @pytest.mark.parametrize("pins", [False, True])
 def test_images_go_straight_into_page_locked_memory(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered into new memory and copied from there, 256 images of 224² took 53 ms, ten times as long."""
-    data = compose("recipe=resnet", "data=synthetic", "data.samples=16").resolve(CPU).config.open_datasets().train
+    data = compose("recipe=resnet", "data=synthetic", "data.samples=16").plan(CPU).config.open_datasets().train
     samples = [[SampleId(row, None) for row in rows] for rows in ((3, 1), (1, 2))]
     expected = [data.batch(each)["image"] for each in samples]
     empty, asked = torch.empty, []

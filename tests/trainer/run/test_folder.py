@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import PROJECT
+from trainer.config.resume import check_same
 from trainer.errors import UserError
 from trainer.files import in_use
-from trainer.run.resume import check_same
 from trainer.run_folder import RunFolder
 
 RUN: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 
 from mantissa.ledger import MIB, STEADY
 from trainer.config.schema import Config
-from trainer.config.step import Resolved
+from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.devices import empty_cache
@@ -36,8 +36,8 @@ log = logging.getLogger("mantissa")
 T = TypeVar("T")
 
 
-def fit_plan(config: Config, resolved: Resolved, hardware: Hardware, world: World, datasets: Datasets) -> Resolved:
-    """Return the resolved config with a microbatch that is forecast to fit into the free memory.
+def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> Plan[Config]:
+    """Return the plan with a microbatch that is forecast to fit into the free memory.
 
     A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
     ``micro_batch_size`` that the user set is not changed; there is a warning. On a GPU ``Recipe.memory_overrides``
@@ -45,7 +45,7 @@ def fit_plan(config: Config, resolved: Resolved, hardware: Hardware, world: Worl
 
     Args:
         config: as composed.
-        resolved: what it became.
+        plan: what it became.
         hardware: of this process.
         world: the processes that train together; all get the same plan.
         datasets: to train on.
@@ -57,19 +57,19 @@ def fit_plan(config: Config, resolved: Resolved, hardware: Hardware, world: Worl
     if world.size > 1 and not hardware.is_gpu:
         free //= launched_local_rank()[1]  # the processes of a machine share its memory
     free = -world.all_reduce_max(-free)
-    size, why, saving = world.run_on_main(partial(_fitting, config, resolved, hardware, datasets, free))
-    chosen = replace(resolved.config, recipe=resolved.config.recipe.chosen(saving))
-    found = resolved._replace(config=chosen, decisions=[*resolved.decisions, *saving])
+    size, why, saving = world.run_on_main(partial(_fitting, config, plan, hardware, datasets, free))
+    chosen = replace(plan.config, recipe=plan.config.recipe.chosen(saving))
+    found = replace(plan, config=chosen, decisions=(*plan.decisions, *saving))
     return found.with_micro_batch_size(size, why) if why else found
 
 
 def _fitting(
-    config: Config, resolved: Resolved, hardware: Hardware, datasets: Datasets, free: int
+    config: Config, plan: Plan[Config], hardware: Hardware, datasets: Datasets, free: int
 ) -> tuple[int, str, list[Decision]]:
     """Return the microbatch, why it is another one (empty: it is not), and the recipe's options that save memory."""
-    batching, usable = resolved.plan.batching, int(USABLE * free)
+    batching, usable = plan.batching, int(USABLE * free)
     size, saving = batching.micro_batch_size, config.recipe.memory_overrides() if hardware.is_gpu else []
-    rough = rough_bytes(resolved.config.recipe, datasets, size)
+    rough = rough_bytes(plan.config.recipe, datasets, size)
     if rough is None or rough < free / 2:
         return size, "", []
     log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)

@@ -52,12 +52,12 @@ def forecast(config: Config) -> Ledger:
             f"parallel={config.parallel.kind}: memory is forecast and measured for one process only; remove it"
         )
     hardware = detect(config.device)
-    config, plan, *_ = replace(config, compile=Compile()).resolve(hardware)
+    plan = replace(config, compile=Compile()).plan(hardware)
     taken = min(2, plan.batching.accumulation)
     try:
         # The model may hold tensors that are neither weights nor buffers: the mode takes their shapes.
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trainer = FakeTrainer(config, plan, hardware)
+            trainer = FakeTrainer(plan, hardware)
             microbatches = [trainer.microbatch() for _ in range(taken)]
             trainer.train_step(microbatches[:1])
             with MemoryLedger(
@@ -165,15 +165,15 @@ class _EveryNumberIsOne(TorchDispatchMode):
 class FakeTrainer(Trainer):
     """A Trainer under FakeTensorMode: its tensors have shapes, dtypes and a device, and no storage.
 
-    The config is resolved, and without torch.compile.
+    The plan is without torch.compile.
     """
 
     update_class = UpdateAlways
 
-    def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
+    def __init__(self, plan: Plan[Config], hardware: Hardware) -> None:
         with unset_fake_temporarily():
-            datasets = config.open_datasets()
-        super().__init__(config, plan, hardware, World(), datasets)
+            datasets = plan.config.open_datasets()
+        super().__init__(plan, hardware, World(), datasets)
         if isinstance(self.masters, StochasticWeights):
             self.masters.free()
         with unset_fake_temporarily():

@@ -11,6 +11,7 @@ import torch
 from mantissa.ledger import MIB, STEADY, Ledger
 from recipes.language import torch_can_chunk
 from tests.helpers import compose
+from trainer.config.resume import as_before
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.loader import Batching
@@ -21,7 +22,6 @@ from trainer.recipe import Decision
 from trainer.run.memory import fit
 from trainer.run.memory.fit import USABLE, fit_plan, halved, needed_bytes, rough_bytes, train_in_memory
 from trainer.run.memory.forecast import forecast, required_bytes
-from trainer.run.resume import as_before
 from trainer.run_folder import RunFolder
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=64", "checkpoint=none"]
@@ -29,15 +29,15 @@ BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=6
 
 def fitted(
     monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str, world: World | None = None
-) -> tuple[Plan, list[Decision]]:
+) -> tuple[Plan[Config], list[Decision]]:
     monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
     hardware = detect("cpu")
-    resolved = config.resolve(hardware, world)
-    datasets = resolved.config.recipe.datasets(resolved.config.data, 0)
-    fitting, plan, choices, _ = fit_plan(config, resolved, hardware, world or World(), datasets)
-    assert fitting.micro_batch_size == plan.batching.micro_batch_size
-    return plan, [choice for choice in choices if choice.key == "micro_batch_size"]
+    plan = config.plan(hardware, world)
+    datasets = plan.config.recipe.datasets(plan.config.data, 0)
+    plan = fit_plan(config, plan, hardware, world or World(), datasets)
+    assert plan.config.micro_batch_size == plan.batching.micro_batch_size
+    return plan, [choice for choice in plan.decisions if choice.key == "micro_batch_size"]
 
 
 def need_mib(*overrides: str) -> float:
@@ -65,7 +65,8 @@ def test_ordinary_starts_are_not_forecast(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_large_models_large_images_and_large_vocabularies_are() -> None:
     def rough(*overrides: str) -> float:
-        config, plan, *_ = compose(*overrides, "device=cpu").resolve(detect("cpu"))
+        plan = compose(*overrides, "device=cpu").plan(detect("cpu"))
+        config = plan.config
         datasets = config.recipe.datasets(config.data, 0)
         return (rough_bytes(config.recipe, datasets, plan.batching.micro_batch_size) or 0) / 2**30
 
@@ -203,14 +204,15 @@ def test_on_a_gpu_the_logits_are_whole_where_they_are_forecast_to_fit(
     def planned(free_mib: float, *more: str) -> tuple[object, int]:
         monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
         config = compose(*job, *more, "device=cpu")
-        resolved = config.resolve(detect("cpu"))
-        datasets = resolved.config.recipe.datasets(resolved.config.data, 0)
-        fitted = fit_plan(config, resolved, detect("cpu"), World(), datasets)
+        plan = config.plan(detect("cpu"))
+        datasets = plan.config.recipe.datasets(plan.config.data, 0)
+        fitted = fit_plan(config, plan, detect("cpu"), World(), datasets)
         assert [each.value for each in fitted.decisions if each.key.endswith("loss")] == [True] * (free_mib < whole)
-        before = {"recipe.chunked_loss": fitted.config.recipe.chunked_loss}  # a resumed run has its form again
-        again = as_before(RunFolder(tmp_path), before, config, resolved)
+        run = RunFolder(tmp_path)
+        run.write_config({"recipe.chunked_loss": fitted.config.recipe.chunked_loss})
+        again = as_before(run, config, plan)  # a resumed run has its form again
         assert again.config.recipe.chunked_loss == fitted.config.recipe.chunked_loss
-        return fitted.config.recipe.chunked_loss, fitted.plan.batching.micro_batch_size
+        return fitted.config.recipe.chunked_loss, fitted.batching.micro_batch_size
 
     assert planned(1.01 * whole) == (False, 16)
     assert planned(0.98 * whole) == planned(1.02 * chunked) == (True, 16)
@@ -221,12 +223,12 @@ def test_on_a_gpu_the_logits_are_whole_where_they_are_forecast_to_fit(
 
 def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
     config = compose(*BIGNET)
-    resolved = config.resolve(detect("cpu"))
+    plan, run = config.plan(detect("cpu")), RunFolder(tmp_path)
     for recorded, expected in ((32, 32), (3, 512)):
-        before = {"micro_batch_size": recorded}
-        now, kept, explained, _ = as_before(RunFolder(tmp_path), before, config, resolved)
-        assert now.micro_batch_size == kept.batching.micro_batch_size == expected
-        assert [choice.value for choice in explained if choice.key == "micro_batch_size"] == [expected]
+        run.write_config({"micro_batch_size": recorded})
+        now = as_before(run, config, plan)
+        assert now.config.micro_batch_size == now.batching.micro_batch_size == expected
+        assert [choice.value for choice in now.decisions if choice.key == "micro_batch_size"] == [expected]
 
 
 @pytest.mark.parametrize(("mixup", "fitting"), [(0, 3), (0.2, 2)])
