@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError, redacted
 from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object, remove_folder
 from trainer.tracking.fetch import downloading, fetched_run
+from trainer.tracking.models import MODEL
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -59,7 +60,7 @@ def _download_best(client: MlflowClient, given: str, run: Any, partial: Path, in
         uri = f"models:/{max(models, key=lambda model: model.step).model_id}"
         with TemporaryDirectory(dir=partial) as scratch:
             got = download_artifacts(artifact_uri=uri, dst_path=scratch, tracking_uri=client.tracking_uri)
-            Path(got, "artifacts", BEST).rename(partial / BEST)
+            Path(got, MODEL).rename(partial / BEST)
     elif in_run:
         client.download_artifacts(run.info.run_id, BEST, str(partial))
     else:

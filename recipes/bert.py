@@ -88,7 +88,6 @@ class Bert(SizedRecipe):
     gpu_sizes = Sizes(steps=2000, batch_size=256, micro_batch_size=32)  # the published batch
     fine_tuning_lr = 0.05  # 5e-5, the highest of Devlin et al. 2018 (appendix A.3)
     template = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
-    predictor = ""
     least_context = 16
     size: str = "auto"
     """nano, base or large; auto: nano on a CPU, base on a GPU."""

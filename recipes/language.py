@@ -163,7 +163,6 @@ class LanguageRecipe(SizedRecipe):
     """Text to next tokens. A subclass names its sizes and its model (``network``, ``blocks``)."""
 
     unit = "tokens"
-    predictor = "text_generation"
     chunked_loss: bool | str = "auto"
     """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if the logits are
     forecast not to fit into memory (torch 2.13 and later)."""
@@ -222,10 +221,6 @@ class LanguageRecipe(SizedRecipe):
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model."""
         return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
-
-    def example(self, datasets: TextDatasets) -> str:
-        """Return the beginning of the validation text."""
-        return datasets.tokens.tokenizer.decode(datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].tolist())
 
     def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
         """Show a short sample of generated text."""

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
 from trainer.checkpoint.weights import fill
-from trainer.data.contract import Batch, SampleId
+from trainer.data.contract import Batch
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
@@ -32,7 +31,6 @@ class ResNet(Recipe):
 
     name: ClassVar[str] = "resnet"
     unit: ClassVar[str] = "images"
-    predictor: ClassVar[str] = "image_classifier"
     mixes_images: ClassVar[bool] = True
     fine_tuning_lr: ClassVar[float | None] = 0.1  # Kornblith et al. 2019: SGD at about 0.01, where training takes 0.1
     architecture: ClassVar[tuple[str, ...]] = ("arch",)
@@ -235,15 +233,6 @@ class ResNet(Recipe):
             "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
             "an image of that size as it is",
         }
-
-    def extra_requirements(self) -> list[str]:
-        """Return timm where it has the architecture."""
-        return ["timm"] if self.arch.startswith(architectures.TIMM) else []
-
-    def example(self, datasets: ImageDatasets) -> np.ndarray:
-        """Return one image, 1 × H × W × 3."""
-        image = datasets.valid.batch([SampleId(0, None)])["image"]
-        return image.permute(0, 2, 3, 1).contiguous().numpy()
 
     def summary_fields(self, model: nn.Module, datasets: ImageDatasets) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""

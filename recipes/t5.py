@@ -114,7 +114,6 @@ class T5(SizedRecipe):
     gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # a quarter of the published batch
     masks_attention = True
     template = "$A {eos_token} | $A {eos_token} $B {eos_token}"
-    predictor = "text_to_text"
     least_context = 16
     size: str = "auto"
     """nano, small or base; auto: nano on a CPU, small on a GPU."""
@@ -171,11 +170,6 @@ class T5(SizedRecipe):
         model: Any = super().build_model(datasets)
         model.vocabulary = datasets.vocabulary
         return model
-
-    def example(self, datasets: TextDatasets) -> str:
-        """Return the beginning of the validation text with a gap in it."""
-        decode, text = datasets.tokens.tokenizer.decode, datasets.tokens.valid[:24].tolist()
-        return f"{decode(text[:10])}<extra_id_0>{decode(text[14:])}"
 
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the layers of encoder and decoder."""

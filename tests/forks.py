@@ -39,7 +39,7 @@ IMPORTED = (
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
     "trainer.run.command",
-    "trainer.tracking.serving",
+    "trainer.tracking.models",
     "trainer.config.build",
     "trainer.run.start",
     "recipes.bert",
@@ -255,7 +255,7 @@ def main() -> None:
         compose.compose([f"recipe={recipe}"])  # imports them all, reads conf/, and the parser learns its grammar
     get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions
     mlflow_store.import_mlflow("sqlite:///x")
-    import mlflow.pyfunc  # noqa: F401
+    import mlflow.models  # noqa: F401
     import sqlalchemy.dialects.sqlite  # noqa: F401
 
     assert threading.active_count() == 1, threading.enumerate()

@@ -12,7 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
@@ -161,12 +160,6 @@ class Recipe:
     """Whether the model may have convolutions, whose kernels then count where its precision is reported."""
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
-    predictor: ClassVar[str] = "forward"
-    """Which class of ``trainer/tracking/mlflow/predictor.py`` serves the exported model in MLflow. ``forward``
-    takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
-    Empty: none does, MLflow gets the files.
-    """
-
     architecture: ClassVar[tuple[str, ...]] = ()
     """Fields that the names and shapes of the weights depend on: with ``init_from`` they are those of that run."""
     adjustable: ClassVar[tuple[str, ...]] = ()
@@ -344,14 +337,6 @@ class Recipe:
         options = {key: value.name if isinstance(value, Enum) else value for key, value in options.items()}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
-    def extra_requirements(self) -> list[str]:
-        """Return what the exported model needs besides the packages that every model of the ``predictor`` needs."""
-        return []
-
-    def example(self, datasets: Any) -> str | dict[str, str] | np.ndarray:
-        """Return an input for the ``predictor``, such as a text; ``forward`` takes validation samples instead."""
-        raise NotImplementedError
-
     def closing_text(self, model: Any, datasets: Any, device: torch.device) -> str | None:
         """Return a text for the end of the run, such as a sample of generated text. Runs under autocast."""
         return None
@@ -366,7 +351,6 @@ class UserRecipe(Recipe):
     """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
 
     name: ClassVar[str] = "own"
-    predictor: ClassVar[str] = ""
     model: Any = field(default=None, metadata=NO_OPTION)
     objective: Any = field(default=None, metadata=NO_OPTION)
     train: Any = field(default=None, metadata=NO_OPTION)

@@ -263,9 +263,3 @@ def test_a_disk_that_is_full_at_the_end_is_an_error_and_resuming_finishes_the_ru
     assert json.loads((run / "summary.json").read_text())["status"] == "FINISHED"
     assert list((run / "best").iterdir())
     assert "already complete (2 steps)" in train(*command.split()[2:]).out
-    # What was said of the weights before must not be joined with half of the next ones.
-    (run / "serving").mkdir()
-    (run / "serving/serving.json").write_text("{}")
-    monkeypatch.setattr("trainer.recipe.Recipe.export", no_space)
-    assert train(*command.split()[2:], "steps=4").code == 1
-    assert not (run / "serving").exists()

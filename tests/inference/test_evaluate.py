@@ -157,9 +157,8 @@ def test_a_run_in_mlflow_brings_its_weights_and_its_config(
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     data = here / "text.txt"
     monkeypatch.chdir(tmp_path)
-    job = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text", f"data.path={data}", "steps=2")
-    if name == "artifact":  # as of a recipe that cannot be served
-        monkeypatch.setattr("trainer.run.export.write_serving", lambda *_: None)
+    recipe = "recipe=gpt2 recipe.size=nano" if name == "model" else "recipe=t5"
+    job = (*recipe.split(), "recipe.context=32", "data=text", f"data.path={data}", "steps=2")
     done = _command(*job, "batch_size=4", "eval_samples=8", "run_name=sent", "tracking.system_metrics=false")
     assert done.code == 0, done.err
     run_id = json.loads(Path("outputs/sent/tracking.json").read_text())["run_id"]

@@ -20,7 +20,7 @@ from trainer.run.command import main
 
 CHANGES = ("os.mkdir", "os.rename", "os.link", "os.truncate")
 REMOVALS = ("os.remove", "os.rmdir", "shutil.rmtree")
-EXPORTED = ("best", "serving", ".mlflow-model-")
+EXPORTED = ("best", ".mlflow-model")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 KINDS = ("file", "removing", "export", "evaluation", "accumulation")
 

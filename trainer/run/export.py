@@ -20,8 +20,6 @@ from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
-from trainer.tracking.models import SERVING
-from trainer.tracking.serving import write_serving
 from trainer.trainer import Trainer
 
 
@@ -71,22 +69,16 @@ def export_best(
     if step is not None:
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            for replaced in (SERVING, BEST):  # a kill may follow
-                remove_folder(folder.path / replaced)
+            remove_folder(folder.path / BEST)  # a kill may follow
             with terminal.work("exporting the best weights"):
                 trainer.recipe.export(model, trainer.datasets, unfinished)
+            unfinished.rename(folder.path / BEST)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
-            step = None
     model.eval()
     text = None
     with torch.no_grad(), config.precision.autocast(trainer.device):
-        if step is not None:
-            if config.tracking.mlflow and config.recipe.predictor:
-                with terminal.work("preparing the model for MLflow"):
-                    _write_serving(model, trainer, folder, step, terminal)
-            unfinished.rename(folder.path / BEST)  # now: MLflow gets them as a model, or once as files
         try:
             if config.tracking.epilogue:
                 with terminal.work("writing a sample"):
@@ -94,13 +86,6 @@ def export_best(
         except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
             terminal.warn("the complete model does not fit on the device; no sample is generated")
     return text, missing, test
-
-
-def _write_serving(model: nn.Module, trainer: Trainer, folder: RunFolder, step: int, terminal: Terminal) -> None:
-    try:
-        write_serving(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
-    except Exception as error:  # there is no memory for it, or it does not support all that a recipe may do
-        terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
 
 
 def unsharded(

@@ -232,9 +232,8 @@ class Run(RunState):
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
             self._log_diagnostics()
-            self._log_metrics(record.step, metrics)
-        else:
-            self.terminal.progress(record.step, self.plan.steps, None, self.config.recipe.unit)
+            self._log(record.step, metrics)
+        self.terminal.progress(record.step, self.plan.steps, metrics, self.config.recipe.unit)
 
     def after_step(self) -> None:
         """Evaluate and save if due after a step, and check whether a signal requests a stop.
@@ -260,10 +259,6 @@ class Run(RunState):
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self.metric_log:
             self.metric_log.append(step, metrics)
-
-    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        self._log(step, metrics)
-        self.terminal.progress(step, self.plan.steps, metrics, self.config.recipe.unit)
 
     def _log_diagnostics(self) -> None:
         for step, metrics in self.diagnostics.collect():
@@ -324,7 +319,9 @@ class Run(RunState):
 
     def _record_failure(self, error: NonFiniteGradients) -> str:
         """Record what is needed to find the cause; return the sentence with the command that does it."""
-        self._log_metrics(error.failure["step"], error.metrics)  # the last line shows what went wrong
+        step = error.failure["step"]
+        self._log(step, error.metrics)  # the last line shows what went wrong
+        self.terminal.progress(step, self.plan.steps, error.metrics, self.config.recipe.unit)
         try:
             self.writer.finish()
             self.failure = record_failure(error, self.trainer, self.folder, self._progress())

@@ -11,7 +11,7 @@ import logging
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ from trainer.files import (
 from trainer.progress import work
 from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
-from trainer.tracking.models import log_best
-from trainer.tracking.results import NOTE_TAG, Point, description, points, summary_metrics
+from trainer.tracking.models import log_best, register
+from trainer.tracking.results import NOTE_TAG, description, summary_lines
 from trainer.tracking.store import connect, create_run, cut, database_file, find_run, valid_key
 from trainer.tracking.tracked_run import TrackedRun
 
@@ -258,23 +258,25 @@ class Follower(threading.Thread):
                     lines.pop()
                 if not lines:
                     return
-                self._send_points(client, run_id, [point for line in lines for point in points(json.loads(line))])
+                self._log_lines(client, run_id, map(json.loads, lines))
                 self._run.offset += sum(map(len, lines))
                 self._write_record()
                 self._next(METRICS, f"{self._run.offset} bytes of the log")
 
-    def _send_points(self, client: MlflowClient, run_id: str, logged: list[Point]) -> None:
-        """Send points, but for those of steps that MLflow has; names become ones that it takes.
+    def _log_lines(self, client: MlflowClient, run_id: str, lines: Iterable[dict[str, Any]]) -> None:
+        """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite.
 
         MLflow ignores a point that it already has, so sending it again after a kill doubles nothing.
         """
         from mlflow.entities import Metric
 
-        metrics = []
-        for point in logged:
-            key = valid_key(point.name)
-            if point.step > self._stored.get(key, -1):
-                metrics.append(Metric(key, float(point.value), int(point.time_s * 1000), point.step))
+        metrics = [
+            Metric(key, float(value), int(line["time"] * 1000), line["step"])
+            for line in lines
+            for name, value in line.items()
+            if name not in ("step", "time") and value is not None
+            if line["step"] > self._stored.get(key := valid_key(name), -1)
+        ]
         if metrics:
             client.log_batch(run_id, metrics=metrics, synchronous=True)
 
@@ -282,11 +284,10 @@ class Follower(threading.Thread):
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
         self._send_metrics(client, run_id)
         summary = read_object(self._folder / SUMMARY_FILE)
-        self._send_points(client, run_id, summary_metrics(self._folder / METRICS_FILE, summary))
+        self._log_lines(client, run_id, summary_lines(self._folder / METRICS_FILE, summary))
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         client.set_terminated(run_id, self._status, int(ended_s * 1000))
-        remove_unfinished(client, run_id)
         parts: dict[str, Callable[[], None]] = {
             name: partial(self._send_artifact, client, run_id, self._folder / name)
             for name in ARTIFACTS
@@ -310,16 +311,18 @@ class Follower(threading.Thread):
         self._write_record()
 
     def _send_artifact(self, client: MlflowClient, run_id: str, path: Path) -> None:
-        """Send a file or a folder that MLflow lacks; the best weights are sent as a model if they can be served."""
+        """Send a file or a folder that MLflow lacks; the best weights are sent as a model if MLflow has a flavour."""
         changed = max(file.stat().st_mtime_ns for file in (path, *path.rglob("*")))
         if self._run.sent.get(path.name) == changed:
             return
         self._next(path.name, path.name, size_of(path) / UPLOAD_BYTES_PER_S)
-        model_id = log_best(client, client.get_run(run_id), self._folder, self._run) if path.name == BEST else None
-        if not model_id:
+        model = log_best(client, client.get_run(run_id), self._folder, self._run) if path.name == BEST else None
+        if not model:
             client.log_artifact(run_id, str(path))
         if path.name == BEST:
-            self._run.model = f"models:/{model_id}" if model_id else None
+            self._run.model = model
+            if self._run.register:
+                register(client, self._run.register, model or f"runs:/{run_id}/{BEST}", run_id)
         if path.name == PRECISION_FILE and (rows := read_object(path).get("modules")):
             # As MLflow's log_table does it, which would append to the table when it is repeated.
             table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
@@ -400,17 +403,6 @@ class Follower(threading.Thread):
 
     def _missing(self, reason: str) -> str:
         return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
-
-
-def remove_unfinished(client: MlflowClient, run_id: str) -> None:
-    """Remove what an upload to a folder on this machine leaves behind when it is killed."""
-    from mlflow.utils.file_utils import local_file_uri_to_path
-    from mlflow.utils.uri import is_local_uri
-
-    place = client.get_run(run_id).info.artifact_uri
-    if is_local_uri(place):
-        for left in Path(local_file_uri_to_path(place)).rglob(".artifact.uploading.*"):
-            left.unlink()
 
 
 def size_of(path: Path) -> int:

@@ -16,33 +16,17 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from trainer.files import SUMMARY_FILE, read_json_lines, read_object
+from trainer.files import BEST, SUMMARY_FILE, read_json_lines, read_object
 
 VALID = "valid/"
 NOTE_TAG = "mlflow.note.content"
 """The description on MLflow's page."""
 
 
-class Point(NamedTuple):
-    """One value of a metric."""
-
-    name: str
-    value: float
-    step: int
-    time_s: float
-    """Seconds since the epoch."""
-
-
-def points(line: dict[str, Any]) -> list[Point]:
-    """Return what a line of a metric log has, without the values that were not finite."""
-    names = [name for name, value in line.items() if value is not None and name not in ("step", "time")]
-    return [Point(name, line[name], line["step"], line["time"]) for name in names]
-
-
-def summary_metrics(log: Path, summary: dict[str, Any]) -> list[Point]:
-    """Return the metrics of a run as a whole.
+def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the metrics of a run as a whole, as lines of a metric log: ``step``, ``time`` and values by name.
 
     Args:
         log: its ``metrics.jsonl``; an incomplete last line (after a kill) is skipped.
@@ -54,11 +38,10 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[Point]:
     last = {key: line for line in lines for key in line}
     """The last line that has a metric."""
     result = [
-        Point(f"final/{_name(key)}", line[key], line["step"], line["time"])
+        _line(line, **{f"final/{key.replace('/', '_')}": line[key]})
         for key, line in last.items()
-        if key.startswith(VALID) and not key.endswith("_nonfinite") and line[key] is not None
+        if key.startswith(VALID) and not key.endswith("_nonfinite")
     ]
-    result += _best(lines, summary)
     rate = next((key for key in last if key.endswith("_per_s") and not key.startswith(VALID)), "")
     step_time_s = summary.get("step_time_s") or _median(lines, "step_time_s")
     peak_bytes = max([summary.get("peak_memory_bytes") or 0, *_values(lines, "memory_bytes")])
@@ -70,10 +53,10 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[Point]:
         "final/skipped_steps": last.get("skipped_steps", {}).get("skipped_steps"),
     }
     numbers |= {f"test/{name}": value for name, value in summary.get("test", {}).items()}
-    return result + points({"step": lines[-1]["step"], "time": lines[-1]["time"], **numbers})
+    return [*result, *_best(lines, summary), _line(lines[-1], **numbers)]
 
 
-def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[Point]:
+def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the best evaluation: the one that the run has chosen, else the lowest loss."""
     best, key = summary.get("best"), summary.get("best_metric", f"{VALID}loss")
     chosen = [line for line in lines if best and line["step"] == best["step"] and line.get(key) == best["value"]]
@@ -81,11 +64,11 @@ def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[Point]:
         key = f"{VALID}loss"
         chosen = [line for line in lines if line.get(key) is not None]
     line = min(chosen, key=lambda line: (line[key], line["step"]), default=None)
-    return [Point(f"best/{_name(key)}", line[key], line["step"], line["time"])] if line else []
+    return [_line(line, **{f"best/{key.replace('/', '_')}": line[key]})] if line else []
 
 
-def _name(key: str) -> str:
-    return key.replace("/", "_")
+def _line(of: dict[str, Any], **values: float | None) -> dict[str, Any]:
+    return {"step": of["step"], "time": of["time"], **values}
 
 
 def _values(lines: list[dict[str, Any]], key: str) -> list[float]:
@@ -119,7 +102,9 @@ def description(folder: Path, run_id: str, model: str | None, *, resumable: bool
     if (folder / "plots" / "loss.png").exists():
         parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run_id})")
     if model:
-        parts.append(f'The best weights: `mlflow.pyfunc.load_model("{model}")`.')
+        parts.append(f'The best weights: `mlflow.transformers.load_model("{model}")`.')
+    elif (folder / BEST).exists():
+        parts.append(f'The best weights: `mlflow.artifacts.download_artifacts("runs:/{run_id}/{BEST}")`.')
     if resumable and list(folder.glob("checkpoints/step-*")):
         more = " with more `steps=`" if summary["status"] == "FINISHED" else ""
         parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run_id}`{more}.")

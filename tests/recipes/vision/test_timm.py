@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -83,29 +81,6 @@ def test_a_model_without_a_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ------------------------------------------------------------------------------------------------ exported
-
-
-def test_mlflow_serves_a_model_of_timm_and_names_the_package(trained: Trainer, tmp_path: Path) -> None:
-    import warnings
-
-    with warnings.catch_warnings():  # MLflow's own, when it is imported
-        warnings.simplefilter("ignore")
-        from trainer.tracking.predictor import ImageClassifier
-    from trainer.tracking.serving import write_serving
-
-    trained.model.eval()
-    trained.recipe.export(trained.model, trained.datasets, tmp_path / "best")
-    served = ImageClassifier(tmp_path / "best", {})
-    image = trained.recipe.example(trained.datasets)
-    assert isinstance(image, np.ndarray)
-    pixels = torch.from_numpy(image).permute(0, 3, 1, 2)
-    with torch.no_grad():
-        logits = trained.model(trained.model.normalise(pixels, torch.contiguous_format))  # type: ignore[operator]
-        assert served(image)["label"].tolist() == [str(int(logits.argmax()))]
-    write_serving(tmp_path, trained.recipe, trained.model, trained.device, trained.datasets, 2)
-    required = json.loads((tmp_path / "serving" / "serving.json").read_text())["requirements"]
-    assert any(each.startswith("timm==") for each in required)
-    trained.model.train()
 
 
 def test_a_folder_that_is_no_classifier_is_refused(tmp_path: Path) -> None:

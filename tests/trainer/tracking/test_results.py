@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tracked import save
 from trainer.files import write_json
-from trainer.tracking.results import description, summary_metrics
+from trainer.tracking.results import description, summary_lines
 
 LINES: list[dict[str, object]] = [
     {"step": 1, "loss": 4.0, "tokens_per_s": 10.0, "step_time_s": 5.0, "memory_bytes": 1 << 20, "skipped_steps": 0},
@@ -18,6 +19,18 @@ LINES: list[dict[str, object]] = [
     {"step": 20, "loss": 2.0, "tokens_per_s": 110.0, "step_time_s": 0.4, "memory_bytes": 3 << 20, "skipped_steps": 2},
     {"step": 20, "valid/loss": 2.75, "valid/perplexity": None, "valid/perplexity_nonfinite": 1},
 ]
+
+
+def scores(log: Path, summary: dict[str, Any]) -> dict[str, tuple[float, int]]:
+    """Value and step by the metric's name."""
+    lines = summary_lines(log, summary)
+    assert {line["time"] for line in lines} == {7.0}
+    return {
+        key: (value, line["step"])
+        for line in lines
+        for key, value in line.items()
+        if key not in ("step", "time") and value is not None
+    }
 
 
 @pytest.fixture
@@ -30,7 +43,7 @@ def log(tmp_path: Path) -> Path:
 def test_a_finished_run_is_scored_by_its_log_and_summary(log: Path) -> None:
     summary = {"best": {"step": 10, "value": 2.5}, "units_per_s": 105.0, "step_time_s": 0.45,
                "peak_memory_bytes": 4 << 20}  # fmt: skip
-    assert {score.name: (score.value, score.step) for score in summary_metrics(log, summary)} == {
+    assert scores(log, summary) == {
         "best/valid_loss": (2.5, 10),
         "final/valid_loss": (2.75, 20),
         "final/throughput": (105.0, 20),
@@ -38,30 +51,25 @@ def test_a_finished_run_is_scored_by_its_log_and_summary(log: Path) -> None:
         "final/peak_memory_mib": (4.0, 20),
         "final/skipped_steps": (2, 20),
     }
-    assert {score.time_s for score in summary_metrics(log, summary)} == {7.0}
 
 
 def test_a_killed_run_is_scored_by_its_log(log: Path) -> None:
-    found = {score.name: score.value for score in summary_metrics(log, {})}
-    assert found["best/valid_loss"] == 2.5
-    assert found["final/throughput"] == 105.0  # the median without the first line, which is of the warm-up
-    assert found["final/peak_memory_mib"] == 3.0
+    found = scores(log, {})
+    assert found["best/valid_loss"] == (2.5, 10)
+    assert found["final/throughput"] == (105.0, 20)  # the median without the first line, which is of the warm-up
+    assert found["final/peak_memory_mib"] == (3.0, 20)
 
 
 def test_mfu_is_that_of_the_summary_or_of_the_log(log: Path) -> None:
-    def mfu(summary: dict[str, object]) -> list[float]:
-        return [score.value for score in summary_metrics(log, summary) if score.name == "final/mfu"]
-
-    assert mfu({"utilisation": {"mfu": 0.42}}) == [0.42]
-    assert mfu({"utilisation": {"mfu": None}}) == []  # unknown, and in no line of the log
+    assert scores(log, {"utilisation": {"mfu": 0.42}})["final/mfu"] == (0.42, 20)
+    assert "final/mfu" not in scores(log, {"utilisation": {"mfu": None}})  # unknown, and in no line of the log
     log.write_text("".join(json.dumps({"time": 7.0, "mfu": line["step"], **line}) + "\n" for line in LINES[:2]))
-    assert mfu({}) == [10]  # without the first line
+    assert scores(log, {})["final/mfu"] == (10, 10)  # without the first line
 
 
 def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
     summary = {"best": {"step": 10, "value": 12.0}, "best_metric": "valid/perplexity"}
-    names = {score.name for score in summary_metrics(log, summary)}
-    assert {name for name in names if name.startswith("best/")} == {"best/valid_perplexity"}
+    assert [name for name in scores(log, summary) if name.startswith("best/")] == ["best/valid_perplexity"]
 
 
 @pytest.mark.parametrize(("status", "resumable"), [("FINISHED", True), ("KILLED", True), ("KILLED", False)])
