@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shlex
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -14,7 +15,8 @@ import optuna
 import torch
 from optuna.trial import TrialState
 
-from evidence.search.report import AT_STEP, WHY, lines, publish_search
+from evidence.runs import recorded
+from evidence.search.report import AT_STEP, publish_search, report
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space
 from evidence.search.study import DATABASE, Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
@@ -28,6 +30,7 @@ from trainer.hardware import detect
 from trainer.metrics import Metrics
 from trainer.recipe import Recipe
 from trainer.run.memory.fit import release_memory
+from trainer.run.provenance import git_facts, versions
 from trainer.run.start import train
 
 
@@ -50,47 +53,51 @@ def main(arguments: list[str]) -> int:
     metrics = Metrics(recipe, datasets, first.metrics, torch.device("cpu"))
     kept = sorted(text for text in overrides if re.split(r"[.=]", text)[0] not in ("output_dir", "tracking"))
     typed = sorted(argument for argument in others if argument not in overrides)
+    described = {"space": " ".join(typed), "options": " ".join(kept), "metric": options.metric}
     study = open_study(
         name,
         output_dir,
-        {"space": typed, "options": kept, "metric": options.metric},
+        described,
         maximise=not metrics.lower_is_better(options.metric),
         pruner=pruner_of(options.pruner, math.ceil(plan.eval_every), plan.steps),
     )
-    search = Search(study, output_dir / "search" / name, space, options.trials, first.seed)
+    search = Search(study, output_dir / "search" / name, space, options.trials, first.seed, described)
     make_folder(search.folder)
     print(
         f"study {name}: {len(search.counted())} of {options.trials} trials; runs print to {search.folder}", flush=True
     )
-    shown = {"space": " ".join(typed), "options": " ".join(kept), "metric": options.metric, "pruner": options.pruner}
-    parent, problem = publish_search(first, search, options.metric, "RUNNING", shown)
-    status = "KILLED"
+    lines, parent = publish_search(first, search, "RUNNING", [])
+    status, files = "KILLED", list[Path]()
     try:
-        run_trials(search, overrides, options.metric, parent)
+        run_trials(search, overrides, parent)
         status = "FINISHED"
+        facts = {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()}
+        command = shlex.join(["python", "scripts/search.py", *recorded(arguments)])
+        found = report(search, overrides, command, facts)
+        files.append(found.write(search.folder))
+        print(f"\n{found.text()}\n\nreport {files[0]}")
+        print(f"plots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
     finally:
         if parent:
-            _, problem = publish_search(first, search, options.metric, status)
-        if problem:
-            print(f"MLflow has not taken the search ({problem}); its trials are in {output_dir}")
-    print("\n" + "\n".join(lines(search, options.metric, overrides)))
-    print(f"\nplots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
+            lines, _ = publish_search(first, search, status, files)
+        for line in lines:
+            print(line)
     return int(not any(trial.state == TrialState.COMPLETE for trial in search.counted()))
 
 
-def run_trials(search: Search, overrides: list[str], metric: str, parent: str | None) -> None:
+def run_trials(search: Search, overrides: list[str], parent: str | None) -> None:
     """Train what the study lacks, one run after the other.
 
     Args:
         search: the study.
         overrides: of every run.
-        metric: what is searched for, such as ``valid/loss``.
         parent: MLflow's id of the search.
 
     Raises:
         UserError: the first runs were refused; later ones only fail.
         KeyboardInterrupt: of Ctrl-C; the run has saved a checkpoint.
     """
+    metric = search.described["metric"]
 
     def objective(trial: optuna.Trial) -> float:
         proposed = overrides_of(trial.params)
@@ -102,13 +109,9 @@ def run_trials(search: Search, overrides: list[str], metric: str, parent: str | 
             own = replace(config, run_name=search.run_of(trial), resume=SAME, tracking=tracking)
             value = _train(own, trial, search.folder)
         except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:
-            why = first_line(error)
-            trained = any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in search.counted())
-            if isinstance(error, UserError) and not trained:
-                raise
-            trial.set_user_attr(WHY, why)
-            said = why if isinstance(error, Pruned) else f"failed: {why}"
-            print(f"  {said}, {duration(time.monotonic() - began)}", flush=True)
+            if search.trained or not isinstance(error, UserError):  # else it ends the search
+                said = "" if isinstance(error, Pruned) else "failed: "
+                print(f"  {said}{first_line(error)}, {duration(time.monotonic() - began)}", flush=True)
             raise
         took = duration(time.monotonic() - began)
         print(f"  {metric} {loss(value)} at step {trial.user_attrs.get(AT_STEP)}, {took}", flush=True)

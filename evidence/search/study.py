@@ -63,7 +63,7 @@ def studies(output_dir: Path) -> RDBStorage:
 
 
 def open_study(
-    name: str, output_dir: Path, described: dict[str, Any], maximise: bool, pruner: BasePruner
+    name: str, output_dir: Path, described: dict[str, str], maximise: bool, pruner: BasePruner
 ) -> optuna.Study:
     """Open the study of this name, or make it.
 
@@ -110,6 +110,14 @@ class Search:
     space: Space
     trials: int
     seed: int
+    described: dict[str, str]
+    """Space, options and metric, in words."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether a trial was trained, so that a mistake is one of the later proposal alone."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        return bool(self.study.get_trials(deepcopy=False, states=states))
 
     def alone(self) -> AbstractContextManager[None]:
         """Keep other processes of this search waiting meanwhile."""
@@ -141,8 +149,7 @@ class Search:
             # same, and a search that was killed proposes what it would have proposed.
             seed = int(np.random.SeedSequence((self.seed, len(every))).generate_state(1)[0])
             self.study.sampler = TPESampler(seed=seed, constant_liar=True)
-            trained = any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in every)
-            caught = (RunError,) if trained else (NonFiniteError, OutOfMemory)
+            caught = (RunError,) if self.trained else (NonFiniteError, OutOfMemory)
             try:
                 self.study.optimize(take, n_trials=1, catch=caught)
             except KeyboardInterrupt:  # the next call continues its run

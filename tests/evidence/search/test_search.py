@@ -50,7 +50,7 @@ def opened(outputs: Path, name: str = "x", typed: str = LR, trials: int = 3, see
     space, _ = parse_space([typed])
     study = open_study(name, outputs, {}, maximise=False, pruner=pruner_of("none", 1, 1))
     (outputs / "search" / name).mkdir(parents=True, exist_ok=True)
-    return Search(study, outputs / "search" / name, space, trials, seed)
+    return Search(study, outputs / "search" / name, space, trials, seed, {"metric": "valid/loss"})
 
 
 def runs(outputs: Path) -> list[str]:
