@@ -1,7 +1,8 @@
 """Measure the project's performance targets, as ratios from one run: ``python benchmarks/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, trainer, peers, nanogpt, optimizers, memory, startup, parallel, documented
+                          precision, kernels, trainer, peers, nanogpt, optimizers, memory, startup, parallel,
+                          documented
   repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matmuls are too slow here
@@ -31,6 +32,7 @@ from trainer.hardware import detect
 
 MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "precision": ratios.precision,
+    "kernels": ratios.fp32_kernels,
     "trainer": overhead.trainer_cost,
     "peers": peers.peers,
     "nanogpt": nanogpt.nanogpt,

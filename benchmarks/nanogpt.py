@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -118,13 +116,12 @@ class PlainGPT(nn.Module):
 
 
 class PlainLoop:
-    """The loop of that project: a fixed learning-rate schedule, one batch a step, the loss read in every step.
+    """The loop of that project, in fp32: a fixed learning-rate schedule, one batch a step, the loss read in every step.
 
     Args:
         shape: of model and run.
         train: token ids.
         seed: of the weights and of the batches.
-        autocast: opens the context of a forward pass; None: fp32. (The project itself has none on a CPU.)
         device: where it trains; with fused AdamW only where the project has it, on CUDA.
     """
 
@@ -132,15 +129,13 @@ class PlainLoop:
         self,
         shape: PlainShape,
         train: np.ndarray,
-        seed: int = 0,
-        autocast: Callable[[], AbstractContextManager[None]] | None = None,
-        device: torch.device | None = None,
+        seed: int,
+        device: torch.device,
     ) -> None:
         self.shape, self.train = shape, train.astype(np.uint16)
-        self.device = device or torch.device("cpu")
+        self.device = device
         torch.manual_seed(seed)
         self.model = PlainGPT(shape).to(self.device)
-        self.autocast = autocast or nullcontext
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -157,8 +152,7 @@ class PlainLoop:
         for _ in range(steps):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.shape.lr_at(self.step)
-            with self.autocast():
-                loss = self.model(*self._batch)
+            loss = self.model(*self._batch)
             self._batch = self._next()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -195,12 +189,11 @@ class Contest:
 
 
 def _plain(contest: Contest, trainer: Trainer, seed: int) -> PlainLoop:
-    """Return the baseline on a trainer's text and in its format."""
+    """Return the baseline on a trainer's text."""
     assert isinstance(trainer.datasets, TextDatasets)
-    tokens, precision, device = trainer.datasets.tokens, trainer.config.precision, trainer.device
+    tokens = trainer.datasets.tokens
     shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
-    autocast = None if precision.mode == "fp32" else partial(precision.autocast, device)
-    return PlainLoop(shape, tokens.train, seed, autocast, device)
+    return PlainLoop(shape, tokens.train, seed, trainer.device)
 
 
 class Point(NamedTuple):

@@ -37,7 +37,6 @@ from benchmarks.rows import Bench, Row, ratios
 from evidence.turns import Block
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
-from trainer.data.loader import to_device
 from trainer.devices import synchronise
 from trainer.hardware import Hardware
 from trainer.trainer import Trainer
@@ -207,43 +206,6 @@ def lightning_trainer(workload: Workload, folder: Path) -> Loop:
     return fitted(fit, model, optimizer)
 
 
-def timm_parts(workload: Workload, folder: Path) -> Loop:
-    """Return a loop of timm's optimizer, schedule, clipping and meters.
-
-    timm's train script is no part of its package. As in it, gradients are cleared before the backward pass, and the
-    loss is read in every step.
-    """
-    from timm.optim import create_optimizer_v2
-    from timm.scheduler import StepLRScheduler
-    from timm.utils import AverageMeter, dispatch_clip_grad
-
-    device = workload.device
-    model = workload.model()
-    optimizer = create_optimizer_v2(
-        model, "adamw", lr=workload.lr, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True
-    )
-    schedule = StepLRScheduler(optimizer, decay_t=10**9, t_in_epochs=False)  # constant
-    losses = AverageMeter()
-    batches = endless(workload.loader())
-    taken = 0
-
-    def run(steps: int) -> None:
-        nonlocal taken
-        for _ in range(steps):
-            batch = to_device(next(batches), device)
-            with workload.precision.autocast(device):
-                loss = workload.mean_loss(model, batch)
-            losses.update(loss.item(), workload.batch_size)
-            optimizer.zero_grad()
-            loss.backward()
-            dispatch_clip_grad(model.parameters(), MAX_NORM)
-            optimizer.step()
-            taken += 1
-            schedule.step_update(taken, losses.avg)
-
-    return stepwise(run, model, optimizer)
-
-
 @dataclass(frozen=True)
 class Framework:
     """A framework to measure beside the trainer."""
@@ -253,7 +215,6 @@ class Framework:
     """Maker of the loop, from the workload and a folder for what the framework writes."""
     needs: tuple[str, ...]
     """Packages; the first is the one whose version is shown."""
-    vision_only: bool = False
     note: str = ""
     """Difference from the loop written by hand, in words."""
 
@@ -277,13 +238,6 @@ FRAMEWORKS = (
         ("lightning",),
         note="under autocast its AdamW is not fused, because Lightning then does not clip gradients for a fused one",
     ),
-    Framework(
-        "timm's parts",
-        timm_parts,
-        ("timm",),
-        vision_only=True,
-        note="a loop of its optimizer, schedule, clipping and meters; its train script is no part of the package",
-    ),
 )
 
 
@@ -300,9 +254,7 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
 def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[Row]:
     """Measure step and peak memory of each framework and of the trainer, over those of a loop written by hand."""
     for job in jobs or peers_jobs(bench.hardware):
-        vision = "recipe=resnet" in job.overrides
-        some = [framework for framework in frameworks if vision or not framework.vision_only]
-        yield from side_by_side(bench, job, some)
+        yield from side_by_side(bench, job, frameworks)
 
 
 def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> Iterator[Row]:

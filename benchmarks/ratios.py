@@ -22,7 +22,7 @@ from mantissa import shell
 from mantissa.formats import BASIC
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT
-from trainer.hardware import UNAVAILABLE, detect
+from trainer.hardware import NATIVE, UNAVAILABLE, detect
 from trainer.precision import kernels
 from trainer.trainer import Trainer
 
@@ -70,6 +70,24 @@ def _speedups(bench: Bench, job: Job, pairs: Sequence[tuple[str, str]]) -> Itera
         how = f"{job.line(f'precision={fast}')}; vs. precision={slow}; {job.steps} steps a repeat"
         target = BF16_TARGET if amx and (fast, slow) == ("bf16", "fp32") else None
         yield Row(title.format(fast, slow), "x", ratios(times, slow, fast), how, target, at_most=False)
+
+
+def fp32_kernels(bench: Bench, job: Job | None = None) -> Iterator[Row]:
+    """Measure a step with fp32 arithmetic on 16-bit operands, on a CPU without such instructions.
+
+    Torch's own kernels may take 20 times as long, so two repeats are enough.
+    """
+    job, hardware = job or gpt2_job(bench.hardware), bench.hardware
+    for mode in ("bf16", "fp16"):
+        if hardware.is_gpu or hardware.support(mode) == NATIVE:
+            continue
+        wide, native = (f"{mode} precision.kernels={setting}" for setting in ("fp32", "native"))
+        times = bench.interleave(
+            {name: _training_block(bench, job, name) for name in (wide, native, "fp32")}, min(bench.repeats, 2)
+        )
+        for other, words in ((native, "with torch's own kernels"), ("fp32", "in fp32")):
+            title = f"{job.name}, a step in {mode} with fp32 arithmetic / {words}"
+            yield Row(title, "x", ratios(times, wide, other), job.line(f"precision={wide}"))
 
 
 def _trainer(bench: Bench, job: Job, *options: str) -> Trainer:

@@ -19,7 +19,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -29,9 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mantissa import shell
+
 PROJECT = Path(__file__).resolve().parents[1]
 SAME = "device=cpu deterministic=true eval_samples=8 log_every=1 tracking.system_metrics=false"
 TRAIN, SWEEP = f"scripts/train.py {SAME}", f"scripts/train.py -m {SAME}"
+STOP_S = 120.0
+"""Seconds that a run may take to save and end when it is told to."""
 RANKS = "-m torch.distributed.run --standalone --nproc-per-node=2"
 
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=16 data=text data.path=text.txt data.tokenizer=chars batch_size=4"
@@ -98,16 +101,8 @@ OWN = re.compile(
     r"|tag (git|hardware|versions|mantissa\.(key|session|note_sha256)|mlflow\.(source\.git|user|note|log-model))"
 )
 """What differs between two runs of the same code: times, memory, folders, identities; and copies of the source."""
-CHANGED: dict[str, str | None] = {
-    "param meters": "param diagnostics",
-    "param meters.every": "param diagnostics.every",
-    "param augment.evaluated": "param augment.eval_crop",
-    "param data.broken": "param data.on_error",
-}
-"""What this checkout records under another name, such as "param diagnostics": "param diagnostics"; None: no longer."""
-
-RENAMED = {"diagnostics": "meters"}
-"""Groups of this checkout's command line that have another name in a checkout with such a folder in conf/."""
+CHANGED: dict[str, str | None] = {}
+"""What this checkout records under another name, such as "param meters": "param diagnostics"; None: no longer."""
 
 Facts = dict[str, str]
 """What is compared, by name: "metric loss", "tensor best/model.safetensors wte.weight"."""
@@ -156,27 +151,18 @@ def run(checkout: Path, folder: Path, commands: Iterable[str]) -> None:
     write_data(folder)
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"MANTISSA_CACHE": str(folder.parent / "cache")}
-    earlier = {new: old for new, old in RENAMED.items() if (checkout / "conf" / old).is_dir()}
-    for line in commands:
-        for new, old in earlier.items():
-            line = re.sub(rf"(?<= ){new}(?=[.=])", old, line)
+
+    def saved(line: str) -> bool:
+        return any(folder.glob("outputs/*/checkpoints/step-*/manifest.json"))
+
+    for number, line in enumerate(commands):
         words = shlex.split(line)
         stops = words[0] == "stop"
         words = [str(checkout / word) if word.startswith("scripts/") else word for word in words[stops:]]
-        with (folder / "output.txt").open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, *words], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-            if stops:
-                while process.poll() is None and not list(folder.glob("outputs/*/checkpoints/step-*/manifest.json")):
-                    try:
-                        process.wait(0.05)
-                    except subprocess.TimeoutExpired:
-                        continue
-                process.send_signal(signal.SIGTERM)
-            status = process.wait()
-        if status != (128 + signal.SIGTERM if stops else 0):
-            raise SystemExit(f"exit status {status}: {line}\n{(folder / 'output.txt').read_text()[-3000:]}")
+        command, output = [sys.executable, *words], folder / f"output-{number}.txt"
+        done = shell.run(command, output, cwd=folder, env=environment, stop_s=STOP_S, on_line=saved if stops else None)
+        if done.code != (None if stops else 0):
+            raise SystemExit(f"exit status {done.code}: {line}\n{done.output[-3000:]}")
     ended.write_text(f"{commit} {commands}")
 
 

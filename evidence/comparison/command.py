@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from evidence.comparison.compare import Plan, Result, check_arms, compare
+from evidence.comparison.compare import ComparisonPlan, Result, check_arms, compare
 from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import report, write_report
 from evidence.options import CompareOptions, margin_of, seeds_of
@@ -37,7 +37,7 @@ def compared(arguments: list[str]) -> Result:
     return result
 
 
-def planned(arguments: list[str]) -> Plan:
+def planned(arguments: list[str]) -> ComparisonPlan:
     """Read the command line; what is not an option of the comparison is an override of all arms."""
     options, others = parse(arguments, CompareOptions, "overrides")
     common, pairs = options.split(others)
@@ -53,4 +53,4 @@ def planned(arguments: list[str]) -> Plan:
         raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
     arms.sort(key=lambda arm: arm.label != baseline)  # a stable sort: the baseline comes first
     margin = margin_of(options.margin)
-    return Plan(arms, seeds_of(options.seeds), margin, common, options.output_dir, options.name)
+    return ComparisonPlan(arms, seeds_of(options.seeds), margin, common, options.output_dir, options.name)

@@ -27,7 +27,7 @@ RESULT_FILE = "comparison.json"
 
 
 @dataclass
-class Plan:
+class ComparisonPlan:
     """What to compare, and how to judge it."""
 
     arms: list[Arm]
@@ -56,7 +56,7 @@ class Plan:
 class Result:
     """A finished comparison."""
 
-    plan: Plan
+    plan: ComparisonPlan
     arms: list[ArmResult]
     outcomes: list[Outcome]
     facts: dict[str, Any]
@@ -79,7 +79,7 @@ class Result:
         return head | self.facts | {"looks": self.looks} | of_arms
 
 
-def compare(plan: Plan, configs: dict[str, Config], command: str = "") -> Result:
+def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "") -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``; print each run.
 
     Args:
@@ -118,7 +118,7 @@ def compare(plan: Plan, configs: dict[str, Config], command: str = "") -> Result
     return result
 
 
-def check_arms(plan: Plan) -> dict[str, Config]:
+def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
     """Compose every arm as its runs will, and return the configs, resolved, by label.
 
     Raises:
@@ -156,7 +156,7 @@ def _comparable(config: Config) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key != "run_name"}
 
 
-def _begin(plan: Plan, runner: Runner, facts: dict[str, Any]) -> dict[str, Any]:
+def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> dict[str, Any]:
     """Keep the plan, or check that it equals the one in the folder, and return that. Seeds may be added.
 
     Raises:

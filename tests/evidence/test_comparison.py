@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from evidence.comparison.command import planned
-from evidence.comparison.compare import Plan, Result, check_arms, compare
+from evidence.comparison.compare import ComparisonPlan, Result, check_arms, compare
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.comparison.report import _cost, cost_rows, lead, notes, quality_rows, report, write_report
 from evidence.runs import DIVERGED, Arm, Outcome, Runner, _last_error, merged
@@ -344,7 +344,7 @@ def reported(tmp_path: Path) -> Callable[..., Result]:
                 if failed and failed[0] in (arm.label, "all"):
                     run.exit_code, run.failure = failed[1:]
                 outcomes.append(run)
-        plan = Plan(arms, list(range(seeds)), output_dir=tmp_path, name="a<b")
+        plan = ComparisonPlan(arms, list(range(seeds)), output_dir=tmp_path, name="a<b")
         facts = {
             "command": "python scripts/compare.py 'arms=[fp32,bf16]'",
             "recipe": "gpt2",

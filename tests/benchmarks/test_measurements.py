@@ -1,0 +1,222 @@
+"""What the bench's numbers mean: who takes turns, which ratio is taken, what is left out, and what is printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import bench, overhead, peers, ratios, rows
+from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job, shakespeare
+from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, PlainShape, _plain, nanogpt
+from benchmarks.rows import Bench, Row
+from evidence.turns import Block
+from mantissa.formats import BASIC
+from trainer.config.options import run
+from trainer.hardware import Hardware, detect
+from trainer.trainer import Trainer
+
+CPU = detect("cpu")
+SMALL = Job(
+    "small",
+    ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=64", "batch_size=4", "tracking=local"),
+    steps=2,
+    rounds=3,
+)
+TINY = replace(TINY_MLP, overrides=(*TINY_MLP.overrides, "tracking=local"), steps=2, rounds=2)
+WHY = "fp16 products take 95 times as long as fp32's here"
+
+
+def test_the_jobs_are_commands_that_resolve() -> None:
+    for hardware in (CPU, Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))):
+        for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
+            plan = job.config("precision=bf16", "clip=norm").plan(hardware)
+            assert plan.batching.accumulation == 1, "one microbatch, as the bare loop has it"
+
+
+def test_rows_are_printed_and_kept_as_they_come_also_beside_a_measurement_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def broken(given: Bench) -> Iterator[Row]:
+        yield Row("known before", "ms", [1.0, 3.0, 2.0], "a command")
+        yield Row("not measured here", "ms", [], "why")
+        seen.append(capsys.readouterr().out)
+        raise ValueError("no such operator")
+
+    def whole(given: Bench) -> Iterator[Row]:
+        yield Row("of the others", "ms", [1.0], "a command")
+
+    monkeypatch.setattr(bench, "MEASUREMENTS", {"broken": broken, "whole": whole})
+    kept: dict[str, str] = {}
+    monkeypatch.setattr(
+        bench.results, "keep", lambda _, command, found: kept.update(dict.fromkeys(found, command)) or "kept"
+    )
+    assert run(bench.main, None, ["device=cpu"]) == 1
+    assert "known before" in seen[0]
+    output = capsys.readouterr().out
+    assert "of the others" in output
+    assert output.endswith("failed: broken: ValueError: no such operator\n")
+    assert run(bench.main, None, ["device=cpu", "only=whole", "repeats=1"]) == 0  # a trial
+    assert kept == dict.fromkeys(("known before", "of the others"), "python benchmarks/bench.py device=cpu")
+    assert run(bench.main, None, ["only=hole"]) == 2
+
+
+def test_blocks_take_turns_the_first_repeat_is_not_kept_and_a_speedup_is_the_slower_over_the_faster() -> None:
+    calls: list[str] = []
+    seconds = {"a": iter([9.0, 1.0, 2.0]), "b": iter([7.0, 3.0, 5.0])}
+
+    def block(name: str) -> Callable[[], float]:
+        return lambda: (calls.append(name), next(seconds[name]))[1]
+
+    times = rows.interleave({"a": block("a"), "b": block("b")}, repeats=2)
+    assert times == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert rows.ratios(times, "b", "a") == [3.0, 2.5]
+
+
+def test_a_format_in_fp32_arithmetic_is_left_out_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"fp32": 4.0, "fp16": 1.0}
+    monkeypatch.setattr(rows, "not_timed_here", lambda mode, _: WHY if mode in ("fp16", "bf16") else None)
+    monkeypatch.setattr(ratios, "_training_block", lambda bench, job, precision: lambda: seconds[precision])
+    none, asked = (Bench(CPU, 1, tmp_path, modes=frozenset(modes)) for modes in ((), ("fp16",)))
+    assert {row.measured.partition(";")[0] for row in ratios.precision(none, (SMALL, SMALL))} == {f"left out: {WHY}"}
+    found = {row.name: row.values for row in ratios.precision(asked, (SMALL, SMALL)) if row.values}
+    assert found == {"small, throughput, fp16 / fp32": [4.0]}
+    assert none.mode == "fp32"
+
+
+def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def others(workload: Workload) -> dict[str, Block]:
+        def block(steps: int) -> float:
+            now[0] += 10.0 * steps
+            return 10.0 * steps
+
+        return {"other": block}
+
+    times = overhead.alternate(Bench(CPU, 2, tmp_path), SMALL, ("log_every=10",), others, clock=lambda: now[0])
+    assert times == {"trainer": [0.0, 0.0], "bare": [0.0, 0.0], "other": [60.0, 60.0]}
+    assert len((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()) == 4  # 1, 10, 19, evaluation
+
+
+def test_the_overhead_is_of_a_whole_run_with_mlflow(tmp_path: Path) -> None:
+    jobs = (SMALL, replace(TINY_MLP, steps=2, rounds=3))
+    found = list(overhead.trainer_cost(Bench(CPU, 2, tmp_path, modes=frozenset(BASIC)), jobs))
+    assert [(row.unit, len(row.values)) for row in found] == [("%", 2), ("ms", 2), ("ms", 2)]
+    assert (tmp_path / "tiny-MLP" / "tracking.json").exists()
+
+
+# --- other loops ---
+
+
+def whole(workload: Workload, folder: Path) -> overhead.Loop:
+    """The loop written by hand as a framework with a fit of its own."""
+    loop = overhead.bare(workload)
+    return peers.fitted(loop.fit, loop.model, loop.optimizer)
+
+
+def other_rate(workload: Workload, folder: Path) -> overhead.Loop:
+    loop = BareLoop(workload)
+    for group in loop.optimizer.param_groups:
+        group["lr"] *= 3
+    return overhead.stepwise(loop.run, loop.model, loop.optimizer)
+
+
+def cannot_start(workload: Workload, folder: Path) -> overhead.Loop:
+    raise ImportError("a part of it is missing")
+
+
+def test_loops_of_the_same_job_are_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that trains otherwise is found out; one that fails or is not installed is named, the others are measured."""
+    made = (
+        peers.Framework("whole", whole, ("torch",)),
+        peers.Framework("other rate", other_rate, ("torch",), note="differs"),
+        peers.Framework("cannot start", cannot_start, ("torch",)),
+        peers.Framework("absent", whole, ("a-package-that-nobody-has",)),
+    )
+    given = Bench(CPU, 2, tmp_path)
+    found = {row.name.removeprefix(f"tiny MLP {given.mode}, "): row for row in peers.peers(given, [TINY], made)}
+    torch_version = version("torch")
+    for name in (peers.MANTISSA, f"whole {torch_version}", f"other rate {torch_version}"):
+        assert min(found[f"step of {name} / bare loop"].values) > 0
+        assert 0.9 < found[f"peak memory of {name} / bare loop"].values[0] < 1.1
+    broken = found[f"step of cannot start {torch_version} / bare loop"]
+    assert (broken.values, broken.measured) == ([], "failed: ImportError: a part of it is missing")
+    other = found[f"peak memory of other rate {torch_version} / bare loop"].measured
+    assert "NOT the same training" in other
+    assert other.endswith("; differs")
+    assert "NOT" not in found[f"peak memory of whole {torch_version} / bare loop"].measured
+    assert "absent: a-package-that-nobody-has is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("installed", "why"), [("2.5.6", ""), ("2.6.2", "2.6.2 is installed")])
+def test_only_lightning_2_5_is_ever_imported(monkeypatch: pytest.MonkeyPatch, installed: str, why: str) -> None:
+    monkeypatch.setattr(peers, "version", lambda package: installed)
+    monkeypatch.delitem(sys.modules, "lightning", raising=False)
+    lightning = next(framework for framework in peers.FRAMEWORKS if framework.name == "Lightning")
+    refused = lightning.installed()[1]
+    assert (why in refused, bool(refused)) == (True, bool(why))
+    assert "lightning" not in sys.modules
+
+
+# --- time to a loss ---
+
+
+@pytest.fixture
+def contest(tmp_path: Path) -> Contest:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    small = ("recipe.context=8", "batch_size=4", "steps=8", "eval_samples=4")
+    job = replace(shakespeare(str(text)), steps=1)
+    job = replace(job, overrides=(*job.overrides, *small))
+    shape = PlainShape(context=8, layers=2, heads=2, width=16, batch_size=4, steps=8, warmup=2)
+    return Contest(job, shape, {DEFAULT: (), "ours, other options": ("steps=4",)}, 4, 6, judged_from=0.5)
+
+
+def test_the_models_that_race_are_the_same_function(contest: Contest) -> None:
+    trainer = Trainer.from_config(contest.job.config("recipe.vocabulary_multiple=1", "recipe.context=64"))
+    plain = _plain(replace(contest, shape=PlainShape()), trainer, seed=0).model
+    ours = dict(trainer.model.named_parameters())
+    biases = sum(parameter.numel() for name, parameter in ours.items() if name.endswith("bias"))
+    assert sum(parameter.numel() for parameter in plain.parameters()) == sum(map(torch.numel, ours.values())) - biases
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # else all blocks add next to nothing
+        _copy(plain, ours)
+    for block in plain.blocks:
+        block.gelu = nn.GELU(approximate="tanh")
+    batch = next(trainer.batches())[0]
+    tokens = batch["tokens"]
+    ours_loss = trainer.recipe.loss(trainer.model, batch).loss_sum / trainer.recipe.count_targets(batch)
+    assert plain(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(ours_loss.item(), rel=1e-6)
+
+
+def _copy(plain: nn.Module, ours: dict[str, nn.Parameter]) -> None:
+    names = {"norm1": "ln_1", "norm2": "ln_2", "qkv": "attn.c_attn", "attended": "attn.c_proj"}
+    names |= {"wide": "mlp.c_fc", "narrow": "mlp.c_proj"}
+    outer = {"tokens.weight": "wte.weight", "positions.weight": "wpe.weight", "norm.weight": "ln_f.weight"}
+    for name, parameter in plain.named_parameters():
+        if name in outer:
+            own = ours[f"gpt2.transformer.{outer[name]}"]
+        else:
+            _, number, layer, _ = name.split(".")
+            own = ours[f"gpt2.transformer.h.{number}.{names[layer]}.weight"]
+        # transformers keeps weights of layers as inputs × outputs
+        own.copy_(parameter.T if parameter.ndim == 2 and name not in outer else parameter)
+
+
+def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:
+    found = list(nanogpt(Bench(CPU, 1, tmp_path, modes=frozenset({"bf16"})), contest))
+    assert [row.name for row in found] == [f"shakespeare, time to the loss, {name} / {PLAIN}" for name in contest.ours]
+    assert all(min(row.values) > 0 for row in found)
