@@ -176,7 +176,7 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     first = [] if found.nonfinite else [gradient.clone() for gradient in found.gradients.values()]
     clock = time.monotonic()  # what is done for the first time takes longer
     found = passes.run()
-    taken.seconds = step.seconds = time.monotonic() - clock
+    taken.seconds = time.monotonic() - clock
     gradients = list(found.gradients.values())
     if _size([one - other for one, other in zip(first, gradients, strict=False)]) > _REPEATED * _size(first):
         raise UsageError(

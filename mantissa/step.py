@@ -28,8 +28,8 @@ Batch = dict[str, Tensor]
 """The rows of every tensor are the samples."""
 LEAST_SCALE = 2.0**-10
 """Loss scale below which a skipped step is not tried again."""
-_QUICK = 0.5
-"""Seconds up to which a step is examined with all its samples, and not with two of them."""
+_FEW = 5e9
+"""Multiplications up to which a step is examined with all its samples, and not with two of them."""
 _STATE = (int, float, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Types of what a module may keep from one forward pass to the next, besides tensors."""
 
@@ -185,8 +185,6 @@ class Step:
     """Whether the loss may change tensors of a batch in place."""
     originals: frozenset[int] = frozenset()
     """Ids of the parameters of the model that was copied, to which no gradient may go."""
-    seconds: float = math.inf
-    """Duration of the step; infinite: not known, and too long for more than two samples."""
     free_bytes: Callable[[], int]
     """Returns how much memory is left."""
 
@@ -269,13 +267,22 @@ class Step:
             scales.append(scales[-1] / 2)
         return scales
 
+    @property
+    def multiplications(self) -> int:
+        """Weights times numbers in the microbatches: a bound of what a forward pass multiplies.
+
+        It decides how much is examined, and no clock: the verdict must not depend on how busy the machine is.
+        """
+        numbers = sum(tensor.numel() for batch in self.microbatches for tensor in batch.values())
+        return numbers * sum(weight.numel() for weight in self.weights.values())
+
     def first_samples(self) -> list[Batch]:
         """Return two samples of the first microbatch: rounding is alike in all, and batch norm cannot take one.
 
-        All of them, where the step is quick, or where rows of tensors are not the samples, which cannot be cut.
+        All of them, where the step is small, or where rows of tensors are not the samples, which cannot be cut.
         """
         first = self.microbatches[0]
-        if self.seconds <= _QUICK or len({tensor.shape[:1] for tensor in first.values()}) != 1:
+        if self.multiplications <= _FEW or len({tensor.shape[:1] for tensor in first.values()}) != 1:
             return [first]
         return [map_tensors(first, lambda tensor: tensor[:2])]
 

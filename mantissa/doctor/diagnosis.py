@@ -42,7 +42,7 @@ from mantissa.doctor.sweep import (
     format_sweep,
     overflow_of_sum,
 )
-from mantissa.doctor.training import MOST_STEPS, RATES, REPLAYS, STEPS, Divergence, divergence
+from mantissa.doctor.training import RATES, REPLAYS, Divergence, divergence, steps_to_train
 from mantissa.errors import FormatError, UsageError, is_out_of_memory
 from mantissa.finding import (
     BACKWARD,
@@ -73,8 +73,6 @@ HEALTHY, FOUND, NOT_REPRODUCED, CRASHED = "HEALTHY", "FOUND", "NOT REPRODUCED", 
 EXIT_CODES = {HEALTHY: 0, CRASHED: 3, FOUND: 7, NOT_REPRODUCED: 8}
 SWEEP = "formats"
 """The name of the format sweep among the checks."""
-_TRAINING = 10.0
-"""Seconds that more than the fewest steps of a divergence may take."""
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Examined)
 
@@ -512,25 +510,19 @@ def _trains(result: Diagnosis) -> bool:
     return result.finite and len(_lost(result)) == len(result.findings)
 
 
-def _seconds_of_trainings(result: Diagnosis) -> float:
-    """Return how long one step of all the trainings takes that a divergence needs."""
+def _seconds_of_divergence(result: Diagnosis) -> float:
+    """Return how long the trainings take, about."""
     taken, spent = result.replay, result.budget.spent
     half = taken.step.format.half is not None
     # Those in fp32, the exact one, and one of weights that stand still. In fp32 the exact one, in fp64, counts twice.
-    return taken.seconds + (spent.get(FP32, taken.seconds) * (REPLAYS + 2) if half else taken.seconds * 3)
-
-
-def _seconds_of_divergence(result: Diagnosis) -> float:
-    """Return how long the fewest steps take."""
-    return min(STEPS, result.replay.step.different or STEPS) * _seconds_of_trainings(result)
+    references = spent.get(FP32, taken.seconds) * (REPLAYS + 2) if half else taken.seconds * 3
+    return steps_to_train(taken.step) * (taken.seconds + references)
 
 
 def _divergence(result: Diagnosis) -> None:
     """Train some steps in the run's format and in fp32, and find the place where that is worse."""
     step, budget, lost = result.replay.step, result.budget, _lost(result)
-    least, most = min(STEPS, step.different or STEPS), min(MOST_STEPS, step.different or MOST_STEPS)
-    fitting = int(min(budget.left() / 3, _TRAINING) / _seconds_of_trainings(result))
-    batches = step.following(max(least, min(most, fitting)))
+    batches = step.following(steps_to_train(step))
     found = result.divergence = result.add(divergence(step, batches))
     if (count := found.broken) is not None:
         later = budget.run("the step that breaks", lambda: _broken_later(step, batches, count, FP32))

@@ -19,7 +19,9 @@ from mantissa.tensors import in_dtype, perturbed
 from mantissa.trace import Trace
 
 STEPS, MOST_STEPS = 20, 60
-"""How many steps are trained: more than the first number where there is time."""
+"""Numbers of steps that are trained: the second one where they are small."""
+_SMALL = 3e8
+"""Multiplications of a small step."""
 REPLAYS = 3
 TIMES = 4.0
 _IN_A_ROW = 3
@@ -29,6 +31,12 @@ _MOVED = 0.5
 """Of its way in the reference: a weight that moves less, by updates below its spacing, has lost them."""
 _WORSE = 0.25
 """The share of what fp32 has learned that a format may lose."""
+
+
+def steps_to_train(step: Step) -> int:
+    """Return how many steps show whether a format trains worse."""
+    count = MOST_STEPS if step.multiplications <= _SMALL else STEPS
+    return min(count, step.different or count)
 
 
 @dataclass

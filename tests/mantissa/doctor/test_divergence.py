@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.replay import of_overrides
-from mantissa.doctor.training import STEPS, divergence, leaves
+from mantissa.doctor.training import MOST_STEPS, STEPS, divergence, leaves, steps_to_train
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
 from mantissa.step import Step
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, mean_square, step_of
@@ -76,6 +76,15 @@ def test_masters_are_not_named_where_they_do_not_help(mode: str) -> None:
 def test_the_first_loss_is_not_one_of_updates() -> None:
     findings = found_in(case_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded(2)), "bf16"))
     assert [(finding.kind, finding.direction) for finding in findings] == [(DIVERGENCE, FORWARD)]
+
+
+def test_the_size_of_a_step_and_no_clock_decides_how_many_are_trained() -> None:
+    case = case_of(small, "bf16")
+    assert steps_to_train(case) == MOST_STEPS
+    case.microbatches = [{"x": torch.empty(10**6, WIDTH, device="meta")}]
+    assert steps_to_train(case) == STEPS
+    case.different = 3
+    assert steps_to_train(case) == 3
 
 
 def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
