@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import first_line
-from trainer.tracking.store import connect
+from trainer.tracking.store import connect, usable_uri
 from trainer.tracking.ui import shown_at
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def publish(what: str, uri: str, send: Callable[[MlflowClient], Any]) -> tuple[l
         Lines to print, the address of the run's page or why there is none; and the run, None where it failed.
     """
     try:
+        uri = usable_uri(uri)
         run = send(connect(uri))
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"{what} is not in MLflow ({first_line(error)}); run the same command again to retry"], None

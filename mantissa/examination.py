@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
-from mantissa.doctor.report import files_of, lines, opening
+from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError
 from mantissa.finding import Finding
@@ -46,18 +46,19 @@ class Report:
         return self.diagnosis.findings
 
     def __str__(self) -> str:
-        return "\n".join([opening(self.diagnosis.replay), *lines(self.diagnosis)])
+        return "\n".join([opening(self.diagnosis.taken), *lines(self.diagnosis)])
 
     def write(self, folder: str | Path, command: str = "mantissa.examine(…)") -> Path:
         """Write ``report.html``, ``verdict.json`` and the tables as CSV into a folder; return the page's path."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {"command": command, "hardware": _machine(), "git": {}}
-        record["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
-        names = [(folder / name, text) for name, text in files_of(self.diagnosis, "model", record).items()]
-        for path, text in names:
-            path.write_text(text, encoding="utf-8")
-        return names[0][0]
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
+        record = {
+            "command": command,
+            "hardware": {"name": name, "device": kind, "threads": torch.get_num_threads()},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "git": {},
+        }
+        return write_report(self.diagnosis, Path(folder), "model", record)
 
 
 def examine(
@@ -158,7 +159,6 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
         UsageError: the step cannot be replayed, or trains nothing.
     """
     taken = TakenStep(step, began=began, failed=failed)
-    held = _begin_peak(step.device)
     passes = step.as_run()
     try:
         found = passes.run_with_backoff()
@@ -185,28 +185,12 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
             "nothing from call to call"
         )
     taken.loss, taken.skipped = found.loss.item(), not all(map(finite, gradients))
-    taken.memory_bytes = _peak(step, held)
     taken.grad_norm = _size(gradients) * found.correction / passes.scale if gradients else math.nan
     if not taken.skipped:
         step.scale = passes.scale  # to which a scaler backs off at this step
         taken.updates, why = _updates(passes, found.correction)
         taken.notes += [f"updates: not measured ({why})"] if why else []
     return taken
-
-
-def _begin_peak(device: torch.device) -> int:
-    """Begin to watch the peak of an accelerator's memory, and return what is held there."""
-    if device.type == "cpu":
-        return 0
-    torch.accelerator.reset_peak_memory_stats(device)
-    return torch.accelerator.memory_allocated(device)
-
-
-def _peak(step: Step, held: int) -> int:
-    """Return the memory that a step takes: measured on an accelerator, four times that of the weights elsewhere."""
-    if step.device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(step.device) - held
-    return 4 * sum(weight.numel() * weight.element_size() for weight in step.weights.values())
 
 
 def _size(gradients: Iterable[Tensor]) -> float:
@@ -230,9 +214,3 @@ def _updates(passes: Replay, correction: float) -> tuple[dict[str, Counts], str]
         return meter.results(), ""
     except Exception as error:  # an optimizer that cannot be copied, or does not treat each element alone
         return {}, f"{name}: {error}"
-
-
-def _machine() -> dict[str, Any]:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
-    return {"name": name, "device": kind, "threads": torch.get_num_threads()}

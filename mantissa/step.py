@@ -6,26 +6,26 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mantissa.errors import UsageError
 from mantissa.formats import FORMATS, Format
-from mantissa.ledger import MemoryLedger
-from mantissa.tensors import finite, in_dtype, random_state, set_random_state
+from mantissa.tensors import finite, in_dtype, perturbed, random_state, set_random_state
 from mantissa.updates import Masters, UpdateMeter
 
 Batch = dict[str, Tensor]
-"""The rows of every tensor are the samples."""
+"""Tensors by name, whose rows are the samples."""
+Gradients = dict[str, Tensor]
+"""True gradients of a step by parameter, fp64 and dense, and its loss by an empty name."""
 LEAST_SCALE = 2.0**-10
 """Loss scale below which a skipped step is not tried again."""
 _FEW = 5e9
@@ -502,18 +502,29 @@ class Replay:
         with self.updates or self.around():
             self.built.update(self.scale, correction, meter)
 
-    def drop_dropout(self) -> None:
-        """Turn dropout off from now on."""
-        for module in self.model.modules():
-            if isinstance(module, _DropoutNd):
-                module.p = 0.0
-        self._states = _states(self.model)
+    def true_gradients(self) -> Gradients:
+        """Run, and return the gradients without a loss scale."""
+        found = self.run()
+        factor = found.correction / self.scale
+        dense = {name: each.to_dense() if each.is_sparse else each for name, each in found.gradients.items()}
+        gradients = {name: in_dtype(each, torch.float64) * factor for name, each in dense.items()}
+        return gradients | {"": found.loss.double()}
 
-    def peak_bytes(self) -> int:
-        """Return the memory that a run takes at its peak."""
-        with MemoryLedger(self.model, self.optimizer) as recording:
-            self.run()
-        return recording.report().peak_bytes
+    def forward(self, *modes: AbstractContextManager[Any]) -> Tensor:
+        """Return the loss of a few samples, from the start of the step, in some modes."""
+        self.start()
+        with ExitStack() as contexts:
+            for mode in (*modes, self.around(), torch.enable_grad()):
+                contexts.enter_context(mode)
+            return self.loss(map_tensors(self.step.first_samples()[0], self.widened))
+
+    def perturb(self, unit: float, seed: int, steps: Iterable[list[Batch]] = ()) -> Iterator[list[Batch]]:
+        """Start from weights changed by ±``unit``, relative to their size, and return steps with inputs changed so."""
+        generator, dtype = torch.Generator().manual_seed(seed), self._wide or torch.float32
+        weights = self.step.weights.items()
+        self.weights = {name: perturbed(in_dtype(each, dtype), unit, generator) for name, each in weights}
+        change = partial(perturbed, unit=unit, generator=generator, data=True)
+        return ([map_tensors(batch, change) for batch in microbatches] for microbatches in steps)
 
     @contextmanager
     def around(self) -> Iterator[None]:

@@ -15,11 +15,11 @@ from evidence.doctor.step import Setting
 from evidence.options import DoctorOptions
 from evidence.runs import recorded
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, diagnose
-from mantissa.doctor.report import files_of, lines, opening
+from mantissa.doctor.report import lines, opening, write_report
 from mantissa.errors import UsageError
 from trainer.config.options import parse
 from trainer.errors import UserError
-from trainer.files import make_folder, remove_folder, write_text
+from trainer.files import remove_folder
 from trainer.run.provenance import git_facts, versions
 
 REFERENCES = {"auto": None, "fp32": torch.float32, "fp64": torch.float64}
@@ -46,13 +46,11 @@ def main(arguments: list[str]) -> int:
         print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))
     try:
-        files = write(diagnosis, setting, ["python", "scripts/doctor.py", *recorded(arguments)])
+        page = write(diagnosis, setting, shlex.join(["python", "scripts/doctor.py", *recorded(arguments)]))
     except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict
         print(f"the report could not be written ({error})", file=sys.stderr)
         return diagnosis.exit_code
-    for line in publish(diagnosis, files):
-        print(line)
-    print(f"report {files[0]}")
+    print("\n".join([*publish(diagnosis, page), f"report {page}"]))
     return diagnosis.exit_code
 
 
@@ -60,39 +58,18 @@ def _progress(part: str) -> None:
     print(part, end=" … ", file=sys.stderr, flush=True)
 
 
-def write(diagnosis: Diagnosis, setting: Setting, command: list[str]) -> list[Path]:
-    """Write the page, the verdict as JSON and the tables as CSV, in the place of those of an earlier examination.
+def write(diagnosis: Diagnosis, setting: Setting, command: str) -> Path:
+    """Write the report in the place of that of an earlier examination, and return its page.
 
-    They are below the run's folder, or where there is no run below ``output_dir``.
-
-    Args:
-        diagnosis: of the step.
-        setting: of the run.
-        command: that examined it.
-
-    Returns:
-        The files, the page first.
+    It is below the run's folder, or where there is no run below ``output_dir``.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: it cannot be written.
     """
-    taken, config = diagnosis.replay, setting.config
-    folder, step = taken.folder, f"step-{taken.step.number}"
-    if folder is not None:
-        folder = folder / "doctor" / step
-    else:
-        name = f"{config.recipe.name}-{taken.precision}-{step}"
-        folder = Path(config.output_dir).expanduser() / "doctor" / name
-    record = {
-        "recipe": config.recipe.name,
-        "hardware": setting.hardware.facts(),
-        "versions": versions(),
-        "git": git_facts(),
-        "command": shlex.join(command),
-    }
-    texts = files_of(diagnosis, config.recipe.name, record, figures(diagnosis))
-    remove_folder(folder)
-    make_folder(folder)
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    return [folder / name for name in texts]
+    config, folder, step = setting.config, diagnosis.taken.folder, f"step-{diagnosis.step.number}"
+    recipe = config.recipe.name
+    if folder is None:
+        folder, step = Path(config.output_dir).expanduser(), f"{recipe}-{diagnosis.taken.precision}-{step}"
+    record = {"recipe": recipe, "hardware": setting.hardware.facts(), "versions": versions(), "git": git_facts()}
+    remove_folder(folder / "doctor" / step)
+    return write_report(diagnosis, folder / "doctor" / step, recipe, record | {"command": command}, figures(diagnosis))

@@ -3,64 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from evidence import mlflow
 from mantissa.doctor.diagnosis import Diagnosis
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError
 from trainer.files import TRACKING_FILE
-from trainer.tracking.store import connect, cut, usable_uri
+from trainer.tracking.store import cut
 from trainer.tracking.sync import send
 from trainer.tracking.tracked_run import TrackedRun
-from trainer.tracking.ui import shown_at
 
-TAGS = ("verdict", "step", "kind", "module", "op", "direction", "format")
-"""Below ``doctor.``; from the kind on they are those of the first finding."""
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
-def publish(diagnosis: Diagnosis, files: list[Path]) -> list[str]:
+def publish(diagnosis: Diagnosis, page: Path) -> list[str]:
     """Log the files and the tags on the run in MLflow, after what MLflow lacks of it.
 
     Args:
         diagnosis: of a step; one without a run is not sent, nor one of a run that is not in MLflow (tracking=local).
-        files: of the report.
+        page: of the report, in the folder of its files.
 
     Returns:
         Lines to print: the address of MLflow's page, or why it was not sent.
     """
-    folder = diagnosis.replay.folder
-    if folder is None or not (folder / TRACKING_FILE).exists():
+    folder = diagnosis.taken.folder
+    if folder is None or not (folder / TRACKING_FILE).exists() or (uri := TrackedRun.read(folder).uri) is None:
         return []
-    try:
-        stored = TrackedRun.read(folder).uri
-        if stored is None:
-            return []
-        uri = usable_uri(stored)
-        sent = send(folder, uri, named=True)
+
+    def log(client: MlflowClient) -> Any:
+        sent = send(folder, named=True)
         if sent.status in ("incomplete", "skipped"):
             raise UserError(sent.message)
-        run = TrackedRun.read(folder)
-        _log(uri, str(run.run_id), diagnosis, files)
-    except Exception as error:  # of many kinds, by MLflow and what lies below it
-        return [f"the report is not in MLflow ({first_line(error)}); run the same command again to retry"]
-    return [shown_at(uri, str(run.experiment_id), str(run.run_id))]
+        run = client.get_run(str(TrackedRun.read(folder).run_id))
+        client.log_artifacts(run.info.run_id, str(page.parent), f"doctor/{page.parent.name}")
+        for name, value in tags(diagnosis).items():
+            if value:
+                client.set_tag(run.info.run_id, name, cut(value, 500))
+            elif name in run.data.tags:  # of an earlier examination
+                client.delete_tag(run.info.run_id, name)
+        return run
 
-
-def _log(uri: str, run_id: str, diagnosis: Diagnosis, files: list[Path]) -> None:
-    client = connect(uri)
-    before = client.get_run(run_id).data.tags
-    client.log_artifacts(run_id, str(files[0].parent), f"doctor/{files[0].parent.name}")
-    wanted = tags(diagnosis)
-    for name in (f"doctor.{tag}" for tag in TAGS):
-        if name not in wanted and name in before:  # of an earlier examination
-            client.delete_tag(run_id, name)
-        elif name in wanted and wanted[name] != before.get(name):
-            client.set_tag(run_id, name, wanted[name])
+    return mlflow.publish("the report", uri, log)[0]
 
 
 def tags(diagnosis: Diagnosis) -> dict[str, str]:
-    """Return the tags by name: the verdict, and what the first finding says."""
-    found = {"verdict": diagnosis.verdict, "step": str(diagnosis.replay.step.number)}
-    if diagnosis.findings:
-        first = diagnosis.findings[0]
-        found |= {"kind": first.kind, "module": first.place, "op": first.op}
-        found |= {"direction": first.direction, "format": first.format}
-    return {f"doctor.{name}": cut(value, 500) for name, value in found.items() if value}
+    """Return the tags by name: the verdict, and what the first finding says; empty where there is none."""
+    first = diagnosis.findings[0] if diagnosis.findings else None
+    found = {"verdict": diagnosis.verdict, "step": str(diagnosis.step.number), "module": first.place if first else ""}
+    found |= {name: getattr(first, name, "") for name in ("kind", "op", "direction", "format")}
+    return {f"doctor.{name}": value for name, value in found.items()}

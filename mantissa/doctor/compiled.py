@@ -2,91 +2,87 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from mantissa.compile import compile_in_place
 from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
 from mantissa.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
-from mantissa.step import Replay, Step
-from mantissa.tensors import in_dtype
+from mantissa.step import Gradients, Replay, Step
 
 ALLOWED = 8
-"""A compiled model may differ from the eager one by so many times what the eager one differs from the reference."""
+"""Times that a compiled model may differ from the eager one by what that differs from the reference."""
 _EMULATED = "inductor, rounding as eager"
-_BACKENDS = ("aot_eager", "inductor", _EMULATED)
 
 
-def compiled_trials(step: Step, time_left: Callable[[], float]) -> tuple[list[FormatTrial], list[Finding]]:
+def compiled_trials(step: Step, goes_on: Callable[[], bool]) -> tuple[list[FormatTrial], list[Finding]]:
     """Take the step compiled, in stages, and compare its gradients with those of the eager model.
 
     Stages: ``aot_eager`` traces and runs torch's own kernels; ``inductor`` makes kernels, which keep in fp32 what eager
-    rounds to 16 bits between two operators; then inductor with those roundings.
+    rounds to 16 bits between two operators; then inductor with those roundings. ``goes_on`` returns whether there is
+    time for another.
     """
     half = step.format.half
-    eager = _gradients(step.as_run())
+    eager = _without_dropout(step.as_run())
     wide = torch.float64 if half is None else torch.float32
-    noise = max(_difference(eager, _gradients(step.reference(wide))), torch.finfo(half or torch.float32).eps / 2)
+    noise = max(_difference(eager, _without_dropout(step.reference(wide))), torch.finfo(half or torch.float32).eps / 2)
+    limit = ALLOWED * noise
     trials: list[FormatTrial] = []
-    for backend in _BACKENDS:
+    for backend in ("aot_eager", "inductor", _EMULATED):
         if backend == _EMULATED and (half is None or step.round_as_eager or trials[-1].status == OK):
             continue
-        if time_left() <= 0:
+        if not goes_on():
             trials.append(FormatTrial(backend, status=LEFT_OUT, why="left out: no time"))
             continue
         found = _difference(_compiled(step, backend), eager)
-        status = OK if found <= ALLOWED * noise else DIFFERS if found < float("inf") else BREAKS
+        status = OK if found <= limit else DIFFERS if math.isfinite(found) else BREAKS
         why = f"gradients differ from eager by {found:.2g}, eager from {wide} by {noise:.2g}"
         trials.append(FormatTrial(backend, status=status, why=why))
     broken = next((trial for trial in trials if trial.status in (BREAKS, DIFFERS)), None)
     if broken is None:
         return trials, []
-    module = _first_block(step, broken.name, eager, ALLOWED * noise, time_left)
+    passes, module = step.as_run(), ""
+    names = {id(block): name for name, block in passes.model.named_modules()}
+    for number, block in enumerate(passes.built.blocks):  # the first one that differs when it is compiled alone
+        if not module and goes_on() and not _difference(_compiled(step, broken.name, number), eager) <= limit:
+            module = names[id(block)]
     kind = DIFFERENCE if broken.status == DIFFERS else OVERFLOW
-    cure = [step.remedies.eager]
-    return trials, [Finding(kind, FORWARD, module, broken.name, detail=broken.why, cure=cure)]
+    return trials, [Finding(kind, FORWARD, module, broken.name, detail=broken.why, cure=[step.remedies.eager])]
 
 
-def _gradients(passes: Replay) -> list[Tensor]:
-    """Return the true gradients of the step without dropout, in fp64."""
-    passes.drop_dropout()
-    found = passes.run()
-    factor = found.correction / passes.scale
-    return [in_dtype(gradient, torch.float64) * factor for gradient in found.gradients.values()]
+def _without_dropout(passes: Replay) -> Gradients:
+    for module in passes.model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    passes.keep_attributes()
+    return passes.true_gradients()
 
 
-def _difference(one: list[Tensor], other: list[Tensor]) -> float:
-    """Return the relative 2-norm of the difference of two lists of gradients."""
-    squares = sum((a - b).square().sum() for a, b in zip(one, other, strict=True))
-    size = sum(b.square().sum() for b in other)
+def _difference(found: Gradients, expected: Gradients) -> float:
+    """Return the relative 2-norm of the difference of all gradients."""
+    names = [name for name in expected if name]
+    size = sum(expected[name].abs().square().sum() for name in names)
+    squares = sum((found[name] - expected[name]).abs().square().sum() for name in names)
     return float((squares / size) ** 0.5) if size else 0.0
 
 
-def _compiled(step: Step, backend: str, block: int | None = None) -> list[Tensor]:
+def _compiled(step: Step, backend: str, block: int | None = None) -> Gradients:
     """Return the gradients with the modules that the run compiles, or with one block alone, compiled by a backend.
 
     The switches are the run's; inductor draws eager's random numbers and, where asked, rounds as eager does.
     """
     passes = step.as_run()
     modules: list[nn.Module] = passes.built.compiled if block is None else [passes.built.blocks[block]]
+    mixed = bool(passes.fp32_modules or step.fp32_ops)
     emulated = step.round_as_eager or backend == _EMULATED
-    options: dict[str, Any] = {"mixed": bool(passes.fp32_modules or step.fp32_ops), "round_as_eager": emulated}
     torch._dynamo.reset()
     for module in modules:
-        compile_in_place(module, backend.partition(",")[0], **options, fallback_random=True)
-    gradients = _gradients(passes)
+        name = backend.partition(",")[0]
+        compile_in_place(module, name, mixed=mixed, round_as_eager=emulated, fallback_random=True)
+    gradients = _without_dropout(passes)
     torch._dynamo.reset()
     return gradients
-
-
-def _first_block(step: Step, backend: str, eager: list[Tensor], allowed: float, time_left: Callable[[], float]) -> str:
-    """Return the name of the first block that differs when it is compiled alone; an empty string: none was found."""
-    passes = step.as_run()
-    names = {id(module): name for name, module in passes.model.named_modules()}
-    for number, block in enumerate(passes.built.blocks):
-        if time_left() > 0 and not _difference(_compiled(step, backend, number), eager) <= allowed:
-            return names[id(block)]
-    return ""

@@ -19,7 +19,8 @@ from mantissa.doctor.dtypes import explicit_cast
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
 from mantissa.formats import FP16
-from mantissa.step import Batch, Remedies, Replay, Step, Widened, map_tensors
+from mantissa.ledger import MemoryLedger
+from mantissa.step import Batch, Remedies, Replay, Step, Widened
 from mantissa.tensors import numbers_in, relative_error
 from mantissa.trace import DtypeRecorder, Line, Op, Trace, user_line
 
@@ -46,52 +47,33 @@ class Islands:
     minimal: bool = False
     """Whether every module was tried to be left out."""
     own: list[str] = field(default_factory=list)
-    """Of the run, which stay."""
-    calls: int = 0
-    time_ratio: float | None = None
-    """Of a step with the islands to one without; None: not measured."""
-    time_range: tuple[float, float] = (math.nan, math.nan)
-    """The smallest and the largest of the measured ratios."""
-    memory_bytes: int | None = None
-    """What they add to the peak of a step."""
+    """Modules of the run, which stay."""
+    cost: str = ""
+    """Time and memory that they add to a step, as far as it was measured."""
 
     @property
     def fp32_modules(self) -> list[str]:
         """All of them."""
         return [*self.own, *self.modules]
 
-    @property
-    def cost(self) -> str:
-        """What they add to a step, as far as it was measured, and whether they may be more than needed."""
-        price = []
-        if self.time_ratio is not None:
-            low, high = self.time_range
-            price.append(f"{self.time_ratio - 1:+.0%} time [{low - 1:+.0%}, {high - 1:+.0%}]")
-        if self.memory_bytes is not None:
-            price.append(f"{'-' if self.memory_bytes < 0 else '+'}{size(abs(self.memory_bytes))}")
-        return ", ".join(price + ([] if self.minimal else ["not minimal: out of time"]))
-
     def text(self, remedies: Remedies) -> str:
         """Return what to set, and what it costs."""
-        return remedies.modules(self.fp32_modules) + (f"  ({self.cost})" if self.cost else "")
+        about = ", ".join(filter(None, [self.cost, "" if self.minimal else "not minimal: out of time"]))
+        return remedies.modules(self.fp32_modules) + (f"  ({about})" if about else "")
 
 
 class _Trials:
-    """Counts what a search tries, as long as there is time.
+    """Allows a search so many trials as it may make, as long as ``goes_on`` returns that there is time."""
 
-    Args:
-        time_left: returns seconds.
-    """
-
-    def __init__(self, time_left: Callable[[], float]) -> None:
+    def __init__(self, goes_on: Callable[[], bool]) -> None:
         self.count = 0
         self.cut_short = False
         """Whether something could not be tried."""
-        self._time_left = time_left
+        self._goes_on = goes_on
 
     def may_try(self) -> bool:
-        """Return whether there is time for another trial, and count it."""
-        self.cut_short = self.cut_short or self.count >= TRIALS or self._time_left() <= 0
+        """Return whether there may be another trial, and count it."""
+        self.cut_short = self.cut_short or self.count >= TRIALS or not self._goes_on()
         self.count += not self.cut_short
         return not self.cut_short
 
@@ -106,7 +88,7 @@ def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
 
 
 def find_islands(
-    step: Step, finding: Finding, healthy: Callable[[list[str]], bool], time_left: Callable[[], float]
+    step: Step, finding: Finding, healthy: Callable[[list[str]], bool], goes_on: Callable[[], bool]
 ) -> Islands:
     """Return the islands that cure a finding.
 
@@ -118,11 +100,11 @@ def find_islands(
         finding: in a module of it.
         healthy: returns whether the step has no other fault with these ``fp32_modules``. (That it is finite is
             checked here.)
-        time_left: seconds.
+        goes_on: returns whether there is time.
     """
     result = Islands(own=list(step.fp32_modules))
     tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
-    trials = _Trials(time_left)
+    trials = _Trials(goes_on)
 
     def next_fault(modules: list[str]) -> str | None:
         return _next_fault(step, modules, tried_on, healthy, finding.kind == OVERFLOW)
@@ -134,12 +116,10 @@ def find_islands(
         # In an island already: the module that contains the island.
         inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
-    result.calls = trials.count
-    if module is not None or not trains_with(step, lambda: step.as_run(result.fp32_modules)):
-        return result
-    result.cured = True
-    result.modules = _needed(result.modules, lambda rest: trials.may_try() and next_fault(rest) is None)
-    result.minimal, result.calls = not trials.cut_short, trials.count
+    if module is None and trains_with(step, lambda: step.as_run(result.fp32_modules)):
+        result.cured = True
+        result.modules = _needed(result.modules, lambda rest: trials.may_try() and next_fault(rest) is None)
+        result.minimal = not trials.cut_short
     return result
 
 
@@ -205,12 +185,16 @@ def trains_with(step: Step, build: Callable[[], Replay]) -> bool:
         return False
 
 
-def measure_cost(step: Step, result: Islands) -> None:
-    """Measure what the islands cost: steps with and without them in turns, and the peak of a step's memory."""
-    sides = [step.as_run(), step.as_run(result.fp32_modules)]
-    without, with_them = [side.peak_bytes() for side in sides]
-    result.memory_bytes = with_them - without
-    ratios = []
+def measure_cost(step: Step, islands: Islands) -> str:
+    """Return what islands cost: of steps with and without them in turns the time, and the peak of their memory."""
+    sides = [step.as_run(), step.as_run(islands.fp32_modules)]
+    peaks, ratios = [], []
+    for side in sides:
+        with MemoryLedger(side.model, side.optimizer) as ledger:
+            side.run()
+        peaks.append(ledger.report().peak_bytes)
+    more = peaks[1] - peaks[0]
+    memory = f"{'-' if more < 0 else '+'}{size(abs(more))}"
     for _ in range(_PAIRS):
         seconds = []
         for side in sides:
@@ -221,21 +205,21 @@ def measure_cost(step: Step, result: Islands) -> None:
                 torch.accelerator.synchronize(step.device)
             seconds.append(time.perf_counter() - began)
         if min(seconds) < _LEAST_SECONDS:
-            return
-        ratios.append(seconds[1] / seconds[0])
-    result.time_ratio, result.time_range = statistics.median(ratios), (min(ratios), max(ratios))
+            return memory
+        ratios.append(seconds[1] / seconds[0] - 1)
+    return f"{statistics.median(ratios):+.0%} time [{min(ratios):+.0%}, {max(ratios):+.0%}], {memory}"
 
 
-def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], time_left: Callable[[], float]) -> None:
+def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_on: Callable[[], bool]) -> None:
     """Name the place in a finding, and what cures it: operators outside of all submodules, submodules, or operators.
 
     Args:
         step: the step.
         finding: whose place is not known.
         fixes: returns whether another replay of the step does not have the fault.
-        time_left: seconds.
+        goes_on: returns whether there is time.
     """
-    trials = _Trials(time_left)
+    trials = _Trials(goes_on)
     with_modules = functools.partial(_with_modules, step)
     without_casts = functools.partial(_with_modules, step, casts=False)
 
@@ -329,8 +313,8 @@ def _widened(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _in_half(step: Step, outside: bool = False) -> list[str]:
     """Return the names of the operators that compute in 16 bits in the forward pass; ``outside``: in no submodule."""
     passes = step.as_run()
-    with DtypeRecorder(passes.model) as recorder:
-        passes.loss(step.first_samples()[0])
+    recorder = DtypeRecorder(passes.model)
+    passes.forward(recorder)
     rows = [(SPELLED.get(row.name, row.name).strip("_"), row.module) for row in recorder.rows() if row.in_half]
     inside = {name for name, module in rows if module}
     names = dict.fromkeys(name for name, _ in rows if not (outside and name in inside))
@@ -361,10 +345,8 @@ def _results(passes: Replay, module: str, outside: bool) -> list[tuple[str, Line
         if not op.is_view and name.strip("_") not in _MOVES:
             found.extend((name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
 
-    passes.start()
     trace = Trace(passes.model, note)
-    with trace, passes.around():
-        passes.loss(map_tensors(passes.step.first_samples()[0], passes.widened))
+    passes.forward(trace)
     return found
 
 

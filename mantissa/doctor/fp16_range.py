@@ -15,7 +15,7 @@ from mantissa.doctor.module_errors import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.step import Batch, Replay, Step
-from mantissa.tensors import in_dtype, numbers_in, perturbed, relative_error
+from mantissa.tensors import numbers_in, relative_error
 from mantissa.trace import DtypeRecorder
 
 LOWEST, HIGHEST = -75, 30
@@ -103,6 +103,12 @@ class Range(Examined):
     lowest: int | None = None
     """That of the least scale which holds every layer."""
 
+    @property
+    def proposed(self) -> float:
+        """Scale to begin with."""
+        assert self.highest is not None
+        return _between(self.highest, self.lowest or 0)
+
     def text(self) -> str:
         """Return which scales fit, in a line."""
         if self.highest is None or self.lowest is None:
@@ -125,7 +131,7 @@ def fp16_range(step: Step) -> Range:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, few), notes=[note])
     layers = _exponents(reference, step.microbatches)
-    half = _in_fp16(step.as_run(), few)
+    half = _in_fp16(step.as_run())
     for layer in layers:
         layer.half = layer.name in half
     result = Range(layers)
@@ -151,6 +157,11 @@ def fp16_range(step: Step) -> Range:
     return result
 
 
+def _between(highest: int, lowest: int) -> float:
+    """Return a scale between two powers of 2: 65536, as torch's scaler begins, where that is between them."""
+    return 2.0 ** min(highest, max(16, lowest))
+
+
 def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, step: Step) -> Finding:
     what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
     detail = (
@@ -162,13 +173,8 @@ def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, s
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
         return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
-    cure = [step.remedies.scale(2.0 ** usual(highest, needed))]
+    cure = [step.remedies.scale(_between(highest, needed))]
     return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail, cure=cure)
-
-
-def usual(highest: int, lowest: int) -> int:
-    """Return the exponent of a scale between two: of 65536, as torch's scaler begins, where that is between them."""
-    return min(highest, max(16, lowest))
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -213,12 +219,11 @@ def _exponents(reference: Replay, microbatches: list[Batch]) -> list[Exponents]:
     return list(found.values())
 
 
-def _in_fp16(low: Replay, few: list[Batch]) -> set[str]:
+def _in_fp16(low: Replay) -> set[str]:
     """Return the names of the gradients that the run has in fp16, from a forward pass of a few samples."""
     weights = dict(low.model.named_parameters(remove_duplicate=False))
-    low.start()
-    with DtypeRecorder(low.model, {each.data_ptr(): name for name, each in weights.items()}) as recorder:
-        low.loss(few[0])
+    recorder = DtypeRecorder(low.model, {each.data_ptr(): name for name, each in weights.items()})
+    low.forward(recorder)
     cast = {weight for (weight, _), dtype in recorder.casts.items() if dtype == "float16"}
     half = {name for name, each in weights.items() if each.dtype == torch.float16 or name in cast}
     outputs = [module for module, dtypes in recorder.outputs.items() if dtypes[torch.float16]]
@@ -226,17 +231,12 @@ def _in_fp16(low: Replay, few: list[Batch]) -> set[str]:
 
 
 def _noise(reference: Replay, few: list[Batch]) -> set[str]:
-    """Return the weights whose gradients are noise: they change where weights change by one rounding of fp16."""
-    weights, unit = reference.weights, FP16.unit_roundoff
-    changed = {
-        name: perturbed(in_dtype(each, torch.float32), unit, torch.Generator().manual_seed(0))
-        for name, each in weights.items()
-    }
-    gradients = []
+    """Return the weights whose gradients are noise: they change where weights change by one rounding of fp16.
+
+    The reference keeps those weights.
+    """
     reference.microbatches = few
-    for start in (weights, changed):
-        reference.weights = start
-        gradients.append(reference.run().gradients)
-    reference.weights = weights
-    exact, other = gradients
+    exact = reference.true_gradients()
+    reference.perturb(FP16.unit_roundoff, 0)
+    other = reference.true_gradients()
     return {name for name, gradient in exact.items() if not relative_error(other[name], gradient) < NOISE}

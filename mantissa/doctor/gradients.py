@@ -94,10 +94,8 @@ def _unreached(passes: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, 
         elif torch.is_grad_enabled() or is_checkpointed():
             unrecorded.setdefault(name, user_line())
 
-    passes.start()
     trace = Trace(passes.model, note_reads, returned=note_results, lines=True)
-    with trace, passes.around(), torch.enable_grad():
-        found = _without_derivative(passes.loss(passes.microbatches[0]), trace, zero)
+    found = _without_derivative(passes.forward(trace), trace, zero)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in absent)
     modules = [name for name in owners if name in unrecorded and name not in recorded]
     if modules:

@@ -34,8 +34,8 @@ from mantissa.display import dtype_name, listed
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
-from mantissa.step import Replay, Step, batch_key, map_tensors
-from mantissa.tensors import in_dtype, numbers_in, perturbed, relative_error
+from mantissa.step import Gradients, Replay, Step, batch_key
+from mantissa.tensors import in_dtype, numbers_in, relative_error
 from mantissa.trace import Op, Trace
 
 FACTOR = 8
@@ -52,9 +52,9 @@ _HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
 second one."""
 _SIGNAL = 0.1
 """Share of the variation of an input over the samples that a format may round away."""
-_WRONG, _WRONG_LOSS, _SHARE, _NUDGES = 0.5, 0.25, 1e-3, 2
+_WRONG, _WRONG_LOSS, _SHARE, _PERTURBATIONS = 0.5, 0.25, 1e-3, 2
 """Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
-that a parameter's must have; how often weights and inputs are changed."""
+that a parameter's must have; how often weights and inputs are perturbed."""
 _GRADIENT_SCALES = (0, 8, -8)
 """Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them fixes is the
 loss scale's matter."""
@@ -91,12 +91,10 @@ class LocalError:
     d: int
     """Rounded matmuls."""
     bound: float
-    accumulated: float
-    """That of the low precision's own run, forward only: to be seen, not judged."""
 
     @property
     def ratio(self) -> float:
-        """Above 1, the error is more than the format makes unavoidable."""
+        """Error in terms of the bound: above 1, it is more than the format makes unavoidable."""
         judged = self.cond < NOISE and math.isfinite(self.e)
         return self.e / self.bound if judged else 0.0
 
@@ -126,12 +124,13 @@ def local_errors(
     worst: dict[tuple[str, str], tuple[LocalError, Call]] = {}
     left_out: dict[str, set[str]] = {}
     for call in recording.calls:
+        rows: list[LocalError] = []
         try:
             rows = _Comparison(recording, step.format.number, call).rows()
         except Different:
-            call.skipped, rows = call.skipped or "it takes another path", []
+            call.skipped = call.skipped or "it takes another path"
         except Exception as error:  # a module that routes by values, or counts its calls, cannot be called alone
-            call.skipped, rows = f"it cannot be called alone ({type(error).__name__})", []
+            call.skipped = f"it cannot be called alone ({type(error).__name__})"
         if call.skipped:
             left_out.setdefault(call.skipped, set()).add(call.module or "the model")
         result.rows += rows
@@ -149,41 +148,40 @@ def local_errors(
             result.notes.append(
                 f"{module}: torch's layer norm on a CPU adds up its {row.tensor} in 16 bits, e {row.e:.2g}"
             )
-        else:
-            dtype = dtype_name(call.returned.values[0].low) if call.returned.values else ""
-            detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
-            result.findings.append(Finding(ERROR, direction, module, name, dtype=dtype, detail=detail))
+            continue
+        dtype = dtype_name(call.returned.values[0].low) if call.returned.values else ""
+        detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
+        result.findings.append(Finding(ERROR, direction, module, name, dtype=dtype, detail=detail))
     return result
 
 
-def keep_harmful(step: Step, errors: ModuleErrors) -> list[Finding]:
+def keep_harmful(step: Step, errors: list[Finding], rows: list[LocalError]) -> list[Finding]:
     """Return those errors of modules that are large, or reach a gradient of the step or its loss.
 
     A small one does no harm where what it is in is masked, or small beside the rest: rows of padding, for example.
     """
-    large = {(row.module, row.direction) for row in errors.rows if row.ratio > 1 and row.e > _LARGE}
+    large = {(row.module, row.direction) for row in rows if row.ratio > 1 and row.e > _LARGE}
     with NoDropout():
-        exact = _gradients(step.reference())
-        own = _far(_gradients(step.as_run()), exact)
-        found = []
-        for error in errors.findings:
-            if (error.module, error.direction) in large:
-                found.append(error)
-                continue
+        exact = step.reference().true_gradients()
+        own = _errors(step.as_run().true_gradients(), exact)
+        # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
+        limits = {name: _HARM if each.numel() > _FEW else _HARM_OF_FEW for name, each in exact.items()}
+
+        def harms(error: Finding) -> bool:
             fixed: dict[str, float] = {}
             if error.module and step.format.half is not None:
                 with suppress(FormatError, RuntimeError):  # a module that cannot be in fp32 alone
-                    fixed = _far(_gradients(step.as_run([*step.fp32_modules, error.module])), exact)
-            if any(e > _limit(exact[name]) and fixed.get(name, 0.0) < e / 2 for name, e in own.items()):
-                found.append(error)
-    return found
+                    fixed = _errors(step.as_run([*step.fp32_modules, error.module]).true_gradients(), exact)
+            return any(e > limits[name] and fixed.get(name, 0.0) < e / 2 for name, e in own.items())
+
+        return [error for error in errors if (error.module, error.direction) in large or harms(error)]
 
 
 @dataclass
 class WrongGradients:
     """The gradients, and the loss, that a format has wrong beyond what its rounding of weights and inputs does."""
 
-    exact: dict[str, Tensor]
+    exact: Gradients
     wrong: dict[str, float]
     """Relative errors by parameter; an empty name: the loss."""
     finding: Finding | None = None
@@ -191,23 +189,24 @@ class WrongGradients:
     def fixed_by(self, passes: Replay) -> bool:
         """Return whether other passes have them right, or half as wrong."""
         with NoDropout():
-            other = _far(_gradients(passes), self.exact)
+            other = _errors(passes.true_gradients(), self.exact)
         return bool(self.wrong) and all(other.get(name, math.inf) < error / 2 for name, error in self.wrong.items())
 
 
 def wrong_gradients(step: Step) -> WrongGradients:
     """Compare the gradients of the whole step with the reference's: also what no module computes, such as the loss."""
-    number = step.format.number
     with NoDropout():
         reference = step.reference(reference_dtype(step.format))
-        exact = _gradients(reference)
-        least = dict.fromkeys(exact, 0.0)
-        for seed in range(_NUDGES):
-            for name, error in _far(_gradients(perturb(reference, number.unit_roundoff, seed)), exact).items():
+        exact = reference.true_gradients()
+        least = dict.fromkeys(exact, 0.0)  # errors that rounding explains
+        for seed in range(_PERTURBATIONS):
+            unit = step.format.number.unit_roundoff
+            (reference.microbatches,) = reference.perturb(unit, seed, [step.microbatches])
+            for name, error in _errors(reference.true_gradients(), exact).items():
                 least[name] = max(least[name], error)
-        own = _far(_gradients(step.as_run()), exact)
+        own = _errors(step.as_run().true_gradients(), exact)
     total = math.hypot(*(each.norm().item() for name, each in exact.items() if name))
-    limits = {name: max(_WRONG_LOSS if not name else _WRONG, FACTOR * least[name]) for name in own}
+    limits = {name: max(_WRONG if name else _WRONG_LOSS, FACTOR * least[name]) for name in own}
     wrong = {
         name: error
         for name, error in own.items()
@@ -246,34 +245,8 @@ def rounded_away(step: Step) -> str:
     return ""
 
 
-def perturb(passes: Replay, unit: float, seed: int) -> Replay:
-    """Return passes whose weights and inputs are changed by ±``unit``, relative to their size."""
-    generator = torch.Generator().manual_seed(seed)
-    weights, batches = passes.step.weights, passes.step.microbatches
-    passes.weights = {name: perturbed(in_dtype(each, torch.float32), unit, generator) for name, each in weights.items()}
-    passes.microbatches = [
-        map_tensors(batch, lambda tensor: perturbed(tensor, unit, generator, data=True)) for batch in batches
-    ]
-    return passes
-
-
-def _gradients(passes: Replay) -> dict[str, Tensor]:
-    """Return the true gradients of a step and its loss."""
-    attempt = passes.run()
-    factor = attempt.correction / passes.scale
-    gradients = {name: each.to_dense() if each.is_sparse else each for name, each in attempt.gradients.items()}
-    return {name: in_dtype(each, torch.float64) * factor for name, each in gradients.items()} | {
-        "": attempt.loss.double()
-    }
-
-
-def _far(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+def _errors(found: Gradients, exact: Gradients) -> dict[str, float]:
     return {name: relative_error(each, exact[name]) for name, each in found.items() if name in exact}
-
-
-def _limit(tensor: Tensor) -> float:
-    """Return the error from which on a gradient is wrong; that of few elements is that of their sums by chance."""
-    return _HARM if tensor.numel() > _FEW else _HARM_OF_FEW
 
 
 def _sums_in_half(module: nn.Module, row: LocalError) -> bool:
@@ -406,8 +379,7 @@ class _Comparison:
         # In fp16 a number that is too small for the full precision has this error, which a loss scale can avoid.
         absolute = number.smallest / 2 * math.sqrt(exact.numel()) / norm if norm and number is FP16 else 0.0
         bound = max(FACTOR * max(cond, number.unit_roundoff * math.sqrt(d), absolute), least)
-        accumulated = call.accumulated if direction == FORWARD and name.startswith("result") else math.nan
-        return LocalError(call.module, call.number, direction, name, e, cond, d, bound, accumulated)
+        return LocalError(call.module, call.number, direction, name, e, cond, d, bound)
 
 
 @contextmanager
@@ -547,8 +519,6 @@ class Call:
     """Its results were changed in place afterwards; the evaluation in the reference restores them."""
     skipped: str = ""
     """Why it cannot be evaluated."""
-    accumulated: float = math.nan
-    """The relative error of its results in the low precision's own run, with all that came before it."""
 
     def sources(self) -> list[tuple[str, Value]]:
         """Return what its own operators get, with names: its arguments, and the results of its submodules."""
@@ -648,7 +618,7 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
 
 
 def _compare(calls: list[Call], low: list[Call]) -> None:
-    """Add to each call how it is called in the low precision, and its accumulated error."""
+    """Add to each call how it is called in the low precision."""
     found = {(call.module, call.number): call for call in low}
     for call in calls:
         other = found.get((call.module, call.number))
@@ -660,10 +630,6 @@ def _compare(calls: list[Call], low: list[Call]) -> None:
             for value, in_low in zip(mine.values, its.values, strict=True):
                 value.low = in_low.tensor.dtype
         call.autocast, call.in_fp32_module = other.autocast, other.in_fp32_module
-        if not call.overwritten:
-            pairs = zip(other.returned.values, call.returned.values, strict=True)
-            errors = [relative_error(in_low.tensor, value.tensor) for in_low, value in pairs]
-            call.accumulated = max(errors, default=0.0)
 
 
 def evaluate(passes: Replay, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, TakenStep
@@ -31,7 +31,7 @@ def opening(replay: TakenStep) -> str:
 
 def lines(diagnosis: Diagnosis) -> list[str]:
     """Return the diagnosis as text."""
-    replay, found = diagnosis.replay, diagnosis.range
+    replay, found = diagnosis.taken, diagnosis.range
     text = [" · ".join(trial.text() for trial in diagnosis.sweep)] if diagnosis.sweep else []
     for finding in diagnosis.findings:
         text += finding.lines()
@@ -48,9 +48,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     return text
 
 
-def facts(diagnosis: Diagnosis) -> dict[str, Any]:
+def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis as JSON holds it: ``scales`` are exponents; a number that is not finite is null."""
-    replay, budget, islands, found = diagnosis.replay, diagnosis.budget, diagnosis.islands, diagnosis.range
+    replay, budget, islands, found = diagnosis.taken, diagnosis.budget, diagnosis.islands, diagnosis.range
     return {
         "verdict": diagnosis.verdict,
         "exit_code": diagnosis.exit_code,
@@ -85,7 +85,7 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
+def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of what was examined, by check."""
     found = {}
     if diagnosis.manifest is not None:
@@ -97,45 +97,46 @@ def tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def files_of(diagnosis: Diagnosis, subject: str, record: dict[str, Any], plots: Sequence[Plot] = ()) -> dict[str, str]:
-    """Return the texts of the files by name: the page first, the tables as CSV, and the verdict as JSON.
+def write_report(
+    diagnosis: Diagnosis, folder: Path, subject: str, record: dict[str, Any], plots: Sequence[Plot] = ()
+) -> Path:
+    """Write ``report.html``, ``verdict.json`` and the tables as CSV into a folder; return the page's path.
 
     Args:
         diagnosis: of the step.
+        folder: which is made.
         subject: what was trained.
         record: ``command``, and what ``mantissa.page.measured_on`` takes.
         plots: for the page.
     """
-    replay, checked = diagnosis.replay, tables(diagnosis)
+    taken, tables = diagnosis.taken, _tables(diagnosis)
     found = [
-        f"{each.kind.capitalize()} in {each.place}, {each.direction}{f', at {each.line}' if each.line else ''}."
-        + (f" Cure: {each.cure[0]}" if each.cure else "")
-        for each in diagnosis.findings
+        f"{finding.kind.capitalize()} in {finding.place}, {finding.direction}"
+        + f"{f', at {finding.line}' if finding.line else ''}."
+        + (f" Cure: {finding.cure[0]}" if finding.cure else "")
+        for finding in diagnosis.findings
     ]
     means = dict.fromkeys(MEANINGS[finding.kind] for finding in diagnosis.findings)
-    sections = [Section("Diagnosis", text="\n".join([opening(replay), *lines(diagnosis)]))]
+    sections = [Section("Diagnosis", text="\n".join([opening(taken), *lines(diagnosis)]))]
     if plots:
         sections.append(Section("Plots", plots=plots))
-    for part, trace in diagnosis.budget.crashes.items():
-        sections.append(Section(f"The crash of check {part}", text=trace))
-    if rows := checked.get("manifest"):
+    sections += [Section(f"The crash of check {part}", text=trace) for part, trace in diagnosis.budget.crashes.items()]
+    if rows := tables.get("manifest"):
         cells = [list(rows[0]), *([str(value) or "-" for value in row.values()] for row in rows)]
         sections.append(Section(f"What ran in which format ({len(rows):,} rows)", table=cells, folded=True))
-    title = f"{diagnosis.verdict}: {subject} {replay.precision}, step {replay.step.number}"
+    title = f"{diagnosis.verdict}: {subject} {taken.precision}, step {taken.step.number}"
     origin = measured_on(record["hardware"], record["versions"], record["git"])
-    answer = [*found, *means] or [f"No fault: {opening(replay)}."]
-    texts = {PAGE: Report("Doctor", title, answer, record["command"], origin, sections).html()}
-    texts |= {f"{name}.csv": _csv(rows) for name, rows in checked.items()}
-    return texts | {VERDICT: json.dumps(facts(diagnosis) | record, indent=2)}
-
-
-def _csv(rows: list[dict[str, Any]]) -> str:
-    buffer = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return buffer.getvalue()
+    answer = [*found, *means] or [f"No fault: {opening(taken)}."]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    (folder / VERDICT).write_text(json.dumps(_facts(diagnosis) | record, indent=2), encoding="utf-8")
+    page = folder / PAGE
+    page.write_text(Report("Doctor", title, answer, record["command"], origin, sections).html(), encoding="utf-8")
+    return page
 
 
 def _exponents(layer: Exponents) -> dict[str, Any]:

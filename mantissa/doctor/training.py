@@ -15,7 +15,6 @@ from mantissa.doctor.module_errors import rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
-from mantissa.tensors import in_dtype, perturbed
 from mantissa.trace import Trace
 
 STEPS, MOST_STEPS = 20, 60
@@ -74,11 +73,16 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
         return Divergence(away=[], limit=[], findings=[finding])
     if not exact.isfinite().all():
         return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
+
+    def perturbed(unit: float, seed: int) -> Tensor:
+        passes = step.reference(reference)
+        return _fp64(passes.train(passes.perturb(unit, seed, batches)))
+
     unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
     own = _fp64(low.train(batches))
     middle, limit, first = exact, torch.full_like(exact, math.inf), None
     if not alone:  # in fp32 chaos soon leaves any spread
-        references = torch.stack([_fp64(_changed(step, batches, unit, seed, reference)) for seed in range(REPLAYS)])
+        references = torch.stack([perturbed(unit, seed) for seed in range(REPLAYS)])
         spread = (references.max(0).values - references.min(0).values).cummax(0).values
         middle, limit = references.mean(0), TIMES * spread.clamp(min=unit * unit)
         first = leaves(own, middle, limit)
@@ -87,7 +91,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     result = Divergence(away=(own - middle).abs().tolist(), limit=limit.tolist())
     loss = lost(own, exact)
     # What a change of the last bit does, too, is the chaos of the training.
-    chaos = abs(lost(_fp64(_changed(step, batches, FP32.unit_roundoff, 0, reference)), exact)) if loss > _WORSE else 0.0
+    chaos = abs(lost(perturbed(FP32.unit_roundoff, 0), exact)) if loss > _WORSE else 0.0
     worse = loss > max(_WORSE, TIMES * chaos)
     if first is None and not worse:
         return result
@@ -167,18 +171,6 @@ def lost(losses: Tensor, exact: Tensor) -> float:
 
 def _fp64(losses: Sequence[float]) -> Tensor:
     return torch.tensor(losses, dtype=torch.float64)
-
-
-def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int, dtype: torch.dtype) -> list[float]:
-    """Return the losses in the reference from weights and inputs changed by ±``unit``, relative to their size."""
-    generator = torch.Generator().manual_seed(seed)
-    passes = step.reference(dtype)
-    passes.weights = {name: perturbed(in_dtype(each, dtype), unit, generator) for name, each in passes.weights.items()}
-    inputs = (
-        [map_tensors(batch, lambda tensor: perturbed(tensor, unit, generator, data=True)) for batch in step]
-        for step in batches
-    )
-    return passes.train(inputs)
 
 
 _EXPLODED = 10.0
@@ -270,9 +262,8 @@ def _largest_state(step: Step) -> tuple[str, str]:
 
 def _factor(passes: Replay) -> tuple[float, str]:
     """Return the constant that the code multiplies the mean loss by at last, and the line."""
-    passes.start()
-    with Trace(passes.model, lines=True) as trace, passes.around(), torch.enable_grad():
-        node = passes.loss(map_tensors(passes.microbatches[0], passes.widened)).grad_fn
+    trace = Trace(passes.model, lines=True)
+    node = passes.forward(trace).grad_fn
     constants = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
     numbers = [abs(each.item()) for each in constants if each is not None and each.numel() == 1]
     if passes.step.sums_loss or node is None or len(numbers) != 1 or not numbers[0]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from evidence.doctor.mlflow import publish
-from mantissa.doctor.diagnosis import FOUND, HEALTHY, Budget, Diagnosis
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis
 from mantissa.finding import FORWARD, OVERFLOW, Finding
 from trainer.files import write_json
 from trainer.tracking.store import connect
@@ -32,11 +33,11 @@ def run(tmp_path: Path) -> Path:
 
 def publish_in(run: Path, verdict: str, *findings: Finding, of: Path | None = None) -> list[str]:
     """Publish a diagnosis of step 3, and return what is printed."""
-    replay: Any = SimpleNamespace(folder=of, step=SimpleNamespace(number=3))
+    taken: Any = SimpleNamespace(folder=of, step=SimpleNamespace(number=3))
     written = [run / "doctor" / "step-3" / name for name in ("report.html", "verdict.json")]
     for path in written:
         path.write_text("x")
-    return publish(Diagnosis(replay, Budget(60, lambda: 0), verdict, findings=list(findings)), written)
+    return publish(Diagnosis(taken, Budget(60, lambda: 0), verdict, findings=list(findings)), written[0])
 
 
 def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Path, store: str) -> None:
@@ -63,7 +64,7 @@ def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Pa
 def test_a_store_that_does_not_answer_is_one_line(run: Path) -> None:
     replace(INFO, uri="http://127.0.0.1:9").write(run)
     (line,) = publish_in(run, FOUND, FINDING, of=run)
-    assert line.startswith("the report is not in MLflow (upload incomplete: ")
+    assert line.startswith("the report is not in MLflow (")
 
 
 def test_what_is_not_in_mlflow_is_not_sent(run: Path) -> None:

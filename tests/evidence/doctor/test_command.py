@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evidence.doctor.command import main
-from mantissa.doctor import diagnosis
+from mantissa.doctor import budget
 from tests.helpers import compose
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json
@@ -148,7 +148,7 @@ def test_a_run_of_other_software(finished: Path, said: Said) -> None:
 
 def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))  # a second a look
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))  # a second a look
     code, lines = said(f"resume={finished}", "budget_s=1")
     assert code == 0
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"

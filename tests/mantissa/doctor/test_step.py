@@ -12,7 +12,7 @@ from torch import nn
 
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.cause import find_origin
-from mantissa.doctor.cures import TRIALS, find_islands, measure_cost
+from mantissa.doctor.cures import find_islands, measure_cost
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.step import Replay
 from mantissa.tensors import random_state
@@ -125,21 +125,14 @@ def test_islands_are_1_minimal_and_have_a_price(
     finding = find_origin(broken, "fp16")
     assert finding is not None
     innocent = replace(finding, module="0")  # in fp32 it is no cure, and is left out at last
-    islands = find_islands(case, innocent, lambda modules: True, lambda: 1.0)
+    islands = find_islands(case, innocent, lambda modules: True, lambda: True)
     assert (islands.modules, islands.cured, islands.minimal) == (expected, True, True)
-    assert islands.calls <= TRIALS
     assert not case.as_run(expected).run_with_backoff().nonfinite
     for name in expected:
         left = [other for other in expected if other != name]
         assert case.as_run(left).run_with_backoff().nonfinite
-    assert islands.cost == ""
     monkeypatch.setattr("mantissa.doctor.cures._LEAST_SECONDS", 0.0)
-    measure_cost(case, islands)
-    assert islands.time_ratio is not None
-    low, high = islands.time_range
-    assert low <= islands.time_ratio <= high
-    assert islands.time_ratio > 0
-    assert islands.memory_bytes is not None
+    islands.cost = measure_cost(case, islands)
     assert islands.text(case.remedies).startswith(f"{case.remedies.modules(islands.fp32_modules)}  (")
     price_text = r"  \([+-]\d+% time \[[+-]\d+%, [+-]\d+%\], [+-][\d.]+ (B|KiB|MiB)\)$"
     assert re.search(price_text, islands.text(case.remedies))
@@ -157,12 +150,12 @@ def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
     finding = find_origin(case.as_run(), "fp16")
     assert finding is not None
     assert finding.module == "one.wo"
-    assert find_islands(case, finding, lambda modules: True, lambda: 1.0).modules == ["one.wo", "two.wo"]
+    assert find_islands(case, finding, lambda modules: True, lambda: True).modules == ["one.wo", "two.wo"]
 
 
 def test_a_search_without_time_says_so() -> None:
     case = step_of(ONCE, "fp16")
     finding = find_origin(case.replay("fp16"), "fp16")
     assert finding is not None
-    islands = find_islands(case, finding, lambda modules: True, lambda: 0.0)
-    assert (islands.modules, islands.cured, islands.calls) == ([], False, 0)
+    islands = find_islands(case, finding, lambda modules: True, lambda: False)
+    assert (islands.modules, islands.cured) == ([], False)

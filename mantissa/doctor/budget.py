@@ -1,0 +1,105 @@
+"""Seconds and memory that an examination may spend; what does not fit is left out, and named."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from mantissa.display import size
+from mantissa.errors import FormatError, UsageError, is_out_of_memory
+from mantissa.trace import is_raised_here, line_of_exception
+
+Result = TypeVar("Result")
+
+
+class Budget:
+    """Runs the parts of an examination for which there is time and memory.
+
+    Args:
+        seconds: for all parts.
+        free_bytes: returns how much memory is left.
+        say: hears the name of every part before it is run.
+    """
+
+    def __init__(self, seconds: float, free_bytes: Callable[[], int], say: Callable[[str], None] = lambda name: None):
+        self.seconds = seconds
+        self.left_out: list[str] = []
+        """Parts that were not run to their end, each with the reason."""
+        self.crashes: dict[str, str] = {}
+        """Traceback of each part that crashed, by its name."""
+        self.spent: dict[str, float] = {}
+        """Seconds by part."""
+        self._free_bytes = free_bytes
+        self._say = say
+        self._began = time.monotonic()
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return self.seconds - (time.monotonic() - self._began)
+
+    def goes_on(self, part: str) -> bool:
+        """Return whether there is time for more of a part; it is left out from here on where there is not."""
+        if self.left() > 0:
+            return True
+        if (out := f"{part} ({self._no_time})") not in self.left_out:
+            self.left_out.append(out)
+        return False
+
+    def run(
+        self, part: str, make: Callable[[], Result], memory_bytes: float = 0, seconds: float = 0, always: bool = False
+    ) -> Result | None:
+        """Return what a part makes; None where it is left out, or fails.
+
+        A part that this model cannot do is left out; one that fails for any other reason is a crash, and kept.
+
+        Args:
+            part: its name.
+            make: the part.
+            memory_bytes: memory that it needs.
+            seconds: time that it takes.
+            always: whether it is run whatever is left; it raises where memory runs out.
+        """
+        if not always and (why := self._lacks(memory_bytes, seconds)):
+            self.left_out.append(f"{part} ({why})")
+            return None
+        self._say(part)
+        began = time.monotonic()
+        try:
+            return make()
+        except Exception as error:
+            if is_out_of_memory(error):
+                if always:
+                    raise
+                self.left_out.append(f"{part} (out of memory)")
+            elif _is_the_models(error):
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+                self.left_out.append(f"{part} ({reason})")
+            else:
+                self.crashes[part] = traceback.format_exc()
+            return None
+        finally:
+            self.spent[part] = self.spent.get(part, 0.0) + time.monotonic() - began
+
+    @property
+    def _no_time(self) -> str:
+        return f"no time left of budget_s={self.seconds:g}"
+
+    def _lacks(self, memory_bytes: float, seconds: float) -> str:
+        """Return why there is no time or no memory for a part; an empty string: there is."""
+        if memory_bytes > (free := self._free_bytes()):
+            return f"it needs about {size(memory_bytes)}, {size(free)} are free"
+        left = self.left()
+        if left <= 0:
+            return self._no_time
+        if seconds > left:
+            return f"it takes about {seconds:.0f} s; set budget_s={self.seconds + seconds:.0f}"
+        return ""
+
+
+def _is_the_models(error: Exception) -> bool:
+    """Return whether a model cannot be computed so: torch or the model's own code raises it, not this library's."""
+    if isinstance(error, FormatError | UsageError):
+        return True
+    return isinstance(error, RuntimeError) and (line_of_exception(error) is not None or not is_raised_here(error))
