@@ -19,7 +19,8 @@ from trainer.recipe import DataSource, LossOutput, Sizes
 MASKED, REPLACED, KEPT = 0.15, 0.8, 0.1
 """The share of a text that is predicted; of it the shares that become [MASK], and that stay as they are. The rest
 becomes random tokens (Devlin et al. 2018, section 3.1)."""
-ROLES = ("cls_token", "sep_token", "pad_token", "mask_token")
+SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+TEMPLATE = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
 
 
 class Shape(NamedTuple):
@@ -87,7 +88,6 @@ class Bert(SizedRecipe):
     cpu_sizes = Sizes(steps=1500, batch_size=32, micro_batch_size=32)  # a minute or two
     gpu_sizes = Sizes(steps=2000, batch_size=256, micro_batch_size=32)  # the published batch
     fine_tuning_lr = 0.05  # 5e-5, the highest of Devlin et al. 2018 (appendix A.3)
-    template = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
     least_context = 16
     size: str = "auto"
     """nano, base or large; auto: nano on a CPU, base on a GPU."""
@@ -99,17 +99,10 @@ class Bert(SizedRecipe):
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, cut into windows, and mask."""
         tokens, context = self.open_tokens(data), self.tokens_per_sample
-        known = tokens.tokenizer.vocab_size
-        own = self.own_special(tokens.tokenizer, ROLES)
-        cls, sep, pad, mask = own or range(known, known + 4)
-        texts = ("[CLS]", "[SEP]", "[PAD]", "[MASK]")
-        special = dict(zip(ROLES, zip(texts, (cls, sep, pad, mask), strict=True), strict=True))
-        return self.cut(
-            tokens,
-            lambda part: MaskedWindows(part, context, known, cls, sep, mask),
-            f"samples of {context} tokens, {MASKED:.0%} of them masked",
-            None if own else special,
-        )
+        tokenizer, known = tokens.tokenizer.with_special(SPECIAL, TEMPLATE), tokens.tokenizer.vocab_size
+        ids: list[Any] = [tokenizer.token_id(role) for role in ("cls_token", "sep_token", "mask_token")]
+        about = f"samples of {context} tokens, {MASKED:.0%} of them masked"
+        return self.cut(tokens, lambda part: MaskedWindows(part, context, known, *ids), about, tokenizer)
 
     def new_model(self, datasets: TextDatasets) -> Any:
         """Return transformers' BERT in fp32: the pretrained one, or a new one.
@@ -129,7 +122,7 @@ class Bert(SizedRecipe):
             num_attention_heads=shape.heads,
             intermediate_size=4 * shape.width,
             max_position_embeddings=max(512, self.tokens_per_sample),
-            **{f"{role}_id": id for role, (_, id) in datasets.special.items() if role != "mask_token"},
+            **{f"{role}_id": datasets.tokenizer.token_id(role) for role in SPECIAL if role != "mask_token"},
             attn_implementation=self.attention,
             **dropouts,
         )

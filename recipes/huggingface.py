@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.tokenizers import OWN_BPE, Pretrained, Tokenizer, opening
+from recipes.data.text.tokenizers import OWN_BPE, Tokenizer, opening
 from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
-from recipes.export import save_model, save_tokenizer, token_tables
+from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, nearest
@@ -54,8 +54,6 @@ class SizedRecipe(Recipe):
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     least_context: ClassVar[int] = 2
-    template: ClassVar[str] = ""
-    """Where the special tokens of the recipe stand, see ``recipes.export.save_tokenizer``."""
 
     size: str = "auto"
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
@@ -157,7 +155,7 @@ class SizedRecipe(Recipe):
         tokens: TokenData,
         samples: Callable[[np.ndarray], Dataset],
         description: str,
-        special: Mapping[str, tuple[str, int]] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> TextDatasets:
         """Return the samples that ``samples`` makes of each part of the tokens, and the size of the vocabulary.
 
@@ -165,9 +163,9 @@ class SizedRecipe(Recipe):
             tokens: the text.
             samples: makes a dataset of a part's ids.
             description: of the samples, added to that of the text.
-            special: tokens that the recipe adds to the tokenizer's, see ``TextDatasets``.
+            tokenizer: of the text, with the special tokens of the recipe, if it has any.
         """
-        added = special or {}
+        tokenizer = tokenizer or tokens.tokenizer
         own = int(self.pretrained_config().vocab_size) if self.pretrained else 0
         return TextDatasets(
             samples(tokens.train),
@@ -175,25 +173,9 @@ class SizedRecipe(Recipe):
             f"{tokens.description}, {description}",
             test=None if tokens.test is None else samples(tokens.test),
             tokens=tokens,
-            vocabulary=max(tokens.tokenizer.vocab_size + len(added), own),
-            special=added,
+            tokenizer=tokenizer,
+            vocabulary=max(tokenizer.vocab_size, own),
         )
-
-    def own_special(self, tokenizer: Tokenizer, roles: Sequence[str]) -> list[int] | None:
-        """Return the ids of special tokens, where the pretrained model brings them with its tokenizer.
-
-        Raises:
-            UserError: its tokenizer lacks one.
-        """
-        if self.pretrained is None or not isinstance(tokenizer, Pretrained):
-            return None
-        found = {role: tokenizer.token_id(role) for role in roles}
-        if missing := [role for role, id in found.items() if id is None]:
-            raise UserError(
-                f"init_from={self.pretrained}: its tokenizer has no {missing[0]}, which recipe={self.name} "
-                "needs" + ("; use a smaller recipe.context" if missing[0].startswith("<extra_id_") else "")
-            )
-        return [id for id in found.values() if id is not None]
 
     def new_model(self, datasets: TextDatasets) -> Any:
         """Return the model in fp32, with random weights or the pretrained ones, without adapters."""
@@ -233,17 +215,13 @@ class SizedRecipe(Recipe):
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Choose the size and the context."""
-        chosen = getattr(self._text(data), "tokenizer", OWN_BPE)
-        if self.pretrained and chosen not in (OWN_BPE, self.pretrained):  # the default need not be dropped
-            raise UserError(
-                f"data.tokenizer={chosen} has no effect with init_from={self.pretrained}, which has its own "
-                "tokenizer; remove one of them"
-            )
-        if self.pretrained and isinstance(data, TokenizedText) and data.vocab_size != TokenizedText.vocab_size:
-            raise UserError(
-                f"data.vocab_size={data.vocab_size} has no effect with init_from={self.pretrained}, which has "
-                "its own tokenizer; leave it out"
-            )
+        if isinstance(self._text(data), TokenizedText) and self.pretrained:  # the defaults need not be dropped
+            for key, default in (("tokenizer", OWN_BPE), ("vocab_size", TokenizedText.vocab_size)):
+                if (value := getattr(data, key)) not in (default, self.pretrained):
+                    raise UserError(
+                        f"data.{key}={value} has no effect with init_from={self.pretrained}, which has its own "
+                        "tokenizer; leave it out"
+                    )
         decisions = self.choose_model(hardware)
         if self.context == "auto":
             tokens = self.chosen(decisions).tokens_per_sample
@@ -297,8 +275,8 @@ class SizedRecipe(Recipe):
         The padding of the vocabulary is not exported: nothing can predict an id that the tokenizer does not know.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        eos = save_tokenizer(datasets.tokens.tokenizer, folder, datasets.special, self.template)
-        save_model(_network(model), folder, datasets.vocabulary, eos)
+        datasets.tokenizer.save(folder)
+        save_model(_network(model), folder, datasets.vocabulary, datasets.tokenizer.token_id("eos_token"))
         self.lora.save(_network(model), self.name, self.pretrained, folder / "adapter")
 
     def _text(self, data: DataSource) -> TextSource:

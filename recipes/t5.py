@@ -22,6 +22,9 @@ NOISE, SPAN = 0.15, 3
 """The share of a text that is removed, in spans of so many tokens on average."""
 IGNORED = -100
 """No target: padding, where labels are padded."""
+SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
+"""Beside the sentinels; the first is the start, too."""
+TEMPLATE = "$A {eos_token} | $A {eos_token} $B {eos_token}"
 VOCABULARY_MULTIPLE = 128
 """As in the published 32,128."""
 
@@ -52,7 +55,7 @@ class SpanCorruption(Dataset):
     EOS. All samples are equally long: from 512 input tokens on, 114 are the target.
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, eos: int, sentinels: Sequence[int]) -> None:
+    def __init__(self, tokens: np.ndarray, context: int, eos: Any, sentinels: Sequence[Any]) -> None:
         """Make them of a text's ids; ``eos`` and ``sentinels`` are ids of their own, one sentinel for each span."""
         self.tokens = tokens
         self.window = window(context)
@@ -113,7 +116,6 @@ class T5(SizedRecipe):
     cpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # a minute or two
     gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # a quarter of the published batch
     masks_attention = True
-    template = "$A {eos_token} | $A {eos_token} $B {eos_token}"
     least_context = 16
     size: str = "auto"
     """nano, small or base; auto: nano on a CPU, small on a GPU."""
@@ -125,18 +127,12 @@ class T5(SizedRecipe):
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and remove spans."""
         tokens, context = self.open_tokens(data), self.tokens_per_sample
-        known = tokens.tokenizer.vocab_size
         noise, spans = _cuts(window(context))
-        names = [f"<extra_id_{n}>" for n in range(spans)]
-        own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
-        start, eos, *sentinels = own or range(known, known + 2 + spans)
-        text = f"{noise} tokens in {spans} spans removed from each {window(context)}"
-        # Under T5's own names; the start pads, too.
-        special = {"pad_token": ("<pad>", start), "eos_token": ("</s>", eos)}
-        special |= {f"sentinel_{n}": token for n, token in enumerate(zip(names, sentinels, strict=True))}
-        return self.cut(
-            tokens, lambda part: SpanCorruption(part, context, eos, sentinels), text, None if own else special
-        )
+        names = [f"<extra_id_{number}>" for number in range(spans)]
+        tokenizer = tokens.tokenizer.with_special(SPECIAL | {name: name for name in names}, TEMPLATE)
+        eos, *sentinels = (tokenizer.token_id(role) for role in ("eos_token", *names))
+        about = f"{noise} tokens in {spans} spans removed from each {window(context)}"
+        return self.cut(tokens, lambda part: SpanCorruption(part, context, eos, sentinels), about, tokenizer)
 
     def new_model(self, datasets: TextDatasets) -> Any:
         """Return transformers' T5 in fp32: the pretrained one, or a new one.
@@ -149,7 +145,7 @@ class T5(SizedRecipe):
             raise UserError("the T5 of this version of transformers has no recipe.attention=sdpa; use eager")
         if self.pretrained:
             return self.open_pretrained(T5ForConditionalGeneration, datasets.vocabulary, dropout_rate=self.dropout)
-        shape, start = SHAPES[self.size], datasets.special["pad_token"][1]
+        shape, start = SHAPES[self.size], datasets.tokenizer.token_id("pad_token")
         config = T5Config(
             vocab_size=math.ceil(datasets.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
             d_model=shape.width,
@@ -160,7 +156,7 @@ class T5(SizedRecipe):
             dropout_rate=self.dropout,
             pad_token_id=start,
             decoder_start_token_id=start,
-            eos_token_id=datasets.special["eos_token"][1],
+            eos_token_id=datasets.tokenizer.token_id("eos_token"),
             attn_implementation=self.attention,
         )
         return T5ForConditionalGeneration(config)

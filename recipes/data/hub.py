@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -14,14 +14,13 @@ import torch
 
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.corpus import READINGS, Corpus, Split, TokenizedText, joint_of, split
+from recipes.data.text.corpus import Text, TokenizedText, split
 from recipes.data.text.tokenizers import hub_reachable
-from trainer.data.overlap import check_no_overlap
 from trainer.errors import UserError, first_line
 
-VALIDATION = ("validation", "valid", "val", "dev", "test")
-"""What datasets call the split to validate on, the best first."""
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
+ROWS = ("auto", "lines", "documents")
+"""What the rows of a text dataset are; auto: see ``are_lines``."""
 
 
 @dataclass
@@ -45,10 +44,10 @@ class Hub(TokenizedText, ImageSource):
     image_column: str | None = None
     """Column of images; null: the only one."""
     label_column: str | None = None
-    """Column of labels; null: the only one."""
+    """Column of labels, of any type; null: the only one whose type is ClassLabel."""
     rows: str = "auto"
-    """What the rows of a text dataset are: ``lines`` of one text, which are joined, or ``documents``; auto: what they
-    look like."""
+    """What the rows of a text dataset are: ``lines`` of one text, which are joined, or ``documents``; auto: lines where
+    each ends with its line end and some are blank, as in wikitext."""
     on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
@@ -57,27 +56,25 @@ class Hub(TokenizedText, ImageSource):
         super().__post_init__()
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
-        if self.rows not in READINGS:
-            raise UserError(f"data.rows={self.rows} is unknown; use data.rows={'|'.join(READINGS)}")
+        if self.rows not in ROWS:
+            raise UserError(f"data.rows={self.rows} is unknown; use data.rows={'|'.join(ROWS)}")
         self._local_path()
 
     def title(self) -> str:
         """Return the hub id or path."""
         return self.name
 
-    def splits(self) -> tuple[Split, Split]:
+    def splits(self) -> tuple[Text, Text]:
         """Return the column of text, of the dataset's own splits or of one that is divided (see ``split``)."""
         self.refuse_augment()
-        train = self._corpus("train_split", self.train_split)
-        names = self._valid_splits(self._splits)
-        if not names:
+        train, valid = self._text("train_split", self.train_split), self._valid_split()
+        if valid is None:
             return split(train, self.valid_fraction)
-        valid = self._corpus("valid_split", names[0])
-        return Split.whole(train), Split.whole(valid, f"the dataset's split {names[0]}")
+        return train, replace(self._text("valid_split", valid), origin=f"the dataset's split {valid}")
 
-    def test_split(self) -> Split | None:
+    def test_split(self) -> Text | None:
         """Return the column of text of the split ``test`` names."""
-        return None if self.test is None else Split.whole(self._corpus("test", self.test))
+        return None if self.test is None else self._text("test", self.test)
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images; for None as large as the first one's shorter side, at most 224 pixels.
@@ -85,83 +82,76 @@ class Hub(TokenizedText, ImageSource):
         Raises:
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
-        splits = self._splits
-        train = self._split(splits, "train_split", self.train_split)
-        declared = any(map(_is_class, train.features.values()))
-        label = self._column(train, "label_column", self.label_column, _is_class if declared else _may_be_class)
-        if declared:
-            classes = list(train.features[label].names)
-        else:
-            classes = [str(value) for value in sorted(value for value in train.unique(label) if value is not None)]
-        labels = self._labels(train, label, classes, f"data.train_split={self.train_split}")
-        train_set, valid_set, origin = self._image_splits(splits, train, label, classes, labels)
-        parts = {"training": train_set, "validation": valid_set}
-        if self.test is not None:
-            held = self._split(splits, "test", self.test)
-            parts["test"] = self._images(held, self._labels(held, label, classes, f"data.test={self.test}"))
-        size = image_size or min(*train_set.decoded(0)[0].size, 224)
+        train, valid = self._split("train_split", self.train_split), self._valid_split()
+        label = self._column(train, "label_column", _is_class if self.label_column is None else _may_be_class)
+        names = getattr(train.features[label], "names", None)
+        classes = names or [str(value) for value in sorted(set(train.unique(label)) - {None})]
+        labels = self._labels("train_split", self.train_split, label, classes)
+        parts = {"training": self._images(train, labels)}
+        if valid is None:
+            chosen, origin = held_out(labels, self.valid_fraction), f"{self.valid_fraction:.3g} of each class"
+            parts["training"] = self._images(train, labels, np.flatnonzero(~chosen))
+            parts["validation"] = self._images(train, labels, np.flatnonzero(chosen))
+        for part, key, choice in (("validation", "valid_split", valid), ("test", "test", self.test)):
+            if choice is not None:
+                own = self._split(key, choice)
+                parts[part] = self._images(own, self._labels(key, choice, label, classes))
+        if valid is not None:
+            origin = f"the dataset's split {valid}"
+        size = image_size or min(*parts["training"].decoded(0)[0].size, 224)
         return self.opened(
             f"{self.name} ({origin})",
             f"data.name={self.name}",
             parts,
             classes,
             size,
-            train_set.shorter_side(),
+            parts["training"].shorter_side(),
             decodes=True,
         )
 
-    def _valid_splits(self, splits: Mapping[str, Any]) -> list[str]:
-        """Return the splits that may be validated on, the best first; none: a part of the training split is."""
+    def _valid_split(self) -> str | None:
+        """Return the split to validate on; None: a part of the training split is."""
         if self.valid_split is not None:
-            return [] if self.valid_split == self.train_split else [self.valid_split]
-        taken = (self.train_split, self.test)
-        return [name for name in VALIDATION if name in splits and name not in taken and len(splits[name])]
+            return None if self.valid_split == self.train_split else self.valid_split
+        names = [name for name in ("validation", "test") if name not in (self.train_split, self.test)]
+        return next((name for name in names if len(self._splits.get(name, ()))), None)
 
-    def _image_splits(
-        self, splits: Mapping[str, Any], train: Any, label: str, classes: list[str], labels: np.ndarray
-    ) -> tuple[HubImages, HubImages, str]:
-        """Return what to train on, what to validate on, and where that comes from."""
-        if names := self._valid_splits(splits):
-            valid = self._split(splits, "valid_split", names[0])
-            valid_labels = self._labels(valid, label, classes, f"data.valid_split={names[0]}")
-            return self._images(train, labels), self._images(valid, valid_labels), f"the dataset's split {names[0]}"
-        chosen = held_out(labels, self.valid_fraction)
-        train_set, valid_set = (self._images(train, labels, np.flatnonzero(rows)) for rows in (~chosen, chosen))
-        return train_set, valid_set, f"{self.valid_fraction:.3g} of each class"
-
-    def _corpus(self, key: str, choice: str) -> Corpus:
+    def _text(self, key: str, choice: str) -> Text:
         """Return the column of text of a split. Whether its rows are lines is that of the training split's."""
-        joint = self._joint
-        note = "each row a document" if joint is None else "rows are lines: joined, without a token between them"
-        name, texts = self._texts(key, choice)
+        end = self._line_end
+        note = "each row a document" if end is None else "rows are lines: joined, without a token between them"
+        name, column = self._text_column(key, choice)
 
         def read(rows: Sequence[int]) -> Iterator[list[str]]:
-            for batch in texts.select(rows).iter(1000):
-                yield from ([text or ""] for text in batch[name])
+            for batch in column.select(rows).iter(1000):
+                yield from ((text or "").splitlines(keepends=True) for text in batch[name])
 
         # The fingerprint follows the files' contents or, for local ones, their modification times.
-        identity = [self.name, choice, name, self._splits[choice]._fingerprint]
-        sizes = np.full(len(texts), max(1, texts.data.nbytes // len(texts)))
-        return Corpus(sizes, read, identity, joint, f"{note} (data.rows={self.rows})")
+        source = [self.name, choice, name, self._splits[choice]._fingerprint]
+        sizes = np.full(len(column), max(1, column.data.nbytes // len(column)))
+        note = f"{note} (data.rows={self.rows})"
+        return Text(sizes, read, source, range(len(column)), line_end=end, note=note)
 
     @cached_property
-    def _joint(self) -> str | None:
-        name, texts = self._texts("train_split", self.train_split)
-        some = np.linspace(0, len(texts) - 1, min(len(texts), 1000)).astype(int).tolist()
-        return joint_of(texts[some][name], self.rows)
+    def _line_end(self) -> str | None:
+        """What ends each row of a text, where they are lines: nothing where they have their line ends already."""
+        name, column = self._text_column("train_split", self.train_split)
+        some = np.linspace(0, len(column) - 1, min(len(column), 1000)).astype(int).tolist()
+        rows = column[some][name]
+        if self.rows == "documents" or (self.rows == "auto" and not are_lines(rows)):
+            return None
+        return "" if any((row or "").endswith("\n") for row in rows) else "\n"
 
-    def _texts(self, key: str, choice: str) -> tuple[str, Any]:
+    def _text_column(self, key: str, choice: str) -> tuple[str, Any]:
         """Return the name of the column of text, and the split with this column alone."""
-        dataset = self._split(self._splits, key, choice)
-        name = self._column(dataset, "text_column", self.text_column, _is_text)
+        dataset = self._split(key, choice)
+        name = self._column(dataset, "text_column", _is_text)
         return name, dataset.select_columns([name])
 
     def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray | None = None) -> HubImages:
         from datasets import Image
 
-        name = self._column(
-            dataset, "image_column", self.image_column, lambda feature: type(feature).__name__ == "Image"
-        )
+        name = self._column(dataset, "image_column", lambda feature: isinstance(feature, Image))
         encoded = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         rows = np.arange(len(labels)) if rows is None else rows
         return HubImages(f"data.name={self.name}", encoded, name, labels, rows, self.on_error)
@@ -203,7 +193,6 @@ class Hub(TokenizedText, ImageSource):
                 builder = datasets.load_dataset_builder(**arguments, sample_by="document")
             builder.download_and_prepare()
             splits: Mapping[str, Any] = builder.as_dataset()
-            files: Mapping[str, Any] = builder.config.data_files or {}
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             if offline:
                 raise UserError(
@@ -213,49 +202,45 @@ class Hub(TokenizedText, ImageSource):
             raise UserError(f"data.name={self.name} cannot be opened: {first_line(error.__cause__ or error)}") from None
         finally:
             datasets.config.HF_HUB_OFFLINE = before
-        if self.test is not None:
-            self._check_test(splits, files)
         return splits
 
-    def _check_test(self, splits: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-        """Raise UserError where ``test`` names a split with another role, or one of the same local files."""
-        local = {name: [str(file) for file in own if Path(file).is_file()] for name, own in files.items()}
-        used = (self.train_split, *self._valid_splits(splits)[:1])
-        for role, other in zip(("training", "validation"), used, strict=False):
-            if self.test == other:
-                raise UserError(f"data.test={other} is the {role} split; set it to one that is used for nothing else")
-            check_no_overlap(f"data.test={self.test}", local.get(str(self.test), []), local.get(other, []), role)
+    def _split(self, key: str, choice: str) -> Any:
+        """Return the split that ``key`` names.
 
-    def _split(self, splits: Mapping[str, Any], key: str, choice: str) -> Any:
-        """Return the split that ``key`` names. Raises UserError if it is not there, or empty."""
-        if choice not in splits:
-            raise UserError(f"data.{key}={choice}: {self.name} has the splits {', '.join(splits)}")
-        if not len(splits[choice]):
+        Raises:
+            UserError: it is not there, it is empty, or it is the test split with another role.
+        """
+        if choice not in self._splits:
+            raise UserError(f"data.{key}={choice}: {self.name} has the splits {', '.join(self._splits)}")
+        if not len(self._splits[choice]):
             raise UserError(f"data.{key}={choice}: this split of {self.name} has no rows")
-        return splits[choice]
+        if key != "test" and choice == self.test:
+            role = "training" if key == "train_split" else "validation"
+            raise UserError(f"data.test={choice} is the {role} split; set it to one that is used for nothing else")
+        return self._splits[choice]
 
-    def _column(self, dataset: Any, key: str, choice: str | None, fits: Callable[[Any], bool]) -> str:
-        """Return the column that ``key`` names, or the only one whose feature ``fits``.
+    def _column(self, dataset: Any, key: str, fits: Callable[[Any], bool]) -> str:
+        """Return the column that ``key`` names, or the only one whose type ``fits``.
 
         Raises:
             UserError: no such column, none that fits, or several.
         """
+        choice: str | None = getattr(self, key)
         fitting = [name for name, feature in dataset.features.items() if fits(feature)]
-        wanted, every = key.removesuffix("_column"), ", ".join(dataset.features)
-        if choice is not None and choice not in fitting:
-            why = f"is not of type {wanted}" if choice in dataset.features else "does not exist"
-            raise UserError(f"data.{key}={choice}: this column {why}; use {' or '.join(fitting) or every}")
-        if not fitting:
-            raise UserError(f"data.name={self.name} has no column of type {wanted}; its columns are {every}")
-        if choice is None and len(fitting) > 1:
-            columns = "|".join(fitting)
-            raise UserError(f"data.name={self.name} has several columns of type {wanted}; set data.{key}={columns}")
-        return choice or fitting[0]
+        if choice and choice in fitting:
+            return choice
+        if choice is None and len(fitting) == 1:
+            return fitting[0]
+        kind = key.removesuffix("_column")
+        wrong = f"{len(fitting) or 'no'} columns are" if choice is None else f"{choice} is no column"
+        use = f"set data.{key}={'|'.join(fitting)}" if fitting else f"its columns are {', '.join(dataset.features)}"
+        raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")
 
-    def _labels(self, dataset: Any, label: str, classes: list[str], where: str) -> np.ndarray:
-        """Return the column as int64 indices into ``classes``. Raises UserError for a row that has none."""
+    def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
+        """Return the labels of a split as int64 indices into ``classes``. Raises UserError for a row that has none."""
+        dataset = self._split(key, choice)
         if label not in dataset.features:
-            raise UserError(f"{where}: this split has no column {label}")
+            raise UserError(f"data.{key}={choice}: this split has no column {label}")
         values = dataset[label][:]
         keys = map(str, range(len(classes))) if _is_class(dataset.features[label]) else classes
         known = {key: number for number, key in enumerate(keys)}
@@ -263,10 +248,21 @@ class Hub(TokenizedText, ImageSource):
         if (numbers < 0).any():
             row = int(numbers.argmin())
             raise UserError(
-                f"{where}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes; "
+                f"data.{key}={choice}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes; "
                 "name a split that has labels, or data.valid_split=train for a part of the training split"
             )
         return numbers
+
+
+def are_lines(rows: Sequence[str | None]) -> bool:
+    """Return whether rows are lines of longer texts: nearly all end with their only line end, and some are blank.
+
+    Joined, they are the text, as the files of wikitext are. All others are documents.
+    """
+    filled = [row for row in rows if row and row.strip()]
+    lines = sum(row.find("\n") == len(row) - 1 for row in filled)
+    blank = sum(row is not None and not row.strip() for row in rows)
+    return lines >= 0.95 * len(filled) and blank >= max(3, len(rows) / 100)
 
 
 def _is_text(feature: Any) -> bool:

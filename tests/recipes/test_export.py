@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 from recipes.data.images.arrays import Digits
 from recipes.data.synthetic import Synthetic
-from recipes.data.text.tokenizers import BytePairs, Bytes, Characters, Tokenizer
-from recipes.export import save_tokenizer
+from recipes.data.text.tokenizers import BytePairs, Bytes, Characters, Pretrained, Tokenizer
 from recipes.resnet import ResNet
 from tests.helpers import PROJECT, trainer_of
 from trainer.data.contract import SampleId
@@ -216,10 +215,16 @@ def test_the_description_is_enough_for_every_constructor(arch: str) -> None:
     assert (config["image_size"], config["arch_options"]["num_classes"]) == (224, 12)
 
 
-def test_a_special_token_that_the_tokenizer_has_already_gets_another_name(tmp_path: Path) -> None:
-    backend = BytePairs.train(["[CLS]"], 300)._backend
-    backend.add_special_tokens(["[CLS]"])
-    ours = BytePairs(backend)
-    save_tokenizer(ours, tmp_path, {"cls_token": ("[CLS]", ours.vocab_size)}, "{cls_token} $A|$A $B")
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert (theirs.cls_token, theirs.cls_token_id) == ("[CLS]_", ours.vocab_size)
+def test_special_tokens_that_a_pretrained_tokenizer_lacks_are_added(tmp_path: Path) -> None:
+    ours = TOKENIZERS["bpe"]
+    for name in ("plain", "more"):
+        (tmp_path / name).mkdir()
+    ours.save(tmp_path / "plain")
+    opened = Pretrained.open(str(tmp_path / "plain"), "data.tokenizer")
+    more = opened.with_special({"cls_token": "[CLS]", "eos_token": "</s>"}, "{cls_token} $A {eos_token}|$A $B")
+    more.save(tmp_path / "more")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "more")
+    assert (theirs.cls_token_id, theirs.eos_token) == (ours.vocab_size, "<|endoftext|>")
+    assert theirs("fox")["input_ids"] == [ours.vocab_size, *ours.encode("fox"), theirs.eos_token_id]
+    again = Pretrained.open(str(tmp_path / "more"), "data.tokenizer")
+    assert again.with_special({"cls_token": "[CLS]"}, "") is again

@@ -184,14 +184,6 @@ def test_what_contradicts_the_folder_is_named(folder: tuple[str, Path]) -> None:
         trainer_of(*options(other, path))
 
 
-def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:
-    config = BertConfig(vocab_size=WORDS + 1, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    BertForMaskedLM(config).save_pretrained(tmp_path / "model")
-    words(tmp_path / "model", {"pad_token": "[PAD]"})
-    with pytest.raises(UserError, match="its tokenizer has no cls_token, which recipe=bert needs"):
-        trainer_of(*options("bert", tmp_path / "model"))
-
-
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 @pytest.mark.parametrize("known", [WORDS + 5, WORDS - 10])
 def test_token_ids_of_model_and_tokenizer_may_differ(known: int, folder: tuple[str, Path], tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,140 +20,92 @@ from trainer.data.overlap import check_no_overlap
 from trainer.errors import UserError
 from trainer.recipe import NO_OPTION
 
-READINGS = ("auto", "lines", "documents")
-"""What the rows of a dataset are; auto: what they look like, see ``joint_of``."""
-SHORT = 500
-"""Characters. Rows of a dataset with a median below this may be lines of longer texts."""
-_HEADING = re.compile(r"= .* =")  # of an article or a section of wikitext
 _TABLES = (".json", ".jsonl", ".csv", ".parquet")
 _NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
-_CHARACTERS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Documents that can be read again and again, in any selection."""
+class Text:
+    """Documents that can be read again and again: all of a source, some, or the same share of each."""
 
     sizes: np.ndarray
-    """Bytes of each document, about, int64: to set a fair share aside, and to show progress."""
+    """Bytes of each document of the source, about, int64: to set a fair part aside, and to show progress."""
     read: Callable[[Sequence[int]], Iterator[Iterable[str]]]
-    """Yields these documents, in the order given, each as the parts of its text, which can be read again."""
-    identity: Any
-    """JSON that changes whenever the text does."""
-    joint: str | None = None
-    """What belongs between two of them where they are no documents but lines of one text; None: they are documents."""
+    """Yields these documents, in the order given, each as the lines of its text, which can be read again."""
+    source: Any
+    """JSON that changes whenever the source's text does."""
+    rows: Sequence[int]
+    """Numbers of the selected documents."""
+    share: tuple[float, float] = (0.0, 1.0)
+    """Beginning and end of the part that is taken of each document."""
+    line_end: str | None = None
+    """End of every document, where they are lines of one text, to be joined: empty where they bring their own; None:
+    they are documents."""
     note: str = ""
     """How they are read, for the start block."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """Some documents of a corpus, whole or the same share of each."""
-
-    corpus: Corpus
-    rows: Sequence[int]
-    start: float = 0.0
-    end: float = 1.0
     origin: str = ""
-    """Where it comes from, for the start block, such as ``whole documents``."""
-
-    @classmethod
-    def whole(cls, corpus: Corpus, origin: str = "") -> Split:
-        """Return all documents."""
-        return cls(corpus, range(len(corpus.sizes)), origin=origin)
+    """What they are a part of, for the start block, such as ``whole documents``."""
 
     @property
     def megabytes(self) -> float:
         """Size of the selected text, about."""
-        return float(self.corpus.sizes[list(self.rows)].sum()) * (self.end - self.start) / 1e6
+        start, end = self.share
+        return float(self.sizes[list(self.rows)].sum()) * (end - start) / 1e6
 
     @property
     def identity(self) -> Any:
         """JSON that changes whenever the selected text does."""
         rows = hashlib.sha256(np.asarray(self.rows, dtype=np.int64).tobytes()).hexdigest()
-        return [self.corpus.identity, self.corpus.joint, rows, self.start, self.end]
+        return [self.source, self.line_end, rows, self.share]
 
     def __iter__(self) -> Iterator[Iterable[str]]:
-        """Yield the documents, each as the parts of its text; lines are the one text that they make."""
-        if self.corpus.joint is not None:
-            yield self._joined(self.corpus.joint)
-        elif (self.start, self.end) == (0.0, 1.0):
-            yield from self.corpus.read(self.rows)
-        else:
-            for document in self.corpus.read(self.rows):
+        """Yield the documents, each as lines; lines are the one text that they make."""
+        if self.line_end is not None:
+            yield map(self._line, self.read(self.rows))
+            return
+        for document in self.read(self.rows):
+            if self.share == (0.0, 1.0):
+                yield document
+            else:
                 length = sum(map(len, document))
-                yield _between(document, int(length * self.start), int(length * self.end))
+                yield _between(document, *(int(length * place) for place in self.share))
 
-    def _joined(self, joint: str) -> Iterator[str]:
-        """Yield the lines, each with what belongs before it: a line end where the one before has none of its own."""
-        before = ""
-        for document in self.corpus.read(self.rows):
-            row = "".join(document)
-            yield (before if row or joint else "") + row
-            if joint:
-                before = joint
-            elif row:
-                before = "" if row.endswith("\n") else "\n"
+    def _line(self, row: Iterable[str]) -> str:
+        line = "".join(row)
+        ended = line.endswith("\n") or not (line or self.line_end)
+        return line if ended else line + "\n"
 
 
-def _between(parts: Iterable[str], first: int, last: int) -> Iterator[str]:
-    """Yield the characters ``first`` to ``last`` of a text that comes in parts."""
-    for part in parts:
-        yield part[max(0, first) : max(0, last)]
-        first, last = first - len(part), last - len(part)
+def _between(lines: Iterable[str], first: int, last: int) -> Iterator[str]:
+    """Yield the characters ``first`` to ``last`` of a text."""
+    for line in lines:
+        yield line[max(0, first) : max(0, last)]
+        first, last = first - len(line), last - len(line)
 
 
-def split(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
+def split(text: Text, fraction: float) -> tuple[Text, Text]:
     """Divide into training and validation, always in the same way.
 
     Of many documents, whole ones are set aside, so that none is known in part. Where they are too few or
     too unequal for that (one file, for instance), the last part of each is, as in nanoGPT. Of lines the last ones are.
     """
-    count = len(corpus.sizes)
-    if corpus.joint is not None:
+    count = len(text.sizes)
+    if text.line_end is not None:
         first = count - round(count * fraction)
         origin = f"the last {count - first:,} of {count:,} rows"
-        return Split(corpus, range(first)), Split(corpus, range(first, count), origin=origin)
-    budget = fraction * corpus.sizes.sum()
+        return replace(text, rows=range(first)), replace(text, rows=range(first, count), origin=origin)
+    budget = fraction * text.sizes.sum()
     chosen, filled = set(), 0
     for row in np.random.default_rng(0).permutation(count).tolist():
-        size = int(corpus.sizes[row])
+        size = int(text.sizes[row])
         if size <= budget / 4 and filled + size <= budget:
             chosen.add(row)
             filled += size
     if filled < budget / 2:
-        origin = f"the last {fraction:.3g} of each document"
-        return Split(corpus, range(count), 0.0, 1 - fraction), Split(corpus, range(count), 1 - fraction, 1.0, origin)
-    train = Split(corpus, [row for row in range(count) if row not in chosen])
-    return train, Split(corpus, sorted(chosen), origin="whole documents")
-
-
-def joint_of(rows: Sequence[str | None], reading: str = READINGS[0]) -> str | None:
-    """Return what belongs between the rows of a dataset where they are lines of longer texts; None: they are documents.
-
-    Lines are short, hold no line end but at their own end, and show that they were cut out of a text, as in wikitext,
-    whose files are the rows one after the other: some are blank lines or headings, and nearly all end with the line's
-    own end. Where the line ends were taken away, there must be both blank lines and headings: tweets may have either.
-    All others are documents, also where some end with a line end and some do not.
-
-    Args:
-        rows: some of them, of all parts of the dataset; None: a missing value, which is no blank line.
-        reading: one of ``READINGS``; other than ``auto`` it says what the rows are.
-    """
-    filled = [row for row in rows if row and row.strip()]
-    ended = sum(row.endswith("\n") for row in filled) / max(1, len(filled))
-    if reading != "auto":
-        return None if reading == "documents" else "" if ended > 0.5 else "\n"
-    inner = sum("\n" in row.strip() for row in filled)
-    length = sorted(len(row or "") for row in rows)[len(rows) // 2]
-    if length >= SHORT or 100 * inner >= len(filled):
-        return None
-    blank = sum(row is not None and not row.strip() for row in rows)
-    headings = sum(_HEADING.fullmatch(row.strip()) is not None for row in filled)
-    several = max(3, len(rows) / 100)
-    if ended >= 0.95:
-        return "" if blank + headings >= several else None
-    return "\n" if ended <= 0.05 and min(blank, headings) >= several else None
+        cut, origin = 1 - fraction, f"the last {fraction:.3g} of each document"
+        return replace(text, share=(0.0, cut)), replace(text, share=(cut, 1.0), origin=origin)
+    train = replace(text, rows=[row for row in range(count) if row not in chosen])
+    return train, replace(text, rows=sorted(chosen), origin="whole documents")
 
 
 @dataclass
@@ -185,11 +134,11 @@ class TokenizedText(TextSource):
         if not 0 < self.valid_fraction <= 0.5:
             raise UserError(f"data.valid_fraction={self.valid_fraction} must be above 0 and at most 0.5, such as 0.1")
 
-    def splits(self) -> tuple[Split, Split]:
+    def splits(self) -> tuple[Text, Text]:
         """Return the text for training and the text for validation. Raises UserError if there is none."""
         raise NotImplementedError
 
-    def test_split(self) -> Split | None:
+    def test_split(self) -> Text | None:
         """Return the text for testing; None: there is none."""
         return None
 
@@ -206,16 +155,16 @@ class TokenizedText(TextSource):
         train, valid = self.splits()
         test = self.test_split()
         parts = {"train": train, "valid": valid} | ({"test": test} if test else {})
-        one = self.whole and train.corpus is valid.corpus
+        one = self.whole and train.source == valid.source
         if one:
-            parts = {"train": Split.whole(train.corpus)}
+            parts = {"train": replace(train, rows=range(len(train.sizes)), share=(0.0, 1.0))}
         key = f"data.tokenizer={self.tokenizer}" if tokenizer is None else f"init_from={tokenizer}"
         how = plan(tokenizer or self.tokenizer, key, self.vocab_size)
         ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, how)
         counts = f"{quantity(len(ids['train']))} tokens"
         counts += "" if one else f" and {quantity(len(ids['valid']))} for validation ({valid.origin})"
         counts += f" and {quantity(len(ids['test']))} for testing" if "test" in ids else ""
-        note = f", {train.corpus.note}" if train.corpus.note else ""
+        note = f", {train.note}" if train.note else ""
         description = f"{self.title()}: {counts}{note}, {opened.label}"
         return TokenData(ids["train"], ids.get("valid", ids["train"]), opened, description, ids.get("test"), text_bytes)
 
@@ -226,7 +175,7 @@ class PythonDocs(TokenizedText):
 
     kind: ClassVar[str] = "python_docs"
 
-    def splits(self) -> tuple[Split, Split]:
+    def splits(self) -> tuple[Text, Text]:
         """Divide the modules, without tests, bundled applications and generated tables."""
         root = Path(sysconfig.get_path("stdlib"))
         paths = []
@@ -260,72 +209,63 @@ class TextFiles(TokenizedText):
         super().__post_init__()
         if not self.path:
             raise UserError("missing required option: data.path; set a text file or a folder, such as notes.txt")
-        _check_text("data.path", self.path)
-        if self.test is not None:
-            _check_text("data.test", self.test)
+        for key, name in (("data.path", self.path), ("data.test", self.test)):
+            path = Path(name or ".").expanduser()
+            if not path.exists():
+                raise UserError(f"{key}={name}: there is no such file or folder")
+            if path.suffix.lower() in _TABLES and path.is_file():
+                raise UserError(
+                    f"{key}={name} is a file of rows, not plain text; use data=hub data.name={name}, "
+                    "which reads its column of text"
+                )
 
     def title(self) -> str:
         """Return the name of the file or folder."""
         return Path(self.path).expanduser().resolve().name
 
-    def splits(self) -> tuple[Split, Split]:
+    def splits(self) -> tuple[Text, Text]:
         """Divide the file, or the files of the folder."""
-        return split(self._corpus(f"data.path={self.path}", self.path), self.valid_fraction)
+        return split(self._text(f"data.path={self.path}", self.path), self.valid_fraction)
 
-    def test_split(self) -> Split | None:
+    def test_split(self) -> Text | None:
         """Return the text of ``test``, whole."""
         if self.test is None:
             return None
         key = f"data.test={self.test}"
         files, others = (list(map(str, self._paths(key, name))) for name in (self.test, self.path))
         check_no_overlap(key, files, others, "training")
-        return Split.whole(self._corpus(key, self.test))
+        return self._text(key, self.test)
 
     def _paths(self, key: str, name: str) -> list[Path]:
         path = Path(name).expanduser().resolve()
         if not path.is_dir():
             return [path]
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        paths = [file for file in files if fnmatch(file.name, self.pattern)]
+        paths = sorted(file for file in path.rglob(self.pattern) if file.is_file())
         if not paths:
-            found = Counter(f"*{file.suffix}" for file in files).most_common(3)
-            there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
-            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} ({there})")
+            found = ", ".join(sorted({f"*{file.suffix}" for file in path.rglob("*") if file.is_file()}))
+            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {found or 'no files'})")
         return paths
 
-    def _corpus(self, key: str, name: str) -> Corpus:
-        corpus = _files(self._paths(key, name), key, self.encoding)
-        if not corpus.sizes.sum():
+    def _text(self, key: str, name: str) -> Text:
+        text = _files(self._paths(key, name), key, self.encoding)
+        if not text.sizes.sum():
             raise UserError(f"{key} is empty; set {key.partition('=')[0]} to a file or folder that has text")
-        return corpus
+        return text
 
 
-def _check_text(key: str, name: str) -> None:
-    """Refuse a path where there is nothing, and a file of rows."""
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise UserError(f"{key}={name}: there is no such file or folder")
-    if path.suffix.lower() in _TABLES and path.is_file():
-        raise UserError(
-            f"{key}={name} is a file of rows, not plain text; use data=hub data.name={name}, "
-            "which reads its column of text"
-        )
-
-
-def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Corpus:
+def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Text:
     stats = [path.stat() for path in paths]
-    return Corpus(
+    return Text(
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
         read=lambda rows: (TextFile(paths[row], key, encoding) for row in rows),
-        identity=[
-            [str(path), stat.st_size, stat.st_mtime_ns, encoding] for path, stat in zip(paths, stats, strict=True)
-        ],
+        source=[[str(path), stat.st_size, stat.st_mtime_ns, encoding] for path, stat in zip(paths, stats, strict=True)],
+        rows=range(len(paths)),
     )
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file's text as it is, line ends included, without a byte order mark; a megabyte is in memory at a time."""
+    """A file's text as it is, line ends included, without a byte order mark; a line is in memory at a time."""
 
     path: Path
     key: str
@@ -333,38 +273,26 @@ class TextFile:
     encoding: str
 
     def __iter__(self) -> Iterator[str]:
-        """Yield parts of the text.
+        """Yield the lines.
 
         Raises:
             UserError: the file cannot be read, or is not text in this encoding.
         """
+        encoding = "utf-8-sig" if self.encoding == "utf-8" else self.encoding  # without a byte order mark
         try:
-            with self.path.open(encoding=self.encoding, newline="") as file:
-                mark = "\ufeff"
-                while part := file.read(_CHARACTERS_AT_ONCE):
-                    if "\0" in part:
-                        raise self._no_text()
-                    yield part.removeprefix(mark)
-                    mark = ""
-        except UnicodeError:
-            raise self._no_text() from None
+            with self.path.open(encoding=encoding, newline="") as file:
+                for line in file:
+                    if "\0" in line:
+                        raise UserError(f"{self.key}: {self.path} is not {self.encoding} text: it has a zero byte")
+                    yield line
+        except UnicodeError as error:
+            raise UserError(
+                f"{self.key}: {self.path} is not {self.encoding} text; set its encoding, such as "
+                "data.encoding=latin-1 or data.encoding=utf-16"
+            ) from error
         except LookupError:
             raise UserError(
                 f"data.encoding={self.encoding} is unknown to Python; use utf-8, latin-1 or cp1252"
             ) from None
         except OSError as error:
             raise UserError(f"{self.key}: {self.path} cannot be read ({error.strerror})") from None
-
-    def _no_text(self) -> UserError:
-        """Return the error of a file whose bytes are no text, with the offset of the first of them."""
-        content = self.path.read_bytes()
-        try:
-            content.decode(self.encoding)
-        except UnicodeDecodeError as error:
-            likely = "utf-16" if b"\0" in content else "latin-1"
-            return UserError(
-                f"{self.key}: {self.path} is not {self.encoding} text: the byte at offset {error.start} does not "
-                f"decode; set its encoding, such as data.encoding={likely}, or convert it: "
-                f"iconv -f {likely} -t utf-8 {self.path.name} > new.txt"
-            )
-        return UserError(f"{self.key}: {self.path} is not text: it has a zero byte at offset {content.find(0)}")

@@ -50,6 +50,20 @@ class Tokenizer(Protocol):
         """Return the text of ``ids``; ids it does not know are left out."""
         ...
 
+    def token_id(self, role: str) -> int | None:
+        """Return the id of a special token, by transformers' name of its role (``cls_token``) or by its text."""
+        ...
+
+    def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
+        """Return the tokenizer with the special tokens of a recipe, whose ids come after the others.
+
+        Args:
+            texts: the tokens as they are written, by role, or by text where transformers has no role for them.
+            template: what is encoded elsewhere for one text and, after a ``|``, for two, as in tokenizers'
+                TemplateProcessing, with ``{role}`` for a special token.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a folder that AutoTokenizer opens, with the same ids."""
         ...
@@ -122,6 +136,23 @@ class OwnTokenizer(Tokenizer):
         """Return the text of the ids that exist, the ends of documents shown; bytes that are not UTF-8 are U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def token_id(self, role: str) -> int | None:
+        found: int | None = self._backend.token_to_id(self._settings.get(role, role))
+        return found
+
+    def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
+        import tokenizers
+        from tokenizers import AddedToken, processors
+
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts.values()])
+        names = self._settings | texts
+        single, pair = (part.strip().format(**names) for part in template.split("|"))
+        used = [(text, backend.token_to_id(text)) for role, text in names.items() if f"{{{role}}}" in template]
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
+        roles = {role: text for role, text in texts.items() if role.endswith("_token")}
+        return OwnTokenizer(backend, self.label, self.separator, **self._settings | roles)
 
     def save(self, folder: Path) -> None:
         self._backend.save(str(folder / "tokenizer.json"))
@@ -284,11 +315,22 @@ class Pretrained(Tokenizer):
         return str(backend.to_str()) if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
 
     def token_id(self, role: str) -> int | None:
-        """Return the id of a special token, by transformers' name of its role (``cls_token``) or by its text."""
         if role in self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
             found: int | None = getattr(self._tokenizer, f"{role}_id")
             return found
         return self._vocabulary.get(role)
+
+    def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
+        """Return this tokenizer, which has them; one that lacks some gets them added."""
+        lacking = {role: text for role, text in texts.items() if self.token_id(role) is None}
+        if not lacking:
+            return self
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(f"the {self.label} has no {next(iter(lacking))}; use another, or data.tokenizer=bpe")
+        known = self._tokenizer.special_tokens_map
+        own = {role: str(text) for role, text in known.items() if role in self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+        return OwnTokenizer(backend, self.label, self.separator, **own).with_special(lacking, template)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,13 +21,11 @@ from trainer.files import flush, locked, read_json, write_json
 from trainer.progress import work
 from trainer.recipe import DataSource
 
-FORMAT = 5
+FORMAT = 6
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
 _CHARACTERS_AT_ONCE = 2**22
-_BETWEEN_LINES = re.compile(r"\S\n(?=\S)|\n(?= \S)")
-_BEFORE_LINE_END = re.compile(r"(?=\n\S)")
 
 log = logging.getLogger("mantissa")
 
@@ -53,13 +49,13 @@ class TextDatasets(Datasets):
     """Samples cut from a tokenised corpus, for a model of so many token ids."""
 
     tokens: TokenData
+    tokenizer: Tokenizer
+    """Tokenizer of the text, with the special tokens of the recipe."""
     vocabulary: int
-    """Number of token ids that the model knows: the tokenizer's, and those added to them."""
-    special: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Tokens that the recipe adds to the tokenizer's, by role: text and id, in the order of the ids."""
+    """Number of token ids that the model knows: the tokenizer's, or more."""
 
     def keep(self, folder: Path) -> None:
-        """Write the tokenizer, without the recipe's own tokens, to ``tokenizer/``."""
+        """Write the tokenizer of the text to ``tokenizer/``."""
         path = folder / "tokenizer"
         path.mkdir(exist_ok=True)
         self.tokens.tokenizer.save(path)
@@ -93,7 +89,7 @@ class Tokenized(NamedTuple):
 
 
 class Documents(Protocol):
-    """Documents to tokenize: see ``corpus.Split``."""
+    """Documents to tokenize: see ``corpus.Text``."""
 
     @property
     def identity(self) -> Any:
@@ -104,7 +100,7 @@ class Documents(Protocol):
         """Return the size of their text."""
 
     def __iter__(self) -> Iterator[Iterable[str]]:
-        """Yield the documents, each as pieces of text."""
+        """Yield the documents, each as lines."""
 
 
 def open_or_build(cache: Path, name: str, splits: Mapping[str, Documents], plan: TokenizerPlan) -> Tokenized:
@@ -211,34 +207,29 @@ def _special_bytes(text: str, ids: np.ndarray, special: Mapping[int, str]) -> in
     return sum(min(count, text.count(special[id])) * len(special[id].encode()) for id, count in found.items())
 
 
-def pieces(document: Iterable[str]) -> Iterator[str]:
+def pieces(lines: Iterable[str]) -> Iterator[str]:
     """Cut a long document where tokenizers split anyway, so that all cores encode it and memory stays small.
 
     That is between two lines, but not at a blank one or one indented by more than a space, which belongs to the word
     after it: runs of white space are tokens. In a long stretch without such a place, before a line end: there GPT-2
     and our own BPE cut too, others may not.
-
-    Args:
-        document: the parts of its text, which are read when they are needed. Where they begin makes no difference.
     """
-    text, enough = "", 32 * _PIECE
-    for part in chain(document, (None,)):
-        text += part or ""
-        if part is not None and len(text) < enough:
-            continue
-        start, ended = 0, part is None
-        while start < len(text) and (ended or len(text) - start > 16 * _PIECE):
-            end = _place_to_cut(text, start + _PIECE)
-            if end is None and not ended:
-                break
-            end = end or len(text)
-            yield text[start:end]
-            start = end
-        text = text[start:]
-        enough = max(32 * _PIECE, 2 * len(text))  # a text without a place to cut is not searched for every part
-
-
-def _place_to_cut(text: str, start: int) -> int | None:
-    """Return the first place from ``start`` on, None: there is none."""
-    found = _BETWEEN_LINES.search(text, start, start + 15 * _PIECE) or _BEFORE_LINE_END.search(text, start)
-    return found.end() if found else None
+    piece: list[str] = []
+    length = 0
+    for line in filter(None, lines):
+        if length >= _PIECE and piece[-1].endswith("\n"):
+            after_word, word, spaced_word = (
+                piece[-1][-2:-1].strip(),
+                line[0].strip(),
+                line[0] == " " and line[1:2].strip(),
+            )
+            if (after_word and word) or spaced_word:
+                yield "".join(piece)
+                piece, length = [], 0
+            elif word and length >= 16 * _PIECE:
+                yield "".join(piece)[:-1]
+                piece, length = ["\n"], 1
+        piece.append(line)
+        length += len(line)
+    if piece:
+        yield "".join(piece)
