@@ -97,8 +97,8 @@ CASES: dict[str, list[str]] = {
 
 OWN = re.compile(
     r"(mlflow )?metric (time|.*(_per_s|_time_s|_time_ms|_stall_s|memory_bytes|memory_mib|throughput|mfu))( at \d+)?$"
-    r"|param data\.cache_dir$|tag (changed_on_resume|init_from\.mlflow_run_id)$"
-    r"|tag (git|hardware|versions|mantissa\.(key|session|note_sha256)|mlflow\.(source\.git|user|note|log-model))"
+    r"|param data\.cache_dir$|tag init_from\.mlflow_run_id$"
+    r"|tag (git|hardware|versions|mantissa\.|mlflow\.(source\.git|user|note|log-model))"
 )
 """What differs between two runs of the same code: times, memory, folders, identities; and copies of the source."""
 CHANGED: dict[str, str | None] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +17,9 @@ from evidence.measures import MEASURES, TIMED
 from evidence.options import CLAIMS, check_claim
 from evidence.runs import Arm
 from trainer.config.compose import key_of
+from trainer.config.options import check_choice
 from trainer.devices import CUDA
-from trainer.errors import UserError, first_line, nearest
+from trainer.errors import UserError, first_line
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
 
@@ -123,16 +124,16 @@ class Claim:
         for name, text in self.arms.items():
             if not re.fullmatch(r"[\w.-]+", name):
                 raise UserError(f"an arm cannot be called {name}; use letters, digits, - and _")
-            _check_name(f"arms.{name}", text.partition(" ")[0], self.setups)
+            check_choice(f"arms.{name}", text.partition(" ")[0], list(self.setups))
         for name in self.on_cuda:
-            _check_name("on_cuda", name, self.setups)
+            check_choice("on_cuda", name, list(self.setups))
         for need in [*self.needs, *self.speaks_of]:
-            if not re.fullmatch(r"\d+GiB|[A-Z]+\d+", need):
-                _check_name("needs (or memory such as 40GiB, or a GPU such as A100)", need, NEEDS)
+            if not re.fullmatch(r"\d+GiB|[A-Z]+\d+", need):  # memory, or a GPU
+                check_choice("needs", need, list(NEEDS))
         for criterion in self.criteria:
-            _check_name("criteria", criterion.measure, MEASURES)
+            check_choice("measure", criterion.measure, list(MEASURES))
             for name in criterion.arms:
-                _check_name(f"criteria on {criterion.measure}", name, self.arms)
+                check_choice(f"criteria on {criterion.measure}", name, list(self.arms))
 
     def overrides(self, arm: str, on_cuda: bool = False) -> list[str]:
         """Return the overrides of an arm: its setup's, those for a GPU, its own."""
@@ -230,9 +231,3 @@ def load(name: str, folder: Path = CLAIMS) -> Claim:
         key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
         words = first_line(error) if key else " ".join(str(error).split())
         raise UserError(f"evidence/claims/published/{name}.yaml: {key}{words}") from None
-
-
-def _check_name(key: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name that is not among the known ones."""
-    if name not in known:
-        raise UserError(f"{key}: {name!r} is not known{nearest(name, known)} ({', '.join(known)})")

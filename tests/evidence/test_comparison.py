@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from evidence.comparison.command import planned
 from evidence.comparison.compare import ComparisonPlan, Result, check_arms, compare
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.comparison.report import _cost, cost_rows, lead, notes, quality_rows, report, write_report
-from evidence.runs import DIVERGED, Arm, Outcome, Runner, _last_error, merged
+from evidence.runs import Arm, Outcome, Runner, _last_error, merged
 from mantissa import compare as engine
 from mantissa.display import columns
 from mantissa.ledger import CATEGORIES
@@ -271,14 +272,10 @@ def test_ratios_are_of_runs_of_the_same_seed(runs: Runs) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["exit code", "last loss"])
-def test_an_arm_that_diverges_where_the_baseline_does_not_is_worse(runs: Runs, how: str) -> None:
+def test_a_last_loss_that_is_not_finite_is_worse(runs: Runs) -> None:
     for seed in range(3):
         runs.add(FP32, seed)
-        if how == "exit code":
-            runs.fail(BF16, seed, DIVERGED)
-        else:
-            runs.add(BF16, seed, losses=(3.0, 2.5, None))
+        runs.add(BF16, seed, losses=(3.0, 2.5, None))
     assert runs.judged()["bf16"].quality.verdict == WORSE
 
 
@@ -319,32 +316,20 @@ def test_memory_is_the_allocators_on_cuda_and_the_ledgers_elsewhere(runs: Runs) 
 def reported(tmp_path: Path) -> Callable[..., Result]:
     """A comparison of these arms, the first of which is the baseline."""
 
-    def make(
-        labels: list[str], seeds: int = 3, wide: str | None = None, failed: tuple[str, int, str] | None = None
-    ) -> Result:
+    def make(labels: list[str], wide: str = "", failed: tuple[str, int, str] | None = None) -> Result:
         generator = np.random.default_rng(0)
         arms = [Arm(label, (f"precision={label}",)) for label in labels]
         outcomes = []
-        for seed in range(seeds):
-            for number, arm in enumerate(arms):
-                curve = [2 + 2 * math.exp(-step / 400) + generator.normal(0, 0.001) for step in STEPS]
-                speed = 1e4 * (1 + number) * generator.normal(1, 0.02)
-                ledger = dict.fromkeys(CATEGORIES, 2**20 * (10 + number))
-                of_format = wide if number else None
-                run = ended(
-                    tmp_path / "runs",
-                    arm.label,
-                    seed,
-                    STEPS,
-                    curve,
-                    ledger,
-                    units_per_s=speed,
-                    fp32_arithmetic=of_format,
-                )
-                if failed and failed[0] in (arm.label, "all"):
-                    run.exit_code, run.failure = failed[1:]
-                outcomes.append(run)
-        plan = ComparisonPlan(arms, list(range(seeds)), output_dir=tmp_path, name="a<b")
+        for seed, (number, arm) in itertools.product(range(3), enumerate(arms)):
+            curve = [2 + 2 * math.exp(-step / 400) + generator.normal(0, 0.001) for step in STEPS]
+            speed = 1e4 * (1 + number) * generator.normal(1, 0.02)
+            facts = {"units_per_s": speed, "fp32_arithmetic": wide if number else None}
+            ledger = dict.fromkeys(CATEGORIES, 2**20 * (10 + number))
+            run = ended(tmp_path / "runs", arm.label, seed, STEPS, curve, ledger, **facts)
+            if failed and failed[0] in (arm.label, "all"):
+                run.exit_code, run.failure = failed[1:]
+            outcomes.append(run)
+        plan = ComparisonPlan(arms, [0, 1, 2], output_dir=tmp_path, name="a<b")
         facts = {
             "command": "python scripts/compare.py 'arms=[fp32,bf16]'",
             "recipe": "gpt2",
@@ -391,10 +376,8 @@ def test_a_speed_in_fp32_arithmetic_is_said_not_to_be_the_formats(reported: Call
     why = "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"
     found = reported(["fp32", "bf16"], wide=why)
     bf16 = cells(found, "bf16")
-    assert bf16["speedup"] == "NOT JUDGED"
-    assert bf16["throughput"].endswith(" in fp32 arithmetic")
-    needs = "bf16 needs 10 % more memory than fp32; its validation loss is the same within 0.3 %."
-    assert lead(found) == [f"{needs} NOT JUDGED: speed ({why})."]
+    assert (bf16["speedup"], bf16["throughput"].endswith(" in fp32 arithmetic")) == ("NOT JUDGED", True)
+    assert lead(found)[0].endswith(f" NOT JUDGED: speed ({why}).")
 
 
 @pytest.mark.parametrize(
@@ -433,4 +416,3 @@ def test_when_all_failed_there_is_still_a_report(reported: Callable[..., Result]
     files = write_report(reported(["fp32", "bf16"], failed=("all", 2, "no such file")))
     assert [file.name for file in files] == ["report.html", "report.txt"]
     assert "bf16, seeds 0, 1, 2, failed: no such file" in files[1].read_text()
-    assert "nan" not in files[0].read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,40 +73,26 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
     ("changes", "words"),
     [
         ({"sorce": "x"}, "sorce: Key 'sorce' not in 'Claim'"),
-        ({"arms": {"fp32": "nett precision=fp32"}}, "arms.fp32: 'nett' is not known; did you mean 'net'?"),
+        ({"arms": {"fp32": "nett precision=fp32"}}, "arms.fp32=nett is not one of net; did you mean 'net'?"),
         ({"arms": {"a b": "net"}}, "an arm cannot be called a b"),
-        ({"criteria": [SPEED | {"arm": "bf61"}]}, "criteria on speed: 'bf61' is not known; did you mean 'bf16'?"),
-        ({"criteria": [SPEED | {"measure": "tflops"}]}, "criteria: 'tflops' is not known"),
+        ({"criteria": [SPEED | {"arm": "bf61"}]}, "criteria on speed=bf61 is not one of bf16, fp32; did you"),
         ({"criteria": [LOSS]}, "no criterion decides; give one at_least"),
         ({"criteria": [SPEED | {"at_most": 1.0}]}, "at_least: 2 is above at_most: 1; swap them"),
         ({"criteria": [{"measure": "loss", "arm": "bf16", "within": 0.003}]}, "within needs over"),
-        ({"criteria": [LOSS | {"within": 0.1, "at_most": 2.0}]}, "no other bound"),
-        ({"criteria": [LOSS | {"within": 0.0}]}, "between 0 and 1"),
         ({"related": "one model is not many"}, "related leaves no verdict; drop the bounds"),
-        ({"speaks_of": ["a100"]}, "'a100' is not known"),
-        ({"on_cuda": {"other": "steps=1"}}, "on_cuda: 'other' is not known"),
         ({"repeats": 1}, "repeats=1 gives no interval"),
         ({"needs": ["cude"]}, "did you mean 'cuda'?"),
+        (b"source: a\nsource: b", "found duplicate key source"),
+        (b"statement: \xe4", "'utf-8' codec"),
     ],
 )
-def test_a_mistake_in_a_file_is_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+def test_a_mistake_in_a_file_is_named(tmp_path: Path, changes: dict[str, object] | bytes, words: str) -> None:
+    given = changes if isinstance(changes, bytes) else yaml.safe_dump(CLAIM | changes).encode()
+    (tmp_path / "mine.yaml").write_bytes(given)
     with pytest.raises(UserError) as caught:
-        claim(tmp_path, **changes)
+        load("mine", tmp_path)
     assert str(caught.value).startswith("evidence/claims/published/mine.yaml: ")
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (b"source: a\nsource: b", "found duplicate key source"),
-        (b"statement: \xe4", "mine.yaml: 'utf-8' codec"),
-    ],
-)
-def test_a_file_that_is_no_claim_is_named(tmp_path: Path, text: bytes, words: str) -> None:
-    (tmp_path / "mine.yaml").write_bytes(text)
-    with pytest.raises(UserError, match=re.escape(words)):
-        load("mine", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +100,9 @@ def test_a_file_that_is_no_claim_is_named(tmp_path: Path, text: bytes, words: st
     [
         ("cuda", CPU, "an NVIDIA GPU"),
         ("cuda", T4, ""),
-        ("cpu", T4, "a CPU: set device=cpu"),
         ("tf32", T4, "TF32 (an NVIDIA GPU from Ampere on)"),
-        ("hopper", T4, "an NVIDIA GPU from Hopper on"),
         ("native_bf16", CPU, "bf16 in hardware"),
-        ("native_bf16", AMX, ""),
         ("amx", AMX, ""),
-        ("avx512_bf16", AMX, "a CPU with avx512_bf16"),
         ("A100", replace(H200, name="NVIDIA A100-SXM4-80GB"), ""),
         ("A100", replace(H200, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb"), "the GPU A100"),  # a part of one
         ("A100", replace(H200, name="NVIDIA RTX A1000"), "the GPU A100"),
@@ -189,13 +170,10 @@ BASE = losses("base", 2.0, 2.0, 2.0)
     [
         ({"at_least": 1.9}, CONFIRMED),
         ({"at_least": 2.1}, REFUTED),
-        ({"at_least": 2.0}, INCONCLUSIVE),
         ({"at_least": 2.03}, INCONCLUSIVE),  # the median alone does not refute
         ({"at_most": 1.98}, INCONCLUSIVE),
         ({"at_most": 2.1}, CONFIRMED),
-        ({"at_most": 1.9}, REFUTED),
         ({"at_least": 1.9, "at_most": 2.1}, CONFIRMED),
-        ({"at_least": 2.1, "at_most": 3.0}, REFUTED),
         ({"at_least": 1.0, "at_most": 2.01}, INCONCLUSIVE),
         ({}, ""),
     ],
@@ -214,7 +192,6 @@ def test_the_whole_interval_of_pairs_of_a_seed_decides(bounds: dict[str, float],
     [
         ((2.004, 2.0045, 2.0035), CONFIRMED),  # by 0.2 %
         ((2.008, 2.0085, 2.0075), REFUTED),  # by 0.4 %
-        ((1.98, 1.9805, 1.9795), REFUTED),
         ((1.97, 2.0, 2.03), INCONCLUSIVE),  # seeds differ more than the margin
     ],
 )
@@ -230,11 +207,6 @@ def test_a_run_that_diverged_has_an_infinite_loss() -> None:
     mixed = [outcome("pure", 0, loss=2.0), *(outcome("pure", seed, code=3) for seed in (1, 2))]
     assert evaluate(worse, [*BASE, *mixed]).verdict == INCONCLUSIVE
     assert evaluate(Criterion("loss", "pure", "base", within=0.01), [*BASE, *mixed]).verdict == REFUTED
-    both = evaluate(worse, [*BASE[:2], outcome("base", 2, code=3), *mixed])
-    assert (both.verdict, both.why) == (
-        INCONCLUSIVE,
-        "seed 2 cannot be compared: neither run finite, or a ratio with 0",
-    )
 
 
 def test_a_single_quantity_has_to_keep_its_bounds_in_every_run() -> None:
@@ -249,7 +221,6 @@ def test_a_single_quantity_has_to_keep_its_bounds_in_every_run() -> None:
     ("outcomes", "why"),
     [
         ([*SLOW, *FAST[:2], outcome("fast", 2, code=1)], "fast, seed 2, it broke"),
-        ([*SLOW, *FAST[:2], Outcome("fast", 2, Path("nowhere"), -9)], "fast, seed 2, exit code -9"),
         ([SLOW[0], outcome("slow", 1, speed=None), *FAST[:2]], "slow, seed 1, was not measured"),
         ([SLOW[0], FAST[0]], "too few runs for an interval"),
         (
@@ -263,27 +234,19 @@ def test_what_is_missing_leaves_the_verdict_open_and_is_reported(outcomes: list[
     assert (finding.verdict, finding.why) == (INCONCLUSIVE, why)
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "combined"),
-    [
-        ([CONFIRMED, CONFIRMED, ""], CONFIRMED),
-        ([CONFIRMED, REFUTED, INCONCLUSIVE], REFUTED),
-        ([CONFIRMED, INCONCLUSIVE], INCONCLUSIVE),
-        (["", ""], NOT_HERE),
-    ],
-)
-def test_a_claim_stands_where_all_its_criteria_do(verdicts: list[str], combined: str) -> None:
-    assert combine(verdicts) == combined
+def test_a_claim_stands_where_all_its_criteria_do() -> None:
+    assert combine([CONFIRMED, CONFIRMED, ""]) == CONFIRMED
+    assert combine([CONFIRMED, REFUTED, INCONCLUSIVE]) == REFUTED
+    assert combine([CONFIRMED, INCONCLUSIVE]) == INCONCLUSIVE
+    assert combine(["", ""]) == NOT_HERE
 
 
 @pytest.mark.parametrize(
     ("criterion", "three", "words"),
     [
         (speed(), (2.0, 1.9, 2.1), "2x [1.9, 2.1]"),
-        (speed(), (1.25, 1.25, 1.25), "1.25x"),
         (Criterion("speed", "fast"), (12345.6, 1.0, 12345.6), "12,346 [1, 12,346]"),
         (Criterion("loss", "a", "b"), (1.0001, 0.9998, 1.0003), "+0.01 % [-0.02 %, +0.03 %]"),
-        (Criterion("loss", "a", "b"), (28.83, 24.97, 33.28), "28.83x [24.97, 33.28]"),
     ],
 )
 def test_numbers_are_shown_with_their_interval(criterion: Criterion, three: tuple[float, ...], words: str) -> None:
@@ -332,23 +295,14 @@ def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
     assert len(started) == 6
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"speaks_of": ["A100"]}, "no verdict (the claim speaks of the GPU A100)"),
-        ({"related": "a hunch is no claim", "criteria": [LOSS]}, "no verdict (a hunch is no claim)"),
-    ],
-)
 def test_what_is_not_the_statement_is_measured_without_a_verdict(
-    tmp_path: Path,
-    run_claim: Test,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    words: str,
+    tmp_path: Path, run_claim: Test, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_claim(claim(tmp_path, **changes))
+    run_claim(claim(tmp_path, speaks_of=["A100"]))
+    run_claim(claim(tmp_path, related="a hunch is no claim", criteria=[LOSS]))
     printed = capsys.readouterr().out
-    assert words in printed
+    assert "no verdict (the claim speaks of the GPU A100)" in printed
+    assert "no verdict (a hunch is no claim)" in printed
     assert "CONFIRMED" not in printed
 
 
@@ -379,7 +333,6 @@ def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
         (["claim=gpt2_ladder", "device=cpu"], "claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"),
         (["claim=shakespeare_cpu", "device=cpu"], "it needs data.path=… (the text https://"),
         (["claim=bignet_memory", "steps=3"], "a claim's file fixes all other options (these claims have no option to"),
-        (["claim=bignet_memory", "all=true"], "exclude each other"),
     ],
 )
 def test_an_error_is_reported_with_what_to_set(
@@ -393,9 +346,8 @@ def test_an_error_is_reported_with_what_to_set(
 def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim(tmp_path, arms={"fp32": "net precision=fp32", "bf16": "net precision=bf16 stepps=3"})
-    monkeypatch.setattr(reproduce, "load", functools.partial(load, folder=tmp_path))
-    monkeypatch.setattr(reproduce, "names", lambda: ["mine"])
+    mine = claim(tmp_path, arms={"fp32": "net precision=fp32", "bf16": "net precision=bf16 stepps=3"})
+    monkeypatch.setattr(reproduce, "load", lambda name: mine)
     assert run(main, None, ["all=true", "device=cpu"]) == 2
     assert "evidence/claims/published/mine.yaml: arm bf16: stepps" in capsys.readouterr().err
 

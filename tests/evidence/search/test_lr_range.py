@@ -40,14 +40,6 @@ def test_the_rate_rises_by_the_same_factor_from_the_lowest_to_the_highest() -> N
     assert ratios == pytest.approx(np.full(99, 1e8 ** (1 / 99)))
 
 
-def test_the_smoothed_loss_is_the_exponential_average_without_its_bias() -> None:
-    losses = np.random.default_rng(0).uniform(1, 2, 40)
-    found = curve_of(losses, np.geomspace(1e-7, 1, 40)).smoothed
-    for count in (1, 2, 17, 40):
-        weights = SMOOTHING ** np.arange(count)[::-1]
-        assert found[count - 1] == pytest.approx(float((weights * losses[:count]).sum() / weights.sum()), abs=1e-6)
-
-
 def test_it_suggests_where_the_loss_falls_fastest_and_a_tenth_of_the_lowest() -> None:
     lr = np.geomspace(1e-7, 10, 400)
     falls = 4 - 2 / (1 + np.exp(-4 * np.log10(lr / 1e-3)))  # fastest at 1e-3
