@@ -1,1 +1,1 @@
-"""What a trained model is used for: the commands evaluate, predict and generate. ``exported.py`` finds and opens it."""
+"""What a trained model is used for: the commands evaluate, predict and generate. ``load.py`` finds and opens it."""

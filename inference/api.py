@@ -11,8 +11,8 @@ from os import PathLike, fspath
 from typing import Any, TypeVar
 
 from inference.evaluate import evaluation
-from inference.exported import Exported
 from inference.generate import generation
+from inference.load import Exported
 from inference.options import EvaluateOptions, GenerateOptions, RunOptions
 from trainer.api import Trained, as_overrides, undisturbed
 from trainer.config.options import parse

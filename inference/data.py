@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from inference.exported import Exported
-from inference.setting import Setting
+from inference.load import Exported
+from inference.run_config import RunConfig
 from recipes.data.images.source import ImageDatasets
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.tokens import TextDatasets
@@ -18,18 +18,18 @@ from trainer.errors import UserError
 from trainer.recipe import DataSource
 
 
-def open_data(setting: Setting, exported: Exported, split: str = "valid") -> Datasets:
-    """Open the data of a setting as the model knows it; for ``split=all`` text without a cut.
+def open_data(run: RunConfig, exported: Exported, split: str = "valid") -> Datasets:
+    """Open the data as the model knows it; for ``split=all`` text without a cut.
 
     Raises:
         UserError: the recipe cannot read it, its text has characters without a token, or it has other classes.
     """
-    config, data = setting.config, setting.config.data.augmented(setting.config.augment)
+    config, data = run.config, run.config.data.augmented(run.config.augment)
     recipe: Any = config.recipe
     tuned = exported.run and exported.run.config().get("recipe.pretrained")  # such a model brought its tokenizer
     if isinstance(data, TokenizedText):
         data = replace(data, whole=split == "all")
-        if (tuned or data.whole or not setting.own_data) and data.tokenizer != "bytes":
+        if (tuned or data.whole or not run.own_data) and data.tokenizer != "bytes":
             recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too
     datasets: Datasets = recipe.datasets(data, config.seed)
     if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
@@ -59,6 +59,15 @@ def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
     return found
 
 
+def tokens_per_byte(datasets: Datasets, split: str) -> float | None:
+    """Return the tokens of a split of text for each byte of it in UTF-8; None: it is no text."""
+    if not (isinstance(datasets, TextDatasets) and datasets.tokens.text_bytes):
+        return None
+    tokens = datasets.tokens
+    parts = [part for part in (("train", "valid") if split == "all" else (split,)) if part in tokens.text_bytes]
+    return sum(len(getattr(tokens, part)) for part in parts) / sum(tokens.text_bytes[part] for part in parts)
+
+
 def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatasets:
     """Return the images with the labels and the normalisation of a trained model."""
     names: list[str] = config["classes"]
@@ -68,27 +77,11 @@ def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatas
             f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
             f"{shown}); leave such images out, or rename their class"
         )
-    train, valid, test = datasets.train, datasets.valid, datasets.test
-    if datasets.classes != names:
-        labels = torch.tensor([names.index(name) for name in datasets.classes])
-        train, valid = Relabelled(train, labels), Relabelled(valid, labels)
-        test = test and Relabelled(test, labels)
-    mean, std = tuple(config["mean"]), tuple(config["std"])
-    return replace(datasets, train=train, valid=valid, test=test, classes=names, mean=mean, std=std)
-
-
-class Relabelled:
-    """A dataset whose label ``i`` becomes ``labels[i]`` (int64)."""
-
-    def __init__(self, dataset: Dataset, labels: torch.Tensor) -> None:
-        self.dataset, self.labels = dataset, labels
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        batch = self.dataset.batch(samples)
-        return batch | {"label": self.labels[batch["label"]]}
+    labels = torch.tensor([names.index(name) for name in datasets.classes])
+    parts: set[Any] = {datasets.train, datasets.valid, datasets.test} - {None}
+    for part in parts:
+        part.labels = labels[part.labels]
+    return replace(datasets, classes=names, mean=tuple(config["mean"]), std=tuple(config["std"]))
 
 
 class Joined:

@@ -3,24 +3,69 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.classes import class_scores, table, write_classes
-from inference.exported import Exported
-from inference.measure import Evaluation, measure
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.data import open_data, part_of, tokens_per_byte
+from inference.load import Exported
 from inference.options import EvaluateOptions
 from inference.precisions import BATCHES, compared, verdict
 from inference.precisions import table as precision_table
-from inference.setting import configure
+from inference.run_config import RunConfig, configure
 from mantissa.display import loss
+from recipes.language import LanguageRecipe, TokenWindows
 from trainer.config.compose import combinations
 from trainer.config.options import parse
+from trainer.data.contract import Batch, Dataset
+from trainer.data.evaluation import Evaluation
+from trainer.devices import synchronise
 from trainer.errors import UserError
 from trainer.files import make_folder, write_json
+from trainer.metrics import Metrics, reported
+from trainer.parallel.world import World
+from trainer.progress import work
 from trainer.run.terminal import on_error_stream
+
+CLASSES_SHOWN = 30
+"""Classes in the terminal's table; of more, those with the lowest F1."""
+NAMES_DRAWN = 60
+"""Classes up to which the picture names them; it has numbers up to half as many."""
+
+
+@dataclass
+class Measured:
+    """The results of a pass over the samples in one precision."""
+
+    metrics: dict[str, float]
+    """The recipe's own; of a causal language model of text also ``bits_per_byte``."""
+    targets: np.ndarray
+    """Number of valid targets of each batch, int64."""
+    sums: dict[str, np.ndarray]
+    """Summed loss and the recipe's summed metrics of each batch, float64."""
+    samples: int
+    rest: str
+    """What of the split is left out, in words."""
+    batch_size: int
+    """Samples of a batch; the last may have fewer."""
+    units_per_s: float
+    """Units of the recipe (images, tokens) per second from the second batch on, loading included; of a single batch,
+    of that one."""
+    not_timed: str | None
+    """Why ``units_per_s`` is not the speed of the format; None: it is."""
+    data: str
+    """Description of the data."""
+    classes: list[str]
+    """Names of the classes; empty where the data has none."""
+    given: list[tuple[Tensor, Tensor]]
+    """Class of each sample, and the one that the model gives it, of each batch."""
 
 
 @on_error_stream()
@@ -44,21 +89,17 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     Raises:
         UserError: an override that has no effect, data that does not suit the model, or files that cannot be written.
     """
-    folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     # Mistakes come before any work.
-    if not options.output and folder.is_symlink():
-        raise UserError(f"{folder} is a link; remove it, or choose where to write with output=…")
     arms = _arms(overrides, several)
-    settings = {label: configure(exported, own, split=options.split) for label, own in arms.items()}
+    runs = {label: configure(exported, own, split=options.split) for label, own in arms.items()}
     print("opening the data and the model …")
-    results = {
-        label: measure(exported, setting, options.split, BATCHES if several else 1)
-        for label, setting in settings.items()
-    }
-    label, setting = next(reversed(settings.items()))
-    result, unit = results[label], setting.config.recipe.unit
+    least = BATCHES if several else 1
+    results = {label: measure(exported, run, options.split, least) for label, run in runs.items()}
+    label, run = next(reversed(runs.items()))
+    result, unit, mode = results[label], run.config.recipe.unit, run.config.precision.mode
     print(f"{exported.folder}, {result.data}")
     print(f"{result.samples:,} samples of split={options.split} in batches of {result.batch_size}{result.rest}\n")
+    folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     try:
         make_folder(folder)
     except OSError as error:
@@ -74,17 +115,99 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
         "samples": result.samples,
         "targets": int(result.targets.sum()),
         "batch_size": result.batch_size,
-        "hardware": setting.hardware.name,
+        "hardware": run.hardware.name,
         "time": time.time(),
     }
     if several:
         facts |= {"precisions": _several(results, unit)}
     else:
-        mode = setting.config.precision.mode
-        facts |= {"precision": mode} | _one(folder, mode, unit, result)
+        print("  ".join(f"{name} {loss(value)}" for name, value in result.metrics.items()))
+        wide = " (fp32 arithmetic)" if result.not_timed else ""
+        print(f"{result.units_per_s:,.0f} {unit}/s in {mode}{wide}")
+        facts |= {"precision": mode} | _facts(result, unit)
+        if result.given:
+            facts["classes"] = write_classes(folder, result)
     write_json(folder / ("precisions.json" if several else "evaluation.json"), facts)
     print(f"\nwritten to {folder}")
     return facts
+
+
+def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -> Measured:
+    """Open data and model in the precision of the run, and evaluate the samples of ``split``.
+
+    Batches are of ``micro_batch_size``, or smaller so that there are ``at_least`` so many.
+
+    Raises:
+        UserError: the data does not suit the model, the files cannot be read, or there are too few samples.
+    """
+    datasets = open_data(run, exported, split)
+    part = part_of(datasets, split, run.config.data)
+    run = run.with_data(datasets)
+    config, device, recipe = run.config, run.hardware.device, run.config.recipe
+    samples = min(len(part), run.eval_samples or len(part))
+    if samples < at_least:
+        raise UserError(
+            f"{at_least} batches are needed for an interval, and there are {samples} samples; "
+            "use eval_samples=… or more data"
+        )
+    size = min(int(config.micro_batch_size), samples // at_least)
+    model = run.in_precision(exported.model(recipe, datasets))
+    metrics = Metrics(recipe, datasets, config.metrics, device)
+    classes: list[str] = getattr(datasets, "classes", [])
+    sums: list[dict[str, Tensor]] = []
+    targets, units, given, first = [], [], [], time.perf_counter()
+
+    def forward(batch: Batch, counts: bool) -> dict[str, Tensor]:
+        with config.precision.autocast(device):
+            output = recipe.loss(model, batch)
+        metrics.update(output)
+        sums.append({"loss": output.loss_sum, **output.metric_sums})
+        if classes and output.predictions is not None:
+            given.append((output.targets, output.predictions.argmax(1)))
+        return sums[-1]
+
+    def count(batch: Batch) -> int:
+        targets.append(recipe.count_targets(batch))
+        units.append(recipe.count_units(batch))
+        return targets[-1]
+
+    def watch(done: int, total: int) -> None:
+        nonlocal first
+        advance(done, total)
+        if done == 1 < total:  # it also warms up
+            units.clear()
+            synchronise(device)
+            first = time.perf_counter()
+
+    batches = Evaluation(part, run.eval_samples, size, config.loader, run.hardware, World())
+    with torch.inference_mode(), work(f"evaluating in {config.precision.mode}", unit="batches") as advance:
+        totals, count_of_targets = batches.sums(forward, count, watch)
+    seconds = time.perf_counter() - first
+    values = reported(recipe, totals, count_of_targets) | metrics.values(World())
+    if isinstance(recipe, LanguageRecipe) and (rate := tokens_per_byte(datasets, split)):
+        values["bits_per_byte"] = values["loss"] / math.log(2) * rate
+    return Measured(
+        values,
+        np.array(targets),
+        {name: torch.stack([each[name] for each in sums]).double().cpu().numpy() for name in sums[0]},
+        samples,
+        _left_out(part, samples),
+        size,
+        sum(units) / max(seconds, 1e-9),
+        run.not_timed,
+        datasets.description,
+        classes,
+        given,
+    )
+
+
+def _left_out(part: Dataset, samples: int) -> str:
+    """Return what of a split is not evaluated, in words."""
+    if samples < len(part):
+        return f"; {len(part) - samples:,} more are left out (eval_samples={samples})"
+    texts = [each for each in getattr(part, "datasets", [part]) if isinstance(each, TokenWindows)]
+    tokens = sum((len(each.tokens) - 1) % each.context for each in texts)
+    return f"; the last {tokens} tokens, less than a sample, are left out" if tokens else ""
 
 
 def _arms(overrides: Sequence[str], several: bool) -> dict[str, list[str]]:
@@ -98,25 +221,11 @@ def _arms(overrides: Sequence[str], several: bool) -> dict[str, list[str]]:
     return found
 
 
-def _measured(result: Evaluation, unit: str) -> dict[str, Any]:
+def _facts(result: Measured, unit: str) -> dict[str, Any]:
     return {"metrics": result.metrics, f"{unit}_per_s": result.units_per_s, "fp32_arithmetic": result.not_timed}
 
 
-def _one(folder: Path, mode: str, unit: str, result: Evaluation) -> dict[str, Any]:
-    """Print the results of one precision, write the tables of a classifier, and return what evaluation.json holds."""
-    print("  ".join(f"{name} {loss(value)}" for name, value in result.metrics.items()))
-    wide = " (fp32 arithmetic)" if result.not_timed else ""
-    print(f"{result.units_per_s:,.0f} {unit}/s in {mode}{wide}")
-    found = _measured(result, unit)
-    if result.confusion is not None:
-        scores = class_scores(result.confusion, result.classes)
-        print(f"\n{table(scores)}")
-        write_classes(folder, result.confusion, result.classes, scores)
-        found["classes"] = [score._asdict() for score in scores]
-    return found
-
-
-def _several(results: dict[str, Evaluation], unit: str) -> dict[str, Any]:
+def _several(results: dict[str, Measured], unit: str) -> dict[str, Any]:
     """Print the results of several precisions, and return what precisions.json holds of each."""
     costs = compared(results)
     first, *others = results
@@ -124,10 +233,49 @@ def _several(results: dict[str, Evaluation], unit: str) -> dict[str, Any]:
     sentences = {label: verdict(label, first, costs[label]["loss"], results[first].metrics["loss"]) for label in others}
     print("\n".join(sentences.values()))
     return {
-        label: _measured(result, unit)
+        label: _facts(result, unit)
         | {
             "costs": {name: cost._asdict() for name, cost in costs.get(label, {}).items()},
             "verdict": sentences.get(label),
         }
         for label, result in results.items()
     }
+
+
+def write_classes(folder: Path, result: Measured) -> list[dict[str, Any]]:
+    """Print how well a classifier does on each class, and write classes.csv, confusion.csv and confusion.png.
+
+    Returns:
+        Name, precision, recall, F1 and samples of each class that occurs or was given; None without a denominator.
+    """
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix, precision_recall_fscore_support
+
+    labels, given = (torch.cat(parts).cpu().numpy() for parts in zip(*result.given, strict=True))
+    found = np.union1d(labels, given).tolist()  # the model may have more outputs than the data has classes
+    names = [result.classes[each] if each < len(result.classes) else str(each) for each in found]
+    scores = precision_recall_fscore_support(labels, given, labels=found, zero_division=np.nan)
+    table = pd.DataFrame(dict(zip(("precision", "recall", "f1", "samples"), scores, strict=True)), names)
+    table.to_csv(folder / "classes.csv", index_label="name")
+    shown = table if len(names) <= CLASSES_SHOWN else table.sort_values("f1").head(CLASSES_SHOWN)
+    print(f"\n{shown.to_string(float_format='{:.3f}'.format, na_rep='–')}")
+    cells = confusion_matrix(labels, given, labels=found)
+    pd.DataFrame(cells, names, names).to_csv(folder / "confusion.csv", index_label="class \\ given")
+    side = min(14.0, 3 + 0.42 * len(names))
+    figure = Figure(figsize=(side, side), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    shares = cells / np.maximum(cells.sum(1, keepdims=True), 1)  # so that small classes show
+    ConfusionMatrixDisplay(shares, display_labels=names).plot(
+        include_values=len(names) <= NAMES_DRAWN // 2,
+        cmap="Blues",
+        xticks_rotation="vertical",
+        values_format=".2g",
+        ax=axes,
+        colorbar=False,
+    )
+    if len(names) > NAMES_DRAWN:
+        axes.set(xticks=[], yticks=[])
+    figure.savefig(folder / "confusion.png")
+    rows = table.reset_index(names="name").to_dict("records")
+    return [{key: None if each != each else each for key, each in row.items()} for row in rows]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inference.exported import Exported
+from inference.load import Exported
 from inference.options import GenerateOptions
-from inference.setting import configure
+from inference.run_config import configure
 from recipes.data.text.tokenizers import Characters
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
@@ -45,16 +44,16 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
             f"run={exported.given} is a {exported.recipe}, which cannot generate text; "
             f"give a run of {', '.join(CAUSAL)} or t5, or use {other}"
         )
-    setting = configure(exported, overrides, with_data=False)
+    run = configure(exported, overrides, with_data=False)
+    device = run.hardware.device
     tokenizer = exported.tokenizer()
     if (exported.folder / Characters.file).is_file():  # whose error names the character that the text lacks
         ids = torch.tensor([Characters.load(exported.folder).encode(options.prompt)])
     else:
         ids = torch.tensor([tokenizer(options.prompt)["input_ids"]], dtype=torch.int64)
-    network = without_dropout(exported.network())
+    network = exported.network()
     # Under the name that it has in training, which precision.fp32_modules may use.
-    setting.in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network)
-    device = setting.hardware.device
+    run.in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network)
     torch.manual_seed(options.seed)
     written, texts, started = 0, [], time.perf_counter()
     for number in range(1, options.n + 1):
@@ -62,27 +61,13 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
             print(f"--- {number} of {options.n}")
         if causal:
             print(options.prompt, end="", flush=True)
-        with setting.config.precision.autocast(device):
+        with run.config.precision.autocast(device):
             count, text = _write(network, tokenizer, ids.to(device), options)
         written += count
         texts.append(options.prompt * causal + text)
     seconds = time.perf_counter() - started
     print(f"{written} tokens in {seconds:.1f} s ({written / seconds:.1f} tokens/s)", file=sys.stderr)
     return texts
-
-
-def without_dropout(network: Any) -> Any:
-    """Take the dropout out of a model in evaluation mode: it does nothing, but its calls take time."""
-    for module in list(network.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Dropout):
-                setattr(module, name, nn.Identity())
-    return network
-
-
-def without_gradients(device: torch.device) -> AbstractContextManager[None]:
-    """Return inference mode; under autocast no_grad, with which it casts the weights once, not for every token."""
-    return torch.no_grad() if torch.is_autocast_enabled(device.type) else torch.inference_mode()
 
 
 def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) -> tuple[int, str]:
@@ -128,20 +113,19 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
     if options.temperature > 0:
         drawn |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     try:
-        with without_gradients(ids.device):
-            while written < options.max_new_tokens and not ended:
-                left, known = options.max_new_tokens - written, ids if context is None else ids[:, -context:]
-                ids = network.generate(
-                    input_ids=known,
-                    attention_mask=torch.ones_like(known),
-                    max_new_tokens=left if context is None else min(left, max(1, context - known.shape[1])),
-                    use_cache=options.cache,
-                    pad_token_id=min(ends, default=0),
-                    streamer=shown,
-                    **drawn,
-                )
-                written += ids.shape[1] - (1 if decodes else known.shape[1])
-                ended = decodes or int(ids[0, -1]) in (stop if isinstance(stop, list) else [stop])
+        while written < options.max_new_tokens and not ended:
+            left, known = options.max_new_tokens - written, ids if context is None else ids[:, -context:]
+            ids = network.generate(
+                input_ids=known,
+                attention_mask=torch.ones_like(known),
+                max_new_tokens=left if context is None else min(left, max(1, context - known.shape[1])),
+                use_cache=options.cache,
+                pad_token_id=min(ends, default=0),
+                streamer=shown,
+                **drawn,
+            )
+            written += ids.shape[1] - (1 if decodes else known.shape[1])
+            ended = decodes or int(ids[0, -1]) in (stop if isinstance(stop, list) else [stop])
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise

@@ -6,17 +6,17 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from trainer.config.options import Overriding, check_choice
 from trainer.errors import UserError
 from trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from inference.exported import Exported
+    from inference.load import Exported
 
-_KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "metrics", "deterministic", "recipe_path")
-_GROUPS = ("recipe", "data", "augment", "precision", "loader")
+KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "metrics", "deterministic", "recipe_path")
+GROUPS = ("recipe", "data", "augment", "precision", "loader")
 
 
 @dataclass
@@ -48,21 +48,20 @@ class RunOptions(Overriding):
         Raises:
             UserError: there are no exported weights, or those of a model that no recipe has.
         """
-        from inference.exported import open_exported
+        from inference.load import open_exported
 
-        path = Path(self.run).expanduser()
-        if self._in_mlflow:
-            from inference.fetched import fetch
+        if not self._in_mlflow:
+            return open_exported(self.run, Path(self.run).expanduser())
+        from inference.download import fetch
 
-            path = fetch(self.run, self.uri or None, self.output_dir)
-        return open_exported(self.run, path)
+        return open_exported(self.run, fetch(self.run, self.uri or None, self.output_dir))
 
 
 @dataclass
 class EvaluateOptions(RunOptions):
-    """Of scripts/evaluate.py."""
+    """Options of scripts/evaluate.py."""
 
-    takes = (*_KEYS, *_GROUPS, "-m")
+    takes = (*KEYS, *GROUPS, "-m")
 
     split: str = "valid"
     output: str = ""
@@ -74,7 +73,7 @@ class EvaluateOptions(RunOptions):
 
 @dataclass
 class GenerateOptions(RunOptions):
-    """Of scripts/generate.py."""
+    """Options of scripts/generate.py."""
 
     prompt: str = ""
     n: int = 1
@@ -99,7 +98,7 @@ class GenerateOptions(RunOptions):
 
 @dataclass
 class PredictOptions(RunOptions):
-    """Of scripts/predict.py."""
+    """Options of scripts/predict.py."""
 
     path: str = ""
     top: int = 5
@@ -112,20 +111,3 @@ class PredictOptions(RunOptions):
             raise UserError("missing required option: path; set a photo or a folder of photos, such as path=photo.jpg")
         if not Path(self.path).expanduser().exists():
             raise UserError(f"path={self.path}: there is no such file or folder")
-
-
-def recorded_of(
-    run: RunFolder, described: dict[str, Any], other_data: bool, with_data: bool, split: str
-) -> dict[str, Any]:
-    """Return the run's options as far as evaluation needs them, by dotted key; ``described``: config.json of best/."""
-    left_out = set() if with_data else {"data", "augment"}
-    left_out |= {"eval_samples"} if other_data or split != "valid" else set()
-    # What a model was fine-tuned from is in its weights; the others are of training only.
-    dropped = {f"recipe.{key}" for key in ("pretrained", "class_weights", "train_image_size")}
-    dropped |= {"augment.mixup", "augment.cutmix"}
-    dropped |= {"loader.workers"} if other_data else set()
-    wanted = {*_GROUPS, *_KEYS} - left_out
-    recorded = {key: value for key, value in run.config().items() if key.partition(".")[0] in wanted}
-    if other_data and "image_size" in described:
-        recorded["recipe.image_size"] = described["image_size"]
-    return {key: value for key, value in recorded.items() if key not in dropped}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from inference.measure import Evaluation
 from mantissa.display import columns, loss
 from mantissa.statistics import holm, student_cdf, student_quantile
+
+if TYPE_CHECKING:
+    from inference.evaluate import Measured
 
 BATCHES = 20
 """Pairs that an interval is made of, at least."""
@@ -66,7 +68,7 @@ def _p_of(mean: float, error: float, degrees: int) -> float:
     return 2 * student_cdf(-abs(mean) / error, degrees) if error else 0.0
 
 
-def compared(results: dict[str, Evaluation]) -> dict[str, dict[str, Cost]]:
+def compared(results: dict[str, Measured]) -> dict[str, dict[str, Cost]]:
     """Return the costs of every precision but the first, by label and by sum (``loss``, ``top1``).
 
     The chance that any of them is said to have a cost that it has not is 5 % for each sum (Holm 1979).
@@ -76,7 +78,7 @@ def compared(results: dict[str, Evaluation]) -> dict[str, dict[str, Cost]]:
     return {label: {name: costs[name][index] for name in costs} for index, label in enumerate(list(results)[1:])}
 
 
-def table(results: dict[str, Evaluation], costs: dict[str, dict[str, Cost]], unit: str) -> str:
+def table(results: dict[str, Measured], costs: dict[str, dict[str, Cost]], unit: str) -> str:
     """Return metrics, differences and speed of each precision as lines of text."""
     first, *_ = results
     names = list(results[first].metrics)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inference.exported import Exported
+from inference.load import Exported
 from inference.options import PredictOptions
-from inference.setting import Setting, configure
+from inference.run_config import RunConfig, configure
 from recipes.data.images.augment import ImageNet
 from recipes.data.images.folder import EXTENSIONS, FolderImages, images_below
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
-from trainer.data.contract import Batch, SampleId
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
@@ -42,20 +41,15 @@ class Photos(FolderImages):
         super().__init__({"": [str(file) for file in files]}, [""])
         self.image_size, self.augment = config["image_size"], ImageNet(eval_crop=config["evaluated_part"])
 
-    def image(self, index: int) -> Image.Image:
-        """Decode one image; one that cannot be decoded is black."""
+    def decoded(self, index: int) -> tuple[Image.Image, int]:
+        """Decode one image; one that cannot be decoded is black, and among ``unreadable``."""
         from PIL import Image
 
         try:
-            return super().image(index)
+            return self.image(index), index
         except UserError:
             self.unreadable[index] = True
-            return Image.new("RGB", (self.image_size, self.image_size))
-
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return the batch of ``DecodedImages``, and ``readable`` (bool, B)."""
-        batch = super().batch(samples)
-        return batch | {"readable": ~self.unreadable[[sample.index for sample in samples]]}
+            return Image.new("RGB", (self.image_size, self.image_size)), index
 
 
 @on_error_stream()
@@ -68,8 +62,11 @@ def predict(arguments: list[str]) -> int:
             f"run={exported.given} is a {exported.recipe}, which does not classify images; "
             "give a run of recipe=resnet, or use scripts/generate.py for a language model"
         )
-    files = _files(options.path)
-    setting = configure(exported, overrides, with_data=False)
+    path = Path(options.path).expanduser()
+    files = [path] if path.is_file() else sorted(map(Path, images_below(path)))
+    if not files:
+        raise UserError(f"path={path}: no images in this folder (looked for {', '.join(EXTENSIONS)})")
+    run = configure(exported, overrides, with_data=False)
     names: list[str] = exported.config["classes"]
     top = min(options.top, len(names))
     target = Path(options.output).expanduser() if options.output else exported.results / "predictions.csv"
@@ -79,7 +76,7 @@ def predict(arguments: list[str]) -> int:
         with target.open("w", newline="", encoding="utf-8") as table:
             rows = csv.writer(table)
             rows.writerow(heading)
-            for file, best in _predictions(exported, setting, files, options.batch_size, top):
+            for file, best in zip(files, _predictions(exported, run, files, options.batch_size, top), strict=True):
                 if not best:
                     print(f"{file} cannot be read as an image; it is left out", file=sys.stderr)
                     continue
@@ -90,19 +87,16 @@ def predict(arguments: list[str]) -> int:
     except OSError as error:
         raise UserError(f"output={target} cannot be written ({error.strerror}); choose another file") from error
     if not classified:
-        raise UserError(f"path={options.path}: no photo can be read; give images such as .jpg or .png files")
+        raise UserError(f"path={path}: no photo can be read; give images such as .jpg or .png files")
     print(f"\n{classified} photo{'s' * (classified != 1)}, written to {target}")
     return 0 if classified == len(files) else 1
 
 
 @torch.inference_mode()
 def _predictions(
-    exported: Exported, setting: Setting, files: list[Path], batch_size: int, top: int
-) -> Iterator[tuple[Path, list[tuple[int, float]]]]:
-    """Yield each file with the model's ``top`` most probable outputs, and their probabilities (softmax, fp32).
-
-    Of a file that cannot be decoded, there are none.
-    """
+    exported: Exported, run: RunConfig, files: list[Path], batch_size: int, top: int
+) -> Iterator[list[tuple[int, float]]]:
+    """Yield the ``top`` most probable outputs for each file, and their probabilities; none if it cannot be decoded."""
     config = exported.config
     photos, classes = Photos(files, config), config["classes"]
     datasets = ImageDatasets(
@@ -115,30 +109,13 @@ def _predictions(
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
     )
-    setting = setting.with_data(datasets)
-    recipe, precision, device = setting.config.recipe, setting.config.precision, setting.hardware.device
-    model = setting.in_precision(exported.model(recipe, datasets))
-    left = iter(files)
+    run = run.with_data(datasets)
+    recipe, device = run.config.recipe, run.hardware.device
+    model = run.in_precision(exported.model(recipe, datasets))
     batches = evaluation_samples(len(files), None, batch_size)
-    for batch in setting.config.loader.batches(photos, batches, setting.hardware):
-        readable = batch.pop("readable").tolist()
-        with precision.autocast(device):
+    for samples, batch in zip(batches, run.config.loader.batches(photos, batches, run.hardware), strict=True):
+        with run.config.precision.autocast(device):
             shares = recipe.loss(model, to_device(batch, device)).predictions[:, : len(classes)]
         best = (shares / shares.sum(1, keepdim=True)).topk(top)
-        for decoded, indices, shares in zip(readable, best.indices.tolist(), best.values.tolist(), strict=True):
-            yield next(left), list(zip(indices, shares, strict=True)) if decoded else []
-
-
-def _files(given: str) -> list[Path]:
-    """Return the photo, or those in a folder and below it, sorted.
-
-    Raises:
-        UserError: there are none.
-    """
-    path = Path(given).expanduser()
-    if path.is_file():
-        return [path]
-    found = sorted(map(Path, images_below(path)))
-    if not found:
-        raise UserError(f"path={given}: no images in this folder (looked for {', '.join(EXTENSIONS)})")
-    return found
+        for sample, indices, values in zip(samples, best.indices.tolist(), best.values.tolist(), strict=True):
+            yield [] if photos.unreadable[sample.index] else list(zip(indices, values, strict=True))

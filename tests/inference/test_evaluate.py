@@ -13,15 +13,11 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from PIL import Image
-from sklearn.metrics import precision_recall_fscore_support
 from transformers import AutoTokenizer
 
-from inference.classes import class_scores, table
 from inference.data import open_data
-from inference.measure import bytes_of_tokens
 from inference.options import RunOptions
-from inference.setting import configure
-from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
+from inference.run_config import configure
 from recipes.resnet import ResNet
 from tests.command_line.conftest import _command
 from tests.inference.conftest import SIZES, photo, script
@@ -76,21 +72,6 @@ def test_results_are_in_the_run_folder_unless_another_is_given(here: Path, monke
         assert min(picture.size) > 300
 
 
-def test_the_table_of_classes_is_scikit_learns() -> None:
-    rng = np.random.default_rng(0)
-    label, given = rng.integers(0, 6, 200), rng.integers(0, 5, 200)
-    confusion = np.zeros((7, 7), dtype=np.int64)
-    np.add.at(confusion, (label, given), 1)
-    found = class_scores(confusion, ["a", "b", "c", "d", "e", "f"])
-    expected = precision_recall_fscore_support(label, given, labels=range(6), zero_division=0)
-    assert [row.name for row in found] == ["a", "b", "c", "d", "e", "f"]
-    assert found[5].precision is None  # never given
-    for row, *values in zip(found, *expected, strict=True):
-        assert [row.precision or 0, row.recall, row.f1, row.samples] == pytest.approx(values)
-    many = class_scores(np.eye(40, dtype=np.int64), [f"class{number}" for number in range(40)])
-    assert len(table(many).splitlines()) == 31
-
-
 def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(here: Path, tmp_path: Path) -> None:
     for name in ("grey", "dark"):
         shutil.copytree(f"photos/{name}", tmp_path / "two" / name)
@@ -121,18 +102,6 @@ def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, 
     assert results(tmp_path)["samples"] == len(datasets.valid)
     rest = len(datasets.tokens.valid) - 1 - results(tmp_path)["targets"]
     assert (f"; the last {rest} tokens, less than a sample, are" in done.out) == (name in ("gpt2", "chars"))
-
-
-def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
-    text = "The quick fox — naïve, “quoted” 😀.\n\tagain\n" * 3
-    for number, tokenizer in enumerate((Bytes(), Characters.collect([text]), BytePairs.train([text * 20], 300))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        tokenizer.save(folder)
-        table = bytes_of_tokens(AutoTokenizer.from_pretrained(folder), 400)
-        assert len(table) == 400
-        assert table[tokenizer.encode(text)].sum() == len(text.encode())
-    assert table[BytePairs.load(tmp_path / "2").separator[0]] == 0
 
 
 def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path) -> None:

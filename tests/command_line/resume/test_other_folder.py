@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.options import RunOptions
-from inference.setting import configure
+from inference.run_config import configure
 from tests.command_line.conftest import Train
 from tests.helpers import same_bits
 from trainer.checkpoint.reader import load

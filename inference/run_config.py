@@ -1,4 +1,4 @@
-"""The config under which a trained model is evaluated: as it was trained, with other data or another precision."""
+"""The config under which a trained model is used: as it was trained, with other data or another precision."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from inference.exported import Exported
-from inference.options import recorded_of
-from trainer.config.compose import compose
+from inference.load import Exported
+from inference.options import GROUPS, KEYS
+from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.determinism import set_determinism
@@ -20,14 +20,18 @@ from trainer.precision import attention, kernels
 
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
+_OF_TRAINING = {
+    *("recipe.pretrained", "recipe.class_weights", "recipe.train_image_size", "augment.mixup", "augment.cutmix"),
+}
+"""Options without an effect on a trained model. What one was fine-tuned from is in its weights."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What evaluation needs beside weights and data."""
+class RunConfig:
+    """What using a model needs beside its weights and the data."""
 
     config: Config
-    """Resolved."""
+    """The config without ``auto``."""
     hardware: Hardware
     own_data: bool
     """Whether it is the data that the run was trained on."""
@@ -44,8 +48,8 @@ class Setting:
         config = self.config
         return config.precision.kernels_here(self.hardware, config.deterministic, config.recipe.convolves)
 
-    def with_data(self, datasets: Datasets) -> Setting:
-        """Return the setting with what the open data decides."""
+    def with_data(self, datasets: Datasets) -> RunConfig:
+        """Return the config with what the open data decides."""
         return replace(self, config=self.config.with_data(datasets, self.hardware)[0])
 
     def in_precision(self, model: nn.Module) -> nn.Module:
@@ -62,8 +66,8 @@ class Setting:
         return model
 
 
-def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True, split: str = "valid") -> Setting:
-    """Return the setting for these overrides of the command line.
+def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True, split: str = "valid") -> RunConfig:
+    """Return the config for these overrides of the command line.
 
     Args:
         exported: the trained model.
@@ -74,43 +78,56 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     Raises:
         UserError: an override that is unknown or has no effect, or data that is missing or does not suit the recipe.
     """
-    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    _check_keys(exported, typed)
+    typed = {key_of(override) for override in overrides}
+    of_the_model = {
+        **dict.fromkeys(("data.tokenizer", "data.vocab_size", "recipe.pretrained"), "brings weights and tokenizer"),
+        **dict.fromkeys(("recipe.mean", "recipe.std"), "normalises images as it was trained"),
+        "recipe": f"is a {exported.recipe}",
+    }
+    for key in sorted(typed & of_the_model.keys()):
+        raise UserError(f"{key} has no effect: run={exported.given} {of_the_model[key]}; leave it out")
     other_data = any(key.partition(".")[0] == "data" for key in typed)
     if exported.run:
-        recorded = recorded_of(exported.run, exported.config, other_data or not with_data, with_data, split)
+        recorded = _of_run(exported, other_data, with_data, split)
+    elif with_data and "data" not in typed:
+        example = (
+            "data=imagefolder data.path=photos" if exported.recipe == "resnet" else "data=text data.path=notes.txt"
+        )
+        raise UserError(
+            f"run={exported.given} is an exported model without its run, so its data is not known; "
+            f"add data=…, such as {example}"
+        )
     else:
-        recorded = _of_folder(exported, typed, with_data)
+        recorded = _of_folder(exported, with_data)
     config = compose(overrides, recorded)
     config = replace(config, recipe=exported.own or config.recipe)
     # Training's batch need not be a multiple of the microbatch.
     config = replace(config, batch_size=config.micro_batch_size, run_name="evaluation")
     hardware = detect(config.device)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
-    own_data = exported.run is not None and not other_data
-    return Setting(config.plan(hardware).config, hardware, own_data, samples)
+    return RunConfig(config.plan(hardware).config, hardware, exported.run is not None and not other_data, samples)
 
 
-def _check_keys(exported: Exported, typed: set[str]) -> None:
-    of_the_model = {
-        **dict.fromkeys(("data.tokenizer", "data.vocab_size", "recipe.pretrained"), "brings weights and tokenizer"),
-        **dict.fromkeys(("recipe.mean", "recipe.std"), "normalises images as it was trained"),
-        "recipe": f"is a {exported.recipe}",
+def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -> dict[str, Any]:
+    """Return the run's options as far as the model's use needs them, by dotted key."""
+    assert exported.run is not None
+    other_data = other_data or not with_data
+    left_out = set() if with_data else {"data", "augment"}
+    left_out |= {"eval_samples"} if other_data or split != "valid" else set()
+    dropped = _OF_TRAINING | ({"loader.workers"} if other_data else set())
+    recorded = {
+        key: value
+        for key, value in exported.run.config().items()
+        if key.partition(".")[0] in {*GROUPS, *KEYS} - left_out and key not in dropped
     }
-    for key in sorted(typed):
-        if key in of_the_model:
-            raise UserError(f"{key} has no effect: run={exported.given} {of_the_model[key]}; leave it out")
+    if other_data and "image_size" in exported.config:
+        recorded["recipe.image_size"] = exported.config["image_size"]
+    return recorded
 
 
-def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> dict[str, Any]:
+def _of_folder(exported: Exported, with_data: bool) -> dict[str, Any]:
     """Return what an exported folder without its run says about its options, by dotted key."""
     config, is_images = exported.config, exported.recipe == "resnet"
-    if with_data and "data" not in typed:
-        example = "data=imagefolder data.path=photos" if is_images else "data=text data.path=notes.txt"
-        raise UserError(
-            f"run={exported.given} is an exported model without its run, so its data is not known; "
-            f"add data=…, such as {example}"
-        )
     longest = config.get("n_positions", config.get("max_position_embeddings"))
     options: dict[str, Any] = {}
     if "options" in config:  # of a recipe without a library that knows it

@@ -1,0 +1,56 @@
+"""Downloads the best weights of a run from MLflow: ``run=mlflow:RUN_ID``, from any tracking server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from trainer.errors import UserError, redacted
+from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object
+from trainer.tracking.fetch import downloading, fetched_run
+from trainer.tracking.models import MODEL
+
+_ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
+_FILES = {"config.json", PRECISION_FILE, SUMMARY_FILE, TOKENIZER, BEST}
+
+
+def fetch(given: str, uri: str | None, output_dir: str) -> Path:
+    """Return a folder with the config and the best weights of a run in MLflow, downloaded once.
+
+    It is ``<output_dir>/mlflow-<RUN_ID>``, a folder of its own, because no run can be resumed without checkpoints.
+
+    Args:
+        given: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``.
+        uri: ``tracking.uri``.
+        output_dir: the parent of the new folder.
+
+    Raises:
+        UserError: there is no such run, it has no weights there, or the server does not answer.
+    """
+    match = _ADDRESS.fullmatch(given)
+    if not match:
+        raise UserError(f"run={given} is not a valid run; use run=mlflow:RUN_ID, with the id from MLflow's page")
+    run_id = match[1]
+    target = Path(output_dir).expanduser() / f"mlflow-{run_id}"
+    if read_object(target / "config.json"):
+        return target
+    partial = target.with_name(f".{target.name}.partial")
+    with fetched_run(f"run={given}", run_id, uri, "uri", output_dir) as (client, run), downloading(partial):
+        print(f"fetching the best weights of {run.info.run_name} from MLflow at {redacted(str(client.tracking_uri))}")
+        for name in _FILES.intersection(item.path for item in client.list_artifacts(run_id)):
+            client.download_artifacts(run_id, name, str(partial))
+        if models := run.outputs.model_outputs if run.outputs else []:
+            from mlflow.artifacts import download_artifacts
+
+            newest = f"models:/{max(models, key=lambda model: model.step).model_id}"
+            with TemporaryDirectory(dir=partial) as scratch:
+                got = download_artifacts(newest, dst_path=scratch, tracking_uri=client.tracking_uri)
+                Path(got, MODEL).rename(partial / BEST)
+        if not (partial / BEST).is_dir():
+            raise UserError(
+                f"run={given}: MLflow has no weights of this run: it has not ended, or is not sent completely "
+                "(scripts/sync.py sends it from where it was trained); choose another run"
+            )
+        partial.rename(target)
+    return target
