@@ -21,9 +21,8 @@ from evidence.turns import Block, Clock, stopwatch
 from mantissa.display import size
 from mantissa.ledger import MemoryLedger
 from trainer.config.schema import Config
-from trainer.devices import synchronise
 from trainer.errors import RunError
-from trainer.hardware import Hardware, threads
+from trainer.hardware import Hardware, synchronise, threads
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal

@@ -37,8 +37,7 @@ from benchmarks.rows import Bench, Row, ratios
 from evidence.turns import Block
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
-from trainer.devices import synchronise
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, synchronise
 from trainer.trainer import Trainer
 
 FIT_WARM_UP = 3

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from evidence.runs import DIVERGED, Outcome
-from trainer.devices import kind_of
+from trainer.hardware import kind_of
 
 LOSS = "valid/loss"
 IN_USE = 0.1

@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:
     """Return the loop as a block that returns its seconds, the device's work included."""
-    from trainer.devices import synchronise
+    from trainer.hardware import synchronise
 
     def block(steps: int) -> float:
         synchronise(device)

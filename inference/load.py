@@ -14,7 +14,7 @@ from torch import nn
 
 from recipes.huggingface import RECIPES
 from recipes.language import LanguageModel, LanguageRecipe
-from trainer.checkpoint.weights import fill
+from trainer.checkpoint.reader import fill
 from trainer.config.registration import groups
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line

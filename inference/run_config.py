@@ -13,9 +13,8 @@ from inference.options import GROUPS, KEYS
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
-from trainer.determinism import set_determinism
 from trainer.errors import UserError
-from trainer.hardware import Hardware, detect
+from trainer.hardware import Hardware, detect, set_determinism
 from trainer.precision import attention, kernels
 
 _LONGEST = 1024

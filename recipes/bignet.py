@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.synthetic import Synthetic
-from trainer.checkpoint.weights import fill
+from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import UserError
 from trainer.files import read_object

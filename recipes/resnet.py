@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
-from trainer.checkpoint.weights import fill
+from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer.devices import kind_of
 from trainer.errors import UserError, nearest
+from trainer.hardware import kind_of
 
 if TYPE_CHECKING:
     import torch

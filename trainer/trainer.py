@@ -15,10 +15,8 @@ from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
-from trainer.determinism import seed_everything, set_determinism
-from trainer.devices import select
 from trainer.errors import UserError
-from trainer.hardware import Hardware, detect
+from trainer.hardware import Hardware, detect, seed_everything, select, set_determinism
 from trainer.metrics import Metrics, averages, reported
 from trainer.optim.groups import LR_FACTOR, freeze
 from trainer.optim.masters import accumulation_dtype, masters_of

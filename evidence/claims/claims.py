@@ -18,9 +18,8 @@ from evidence.options import CLAIMS, check_claim
 from evidence.runs import Arm
 from trainer.config.compose import key_of
 from trainer.config.options import check_choice
-from trainer.devices import CUDA
 from trainer.errors import UserError, first_line
-from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
+from trainer.hardware import CUDA, EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
 
 QUIET = ("tracking=local", "checkpoint=none", "tracking.epilogue=false")

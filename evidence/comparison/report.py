@@ -13,7 +13,7 @@ from mantissa.compare import METHOD, NOT_JUDGED, PAIRS, about_looks, failures, p
 from mantissa.display import loss, mebibytes
 from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.statistics import Interval
-from trainer.devices import kind_of
+from trainer.hardware import kind_of
 
 QUALITY = ("arm", "quality", "difference", "valid. loss")
 COST = ("arm", "speedup", "memory ratio", "throughput", "peak memory")

@@ -13,9 +13,24 @@ from torch.profiler import ProfilerActivity
 
 from mantissa.tensors import random_state, set_random_state
 from trainer.data.loader import PinnedLoader
-from trainer.devices import CPU, CUDA, DEVICE_KINDS, MPS, ROCM, XPU, DeviceKind, empty_cache, select, synchronise
 from trainer.errors import UserError
-from trainer.hardware import NATIVE, UNAVAILABLE, available_bytes, detect, peak_memory_bytes, reset_peak_memory
+from trainer.hardware import (
+    CPU,
+    CUDA,
+    DEVICE_KINDS,
+    MPS,
+    NATIVE,
+    ROCM,
+    UNAVAILABLE,
+    XPU,
+    DeviceKind,
+    available_bytes,
+    detect,
+    peak_memory_bytes,
+    reset_peak_memory,
+    select,
+    synchronise,
+)
 from trainer.parallel.wrap import DDP
 from trainer.profiling.profiler import new_profile
 
@@ -48,7 +63,7 @@ def fake(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     module = SimpleNamespace(
         get_device_properties=lambda device: properties,
         get_rng_state=here.note("get_rng_state", torch.zeros(1)),
-        **{name: here.note(name) for name in ("set_rng_state", "empty_cache")},
+        set_rng_state=here.note("set_rng_state"),
     )
     monkeypatch.setattr(torch.version, "hip", "7.0" if kind is ROCM else None)
     found = None if kind is CPU else torch.device(kind.type)
@@ -106,8 +121,7 @@ def test_memory_and_the_queue_are_the_devices(kind: DeviceKind, fake: Accelerato
     assert ((peak, left) == (7, 5)) == (kind in GPUS)
     select(device)
     synchronise(device)
-    empty_cache()
-    expected = [("set_device_index", device), ("synchronize", device), ("empty_cache",)]
+    expected = [("set_device_index", device), ("synchronize", device)]
     assert fake.taken() == ([] if kind is CPU else expected)
 
 

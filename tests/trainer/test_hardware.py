@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import PROJECT
+from tests.helpers import PROJECT, trainer_of
 from trainer import hardware
-from trainer.hardware import Hardware, available_bytes, control_groups, detect
+from trainer.hardware import Hardware, available_bytes, control_groups, detect, set_determinism
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
 
@@ -90,3 +90,13 @@ def test_a_control_group_is_less_than_the_machine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hardware, "control_groups", lambda: [(3 * 2**30, 2**30), (2**60, 0)])
     assert detect("cpu").memory_bytes == 3 * 2**30
     assert available_bytes(torch.device("cpu")) <= 2 * 2**30
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_run_has_the_kernels_that_it_asks_for(deterministic: bool) -> None:
+    try:
+        trainer_of("recipe=bignet", "recipe.width=8", "recipe.layers=2", f"deterministic={deterministic}")
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert torch.backends.cudnn.benchmark is not deterministic
+    finally:
+        set_determinism(False)

@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mantissa.display import dimensions
-from trainer.checkpoint.schema import InvalidCheckpoint, Manifest, State, read_manifest, read_state
+from trainer.checkpoint.schema import KINDS, STATE_FILE, InvalidCheckpoint, State, files_of, read_manifest
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
+from trainer.files import read_json
 from trainer.optim.ema import Average
 from trainer.optim.masters import MasterWeights
 from trainer.optim.state import (
@@ -39,14 +40,15 @@ class CheckpointReader:
         """Open the checkpoint at ``path``, which ``find_verified`` has verified."""
         self.path = path
         with self._named():
-            self._manifest: Manifest = read_manifest(path)
-            self._state: State = read_state(path)
-            self._weights = _TensorFiles(path, self._manifest.files("model"))
-            self._moments = _TensorFiles(path, self._manifest.files("optimizer"))
-        self.step: int = self._state.step
-        self.progress: dict[str, Any] = self._state.progress | self._manifest.scores
-        self.totals: dict[str, Any] = self._manifest.totals
-        self.log_bytes = self._manifest.log_bytes
+            manifest = read_manifest(path)
+            self._state: State = read_json(path / STATE_FILE)
+            self._files = {kind: files_of(manifest, kind) for kind in KINDS}
+            self._weights = _TensorFiles(path, self._files["model"])
+            self._moments = _TensorFiles(path, self._files["optimizer"])
+        self.step: int = self._state["step"]
+        self.progress: dict[str, Any] = self._state["progress"] | manifest.get("scores", {})
+        self.totals: dict[str, Any] = manifest.get("totals", {})
+        self.log_bytes = manifest.get("log_bytes", 0)
         """Length of the run's metric log when this was saved."""
 
     def restore(
@@ -64,19 +66,20 @@ class CheckpointReader:
             UserError: the checkpoint is not of this model and this optimizer.
         """
         weights, tensors = model.state_dict(), weight_copies(masters, average)
+        kept = self._state["optimizer"]
         with self._named():
             self._check_weights(weights)
             if optimizer is not None:
-                names, groups = parameter_names(masters or model, optimizer), optimizer.param_groups
-                if names != self._state.names or len(groups) != len(self._state.groups):
+                names = parameter_names(masters or model, optimizer)
+                if names != kept["names"] or len(optimizer.param_groups) != len(kept["groups"]):
                     raise InvalidCheckpoint(f"{self._moments.file}: this optimizer's parameter groups differ")
-                create_state(optimizer, masters, names, self._state.stateless)
+                create_state(optimizer, masters, names, kept["stateless"])
                 tensors |= optimizer_state(masters or model, optimizer)[0]
                 _check_names(self._moments.file, tensors.keys(), self._moments.names, "optimizer")
                 for name, tensor in tensors.items():
                     self._moments.check(name, tensor)
         for name, tensor in weights.items():
-            self._weights.fill(tensor, self._state.ties.get(name, name))
+            self._weights.fill(tensor, self._state["ties"].get(name, name))
         for name, tensor in tensors.items():
             self._moments.fill(tensor, name)
         if optimizer is not None:
@@ -84,14 +87,14 @@ class CheckpointReader:
 
     def rng(self, rank: int) -> dict[str, Tensor] | None:
         """Return the states of a rank's generators; None: no such rank."""
-        files = self._manifest.files("rng")
-        return _TensorFiles(self.path, files[rank : rank + 1]).read() if rank < len(files) else None
+        files = self._files["rng"][rank : rank + 1]
+        return _TensorFiles(self.path, files).read() if files else None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor, whole: ``weights/…``, ``optimizer/…`` and each rank's ``rng/0/…``."""
         result = {f"weights/{name}": tensor for name, tensor in self._weights.read().items()}
         result |= {f"optimizer/{name}": tensor for name, tensor in self._moments.read().items()}
-        for rank in range(len(self._manifest.files("rng"))):
+        for rank in range(len(self._files["rng"])):
             result |= {f"rng/{rank}/{name}": tensor for name, tensor in (self.rng(rank) or {}).items()}
         return result
 
@@ -108,7 +111,7 @@ class CheckpointReader:
             raise UserError(f"the checkpoint {self.path} does not fit this run: {refused}") from None
 
     def _check_weights(self, weights: dict[str, Tensor]) -> None:
-        ties, file = self._state.ties, self._weights.file
+        ties, file = self._state["ties"], self._weights.file
         _check_names(file, weights.keys(), {*self._weights.names, *ties}, "model")
         for alias, target in sorted(ties.items() ^ untie(weights)[1].items()):
             if local_part(weights[alias]).numel():  # a rank without rows of a weight cannot know
@@ -119,16 +122,16 @@ class CheckpointReader:
 
     def _restore_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         """Restore what the optimizer keeps beside the tensors of its state, in place."""
-        options = inspect.signature(type(optimizer)).parameters
-        for there, group in zip(self._state.groups, optimizer.param_groups, strict=True):
+        options, kept = inspect.signature(type(optimizer)).parameters, self._state["optimizer"]
+        for there, group in zip(kept["groups"], optimizer.param_groups, strict=True):
             for key in there.keys() - options.keys():
                 # What is no option is a count that the optimizer keeps there, such as LAMB's of steps, a tensor.
                 now = group.get(key)
                 group[key] = now.new_tensor(there[key]) if isinstance(now, Tensor) else there[key]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for name, parameter in zip(self._state.names, parameters, strict=True):
-            if name in self._state.scalars:
-                optimizer.state[parameter] |= self._state.scalars[name]
+        for name, parameter in zip(kept["names"], parameters, strict=True):
+            if name in kept["scalars"]:
+                optimizer.state[parameter] |= kept["scalars"][name]
 
 
 class _TensorFiles:
@@ -197,9 +200,38 @@ def load(folder: Path, step: int | None = None) -> CheckpointReader:
     return CheckpointReader(find_verified(folder, step))
 
 
+def fill(
+    model: nn.Module, weights: dict[str, Tensor], where: str, remedy: str = "give the weights of this model"
+) -> None:
+    """Overwrite a model's weights by name, in its own dtypes. Of weights that share memory one name is enough.
+
+    Raises:
+        UserError: a name is missing or unknown, or a shape is another one; ``where`` begins the message, ``remedy``
+            ends it.
+    """
+    state = model.state_dict()
+    ties = untie(state)[1]
+    found = {ties.get(name, name): weights[name] for name in reversed(state) if name in weights}
+    stored = [name for name in state if name not in ties]
+    if differs := _differing_names(stored, [*found, *(weights.keys() - state.keys())], "model"):
+        raise UserError(f"{where}: the weights are of another model: {differs}; {remedy}")
+    other = [name for name in state if name in found and found[name].shape != state[name].shape]
+    if other:
+        there, here = (dimensions(tuple(tensors[other[0]].shape)) for tensors in (found, state))
+        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+        raise UserError(f"{where}: the weights do not fit: {other[0]} is {there} there and {here} here{more}; {remedy}")
+    for name, tensor in found.items():
+        state[name].copy_(tensor)
+
+
 def _check_names(file: str, wanted: Collection[str], found: Collection[str], what: str) -> None:
-    missing, unknown = sorted({*wanted} - {*found}), sorted({*found} - {*wanted})
-    if missing or unknown:
-        parts = [f"it lacks {missing[0]}"] if missing else []
-        parts += [f"this {what} has no {unknown[0]}"] if unknown else []
-        raise InvalidCheckpoint(f"{file}: {' and '.join(parts)}")
+    if differs := _differing_names(wanted, found, what):
+        raise InvalidCheckpoint(f"{file}: {differs}")
+
+
+def _differing_names(wanted: Collection[str], found: Collection[str], what: str) -> str:
+    """Return the first name that is missing, and the first that is unknown; empty: they are the same."""
+    missing, unknown = [name for name in wanted if name not in found], sorted({*found} - {*wanted})
+    parts = [f"{missing[0]} is missing"] if missing else []
+    parts += [f"this {what} has no {unknown[0]}"] if unknown else []
+    return " and ".join(parts)

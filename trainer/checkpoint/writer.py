@@ -18,9 +18,9 @@ from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
-from trainer.devices import kind_of
 from trainer.errors import NonFiniteError
 from trainer.files import read_json, write_json
+from trainer.hardware import kind_of
 from trainer.parallel.shards import local_part
 from trainer.parallel.world import World
 

@@ -11,8 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.reader import load
-from trainer.checkpoint.weights import fill
+from trainer.checkpoint.reader import fill, load
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import (

@@ -1,13 +1,18 @@
-"""The interface between the datasets of ``recipes/`` and the loader."""
+"""The interface between the datasets of ``recipes/`` and the loader, and what holds of any data."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from trainer.errors import UserError
 
 Batch = dict[str, Tensor]
 """One microbatch: named tensors whose first dimension is the sample."""
@@ -54,3 +59,38 @@ class Datasets:
 
     def keep(self, folder: Path) -> None:
         """Write into the run folder what a later run needs of this data beside the weights."""
+
+
+def fingerprint(datasets: Datasets) -> str:
+    """Return a hash of the sizes and of a few samples of both datasets: it changes with corpus, split and tokenizer."""
+    digest = hashlib.sha256()
+    for dataset in (datasets.train, datasets.valid):
+        length = len(dataset)
+        digest.update(str(length).encode())
+        chosen = [SampleId(index, None) for index in sorted({0, length // 3, 2 * length // 3, length - 1})]
+        for name, tensor in sorted(dataset.batch(chosen).items()):
+            digest.update(name.encode() + str((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_no_overlap(key: str, files: Sequence[str], others: Sequence[str], role: str) -> None:
+    """Refuse test data with a file that has another role, whatever it is called there: a link or a hard link.
+
+    Args:
+        key: the option that names the test data, for messages.
+        files: of the test data.
+        others: those with the other role.
+        role: such as ``training``.
+
+    Raises:
+        UserError: they share a file.
+    """
+
+    def identity(file: str) -> tuple[int, int]:
+        found = os.stat(file)
+        return found.st_dev, found.st_ino
+
+    known = {identity(file) for file in others if os.path.exists(file)}  # others are reported when they are read
+    if shared := [file for file in files if os.path.exists(file) and identity(file) in known]:
+        raise UserError(f"{key}: {shared[0]} is {role} data, too; set data.test to data that is used for nothing else")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.loader import Loader, to_device
-from trainer.devices import kind_of
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, kind_of
 from trainer.parallel.world import World
 
 Watch = Callable[[int, int], None]

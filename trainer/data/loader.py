@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Generator, Iterable, Iterator
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import ClassVar
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.data.loading import end_with_the_run, forkserver_context, prefetched
-from trainer.devices import select
 from trainer.errors import RunError, UserError, check_number
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, select
 
+T = TypeVar("T")
 STEPS_AHEAD = 2
 """Steps whose batches are prepared while one is taken, where a thread does that."""
 
@@ -153,14 +159,11 @@ class Batches:
         torch.set_num_threads(1)  # copies would spread over all cores and hold up the thread that launches kernels
 
 
-@dataclass
-class _FromWorkers:
+class _FromWorkers(DataLoader[Batch]):
     """Batches of loading processes, which may be kept for the next time."""
 
-    loader: DataLoader[Batch]
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        for batch in super().__iter__():
             if isinstance(batch, RunError):  # a dataset reported it
                 try:
                     raise batch
@@ -210,16 +213,14 @@ class Loader:
             alone = not pins or getattr(dataset, "uses_global_generator", False)
             return Batches(dataset, samples, hardware.device, pins, 0 if alone else STEPS_AHEAD * in_a_step)
         return _FromWorkers(
-            DataLoader(
-                _Fetch(dataset),
-                batch_sampler=samples,
-                collate_fn=_as_fetched,  # type: ignore[arg-type]
-                generator=torch.Generator(),  # a seed is drawn, which must not be from the generator of training
-                num_workers=int(self.workers),
-                multiprocessing_context=forkserver_context(),
-                worker_init_fn=end_with_the_run,
-                **options,  # type: ignore[arg-type]
-            )
+            _Fetch(dataset),
+            batch_sampler=samples,
+            collate_fn=_as_fetched,  # type: ignore[arg-type]
+            generator=torch.Generator(),  # a seed is drawn, which must not be from the generator of training
+            num_workers=int(self.workers),
+            multiprocessing_context=_forkserver_context(),
+            worker_init_fn=_end_with_the_run,
+            **options,  # type: ignore[arg-type]
         )
 
     def steps(
@@ -284,3 +285,59 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, _Copied):
         return batch.on_device
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _forkserver_context() -> BaseContext:
+    """Return the context that starts loading processes: a fork server, in which the run's signals are blocked.
+
+    A terminal, torchrun and SLURM signal every process of a job. If a signal ended workers (or the server, or Python's
+    tracker of shared memory), the unfinished step would fail. They inherit the blocked signals.
+    """
+    # A server, because a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
+    # there once; otherwise every worker of every evaluation would spend seconds on it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "trainer.data.loader"])
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+    for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[name] for name in names])
+        try:
+            ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return context
+
+
+def _end_with_the_run(worker: int) -> None:
+    """End this loading process when the main process has ended. DataLoader checks only its parent, the fork server."""
+    main_process = multiprocessing.parent_process()
+    assert main_process is not None
+
+    def wait() -> None:
+        main_process.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the run", daemon=True).start()
+
+
+def prefetched(items: Iterator[T], count: int, prepare: Callable[[], None]) -> Generator[T, None, None]:
+    """Yield the items of another iterator, in its order, which a thread takes from it before they are asked for.
+
+    An error of the iterator is raised where its item would have been, with the traceback of the thread. The thread ends
+    with this generator, when it has produced the item that it is working on.
+
+    Args:
+        items: what is iterated, from now on by the thread alone; None is no item.
+        count: how many items it may be ahead of the last one that was yielded.
+        prepare: called first, in the thread.
+    """
+    thread = ThreadPoolExecutor(1, "batches ahead")
+    own = thread.submit(threading.get_ident).result()
+    try:
+        thread.submit(prepare).result()
+        ready = deque(thread.submit(next, items, None) for _ in range(count))
+        while (item := ready.popleft().result()) is not None:
+            ready.append(thread.submit(next, items, None))
+            yield item
+    finally:
+        # The garbage collector may close this in any thread, and none can wait for itself.
+        thread.shutdown(wait=threading.get_ident() != own, cancel_futures=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.devices import kind_of
 from trainer.errors import UserError, nearest
+from trainer.hardware import kind_of
 from trainer.optim.groups import check_patterns, decayed, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded

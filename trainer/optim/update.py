@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.devices import kind_of
 from trainer.errors import UserError
+from trainer.hardware import kind_of
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
 from trainer.precision.scaler import LossScale

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mantissa.formats import STOCHASTIC
-from trainer.devices import DEVICE_KINDS, best_type, kind_of
 from trainer.errors import Interrupted, RunError, UserError
+from trainer.hardware import DEVICE_KINDS, best_type, kind_of
 from trainer.parallel.shards import shard_again
 from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank, launched_processes

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mantissa.formats import FP8, Format
-from trainer.devices import kind_of
 from trainer.errors import UserError, check_number
+from trainer.hardware import kind_of
 
 _LARGEST = 3.4028234663852886e38  # of fp32
 

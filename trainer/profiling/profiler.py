@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from mantissa.ledger import Ledger, MemoryLedger
-from trainer.devices import kind_of, synchronise
 from trainer.errors import check_number
+from trainer.hardware import kind_of, synchronise
 
 log = logging.getLogger("mantissa")
 

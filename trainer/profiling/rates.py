@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
 from trainer.cache import cached
-from trainer.devices import CUDA, empty_cache
-from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor, threads
+from trainer.hardware import CUDA, UNAVAILABLE, Hardware, available_bytes, processor, threads
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -69,7 +68,7 @@ def measure(number: Number, device: torch.device) -> float:
                 rate = rate_of(number, device, time.thread_time)
             if torch.get_num_threads() > 1:
                 rate = max(rate, rate_of(number, device, time.perf_counter))
-    empty_cache()  # the run's own allocations begin afresh
+    torch.accelerator.empty_cache()  # the run's own allocations begin afresh
     return rate
 
 

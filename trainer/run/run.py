@@ -17,9 +17,8 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.step import Plan
-from trainer.data.contract import Batch
+from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Watch
-from trainer.data.fingerprint import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.files import SUMMARY_FILE, read_json, read_object, write_json
 from trainer.hardware import Hardware

@@ -20,8 +20,8 @@ DIGEST_LENGTH = 32
 
 def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]]:
     """Return what ``tracking.json`` keeps of the training and the validation data, plain JSON types."""
-    from trainer.data.contract import Datasets
-    from trainer.data.fingerprint import fingerprint  # with torch, which sending a run to MLflow does not need
+    # With torch, which sending a run to MLflow does not need.
+    from trainer.data.contract import Datasets, fingerprint
 
     place: dict[str, Any]
     options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}

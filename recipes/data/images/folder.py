@@ -16,7 +16,7 @@ import torch
 
 from recipes.data.images.pixels import REMEDY, DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
-from trainer.data.overlap import check_no_overlap
+from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError
 from trainer.progress import work
 

@@ -16,7 +16,7 @@ from mantissa.display import quantity
 from recipes.data.text.tokenizers import OWN_BPE, plan
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
 from trainer.cache import cache_folder
-from trainer.data.overlap import check_no_overlap
+from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError
 from trainer.recipe import NO_OPTION
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from tests.helpers import CPU, Arrays
-from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.data.contract import Batch, Datasets, SampleId, fingerprint
 from trainer.data.evaluation import Evaluation, evaluation_samples
-from trainer.data.fingerprint import fingerprint
 from trainer.data.loader import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError
 from trainer.parallel.world import World

@@ -15,8 +15,7 @@ import torch
 from tests.helpers import CPU, compose, same_bits
 from tests.trainer.data.test_data import Echo, stream
 from trainer.data.contract import Batch, SampleId
-from trainer.data.loader import STEPS_AHEAD, Batches, Batching, Loader, OnDeviceLoader, PinnedLoader
-from trainer.data.loading import prefetched
+from trainer.data.loader import STEPS_AHEAD, Batches, Batching, Loader, OnDeviceLoader, PinnedLoader, prefetched
 from trainer.debug import Overfit
 from trainer.hardware import Hardware
 

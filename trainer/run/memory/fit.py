@@ -17,7 +17,6 @@ from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
-from trainer.devices import empty_cache
 from trainer.errors import MemoryRanOut, OutOfMemory, is_out_of_memory
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.single import Parallel
@@ -169,4 +168,4 @@ def train_in_memory(config: Config, train: Callable[[Config], T]) -> T:
 def release_memory() -> None:
     """Free the memory of a run, which the next one of a sweep would count as its own peak."""
     gc.collect()  # models may hold themselves: every module whose forward method was replaced does
-    empty_cache()
+    torch.accelerator.empty_cache()
