@@ -15,7 +15,8 @@ from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect, set_determinism
-from trainer.precision import attention, kernels
+from trainer.precision import kernels
+from trainer.precision.modes import allow_cudnn_attention
 
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
@@ -59,7 +60,7 @@ class RunConfig:
         """
         config, device = self.config, self.hardware.device
         config.precision.apply(self._kernels)
-        attention.allow_cudnn(not config.recipe.masks_attention)
+        allow_cudnn_attention(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
         config.precision.convert(model.to(device), device)
         return model

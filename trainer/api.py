@@ -22,7 +22,7 @@ from trainer.config import compose as overrides
 from trainer.config.command_line import quoted
 from trainer.config.schema import Config
 from trainer.errors import Interrupted, UserError
-from trainer.precision import attention, kernels
+from trainer.precision import kernels
 from trainer.progress import shown_by
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.memory.fit import release_memory
@@ -174,7 +174,7 @@ def undisturbed() -> Iterator[None]:
             restore(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         restore(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
-        restore(attention.allow_cudnn, cuda.cudnn_sdp_enabled())
+        restore(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
         restore(kernels.clear)
         restore(set_random_state, random_state(host), host)
         with shown_by(Terminal(logged=False).work):

@@ -46,15 +46,6 @@ def reported(recipe: Recipe, sums: dict[str, float], targets: int) -> dict[str, 
     return recipe.report(sums["loss"] / max(1, targets), others, max(1, targets))
 
 
-def averages(loss: Tensor) -> bool:
-    """Return whether the last operation of a loss is a mean, as of ``F.cross_entropy`` without ``reduction="sum"``."""
-    node = loss.grad_fn
-    while node is not None and node.name().startswith(("ToCopy", "View", "Squeeze", "Clone")):
-        node = node.next_functions[0][0]
-    mean = 1  # of at::Reduction
-    return node is not None and (node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == mean)
-
-
 class Metrics:
     """The torchmetrics objects of a run. Only evaluation updates them: most of them wait for the device.
 

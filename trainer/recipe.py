@@ -61,14 +61,8 @@ class Decision(NamedTuple):
 
 NO_OPTION = {"omegaconf_ignore": True}
 """Metadata of a config's field that users do not set."""
-_MUST_HAVE = {
-    "sizes": "def sizes(self, hardware): return Sizes(steps=200, batch_size=64, micro_batch_size=64)",
-    "datasets": "def datasets(self, data, seed): return Datasets(train, valid, '569 tumours')",
-    "build_model": "def build_model(self, datasets): return nn.Linear(30, 2)",
-    "count_targets": "def count_targets(self, batch): return len(batch['y'])",
-    "loss": "def loss(self, model, batch): … return LossOutput(losses.sum(), {})",
-}
-"""The methods that every recipe defines, each with an example."""
+_MUST_HAVE = ("sizes", "datasets", "build_model", "count_targets", "loss")
+"""The methods that every recipe defines."""
 
 
 @dataclass
@@ -171,11 +165,10 @@ class Recipe:
 
     def check_complete(self) -> None:
         """Raise UserError where the recipe lacks a method that training calls."""
-        for method, example in _MUST_HAVE.items():
+        for method in _MUST_HAVE:
             if getattr(type(self), method) is getattr(Recipe, method):
-                raise UserError(
-                    f"{type(self).__name__} (recipe={self.name}) has no {method}; write it, such as {example}"
-                )
+                of = f"{type(self).__name__} (recipe={self.name})"
+                raise UserError(f"{of} has no {method}; write it, as recipes/bignet.py does")
 
     @staticmethod
     def of(

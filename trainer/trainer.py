@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 
@@ -17,13 +17,13 @@ from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect, seed_everything, select, set_determinism
-from trainer.metrics import Metrics, averages, reported
+from trainer.metrics import Metrics, reported
 from trainer.optim.groups import LR_FACTOR, freeze
-from trainer.optim.masters import accumulation_dtype, masters_of
+from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
-from trainer.precision import attention, calls
+from trainer.precision.modes import allow_cudnn_attention
 from trainer.recipe import LossOutput, UserRecipe
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Trainer(Generic[Config]):
         self.kernels = world.run_on_main(choose)
         """How 16-bit operands are multiplied on a CPU, see ``precision.kernels.choose``."""
         config.precision.apply(self.kernels)
-        attention.allow_cudnn(not config.recipe.masks_attention)
+        allow_cudnn_attention(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
         """What it trains on and is evaluated on."""
@@ -106,10 +106,7 @@ class Trainer(Generic[Config]):
         mixed = bool(self.fp32_modules or config.precision.operator_overrides)
         compiled = config.parallel.compiled(self.model, blocks)
         config.compile.apply(compiled, self.device, mixed, config.precision.rounds_as_eager)
-        rounded = None if config.precision.operator_overrides else config.precision.format.autocast
-        self.replica = config.parallel.wrap(
-            self.model, blocks, self.device, accumulation_dtype(config.precision.format), rounded
-        )
+        self.replica = config.parallel.wrap(self.model, blocks, self.device, config.precision)
         """The model as training's forward passes call it."""
         if self.world.rank:
             seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
@@ -129,8 +126,6 @@ class Trainer(Generic[Config]):
             self.masters,
             config.optimizer.set_to_none,
         )
-        self.averages_twice = False
-        """Whether the recipe's loss is a mean, as far as ``observe`` has seen it."""
         self.step = 0
         """Optimizer steps done."""
         self._validation: Evaluation | None = None
@@ -163,12 +158,12 @@ class Trainer(Generic[Config]):
         """Return the first samples, enough for a forward pass that only inspects the model."""
         return self.datasets.train.batch(self.order.samples(0, min(_INSPECTED, self.plan.batching.micro_batch_size)))
 
-    def _inspecting_forward(self, batch: Batch | None = None) -> LossOutput:
-        """Take one forward pass over a batch (None: the first samples), and restore the state of the generators."""
+    def _inspecting_forward(self, batch: Batch) -> LossOutput:
+        """Take one forward pass over a batch, and restore the state of the generators."""
         generators = random_state(self.device)
         try:
             with self.config.precision.autocast(self.device):
-                output = self.recipe.loss(self.model, to_device(batch or self.first_samples(), self.device))
+                output = self.recipe.loss(self.model, to_device(batch, self.device))
             if "loss" in output.metric_sums:
                 raise UserError("a metric cannot be called loss, which is the mean of loss_sum; give it another name")
             return output
@@ -176,16 +171,25 @@ class Trainer(Generic[Config]):
             set_random_state(generators, self.device)
 
     def observe(self, *recorders: AbstractContextManager[Any]) -> None:
-        """Take an eager forward pass over the first samples under the recorders, and change nothing."""
-        # With FSDP, a forward pass without a backward pass would leave stale state in FSDP.
-        gradients = self.config.parallel.kind != "fsdp"
+        """Take an eager forward pass in training over the first samples under the recorders, and change nothing."""
+        model, training, benchmark = self.model, self.model.training, torch.backends.cudnn.benchmark
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         batch = self.first_samples()
-
-        def forward() -> None:
-            averaged = averages(self._inspecting_forward(batch).loss_sum)
-            self.averages_twice = averaged and self.recipe.count_targets(batch) > 1
-
-        calls.observe(self.model, forward, *recorders, gradients=gradients)
+        # With FSDP, a forward pass without a backward pass would leave stale state in FSDP.
+        gradients = torch.set_grad_enabled(self.config.parallel.kind != "fsdp")
+        try:
+            model.train()
+            torch.backends.cudnn.benchmark = False  # not worth it for a few samples
+            with gradients, torch.compiler.set_stance("force_eager"), ExitStack() as entered:
+                for recorder in recorders:
+                    entered.enter_context(recorder)
+                self._inspecting_forward(batch)
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            model.train(training)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the training, see ``optim.state.training_state``."""

@@ -19,7 +19,7 @@ from trainer.config.resume import check_same, options_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.optim.groups import LR_FACTOR
-from trainer.parallel.single import Parallel
+from trainer.parallel.wrap import Parallel
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
 from trainer.run_folder import RunFolder

@@ -26,8 +26,8 @@ from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
-from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
+from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import StaticScaler
 from trainer.trainer import Trainer

@@ -34,8 +34,7 @@ from trainer.optim.update import ClipNorm
 from trainer.parallel import wrap as parallel
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.shards import is_sharded
-from trainer.parallel.single import Parallel
-from trainer.parallel.wrap import DDP, FSDP
+from trainer.parallel.wrap import DDP, FSDP, Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, Recipe

@@ -16,7 +16,7 @@ from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import detect
 from trainer.metrics import NAMED
-from trainer.parallel.single import Parallel
+from trainer.parallel.wrap import Parallel
 from trainer.recipe import LossOutput
 from trainer.trainer import Trainer
 

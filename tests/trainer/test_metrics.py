@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
-from torch import nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassRecall
 from torchmetrics.wrappers import Running
@@ -14,13 +12,11 @@ from torchmetrics.wrappers import Running
 from tests.helpers import CPU, NoData, SmallConvNet, fit, same_bits
 from tests.parallel.test_metrics import Scored, trainer_of
 from trainer.config.schema import Config
-from trainer.data.contract import Batch
 from trainer.errors import UserError
 from trainer.metrics import Metrics
-from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
+from trainer.parallel.wrap import Parallel
 from trainer.recipe import LossOutput
-from trainer.run.report import warnings
 from trainer.trainer import Trainer
 
 
@@ -84,16 +80,3 @@ def test_evaluation_changes_no_step() -> None:
     evaluated.evaluate()
     fit(evaluated)
     assert same_bits(plain.state_dict(), evaluated.state_dict())  # its generators, too
-
-
-@pytest.mark.parametrize(("reduction", "factor", "said"), [("mean", 1, 1), ("mean", 2, 0), ("sum", 1, 0)])
-def test_a_loss_that_is_a_mean_is_reported_at_the_start(reduction: str, factor: int, said: int, tmp_path: Path) -> None:
-    class Own(SmallConvNet):
-        def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-            loss = F.cross_entropy(model(batch["image"]), batch["label"], reduction=reduction).double()
-            return LossOutput(loss if factor == 1 else loss * factor, {})
-
-    trainer = Trainer.from_config(Config(Own(), NoData()), CPU)
-    trainer.observe()
-    found = [sentence for sentence in warnings(trainer, tmp_path) if 'reduction="sum"' in sentence]
-    assert len(found) == said

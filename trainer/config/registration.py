@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 CONF = PROJECT / "conf"
 """The folder of Hydra's YAML."""
-_ELSEWHERE = ("trainer.parallel.wrap",)
-"""Modules with choices of a group whose first class is in another one."""
 
 
 def groups() -> dict[str, dict[str, type]]:
@@ -33,7 +31,7 @@ def groups() -> dict[str, dict[str, type]]:
     have a ``kind`` (a recipe: a ``name``) of their own.
     """
     bases = {group: base for group, base in get_type_hints(root()).items() if (CONF / group).is_dir()}
-    modules = [*(base.__module__ for base in bases.values()), *_ELSEWHERE, *external_recipes.import_modules()]
+    modules = [*(base.__module__ for base in bases.values()), *external_recipes.import_modules()]
     modules += [module_of(file, PROJECT) for file in sorted((PROJECT / "recipes").rglob("*.py"))]
     for module in modules:
         importlib.import_module(module)

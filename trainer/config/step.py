@@ -19,9 +19,8 @@ from trainer.optim.schedule import Schedule
 from trainer.optim.update import Clip
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
-from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
-from trainer.precision import calls
+from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler
 from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, FirstWeights, Recipe
@@ -110,7 +109,7 @@ class StepConfig:
         self.recipe.check_complete()
         check_named(self.metrics or [])
         self.scaler.check(self.precision.format)
-        calls.check(self.precision.operator_overrides)
+        self.precision.check_operators()
         self.parallel.check(self.precision)
         self.optimizer.check(self.parallel.kind)
         self.data.augmented(self.augment)  # refuses what has no effect

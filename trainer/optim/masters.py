@@ -187,8 +187,3 @@ def masters_of(format: Format, model: nn.Module, seed: int) -> MasterWeights | N
     if format.rounding == STOCHASTIC:
         return StochasticWeights(model, seed)
     return MasterWeights(model) if format.masters else None
-
-
-def accumulation_dtype(format: Format) -> torch.dtype | None:
-    """Return the dtype in which gradients of microbatches are accumulated; None: that of the weights."""
-    return torch.float32 if format.accumulates_in_fp32 else None

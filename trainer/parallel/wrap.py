@@ -1,4 +1,4 @@
-"""Several processes: what they exchange on the host, and DDP and FSDP2, which wrap the model and sum gradients."""
+"""The ``parallel`` config group: one process, or several with DDP or FSDP2, which wrap the model and sum gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,63 @@ from mantissa.formats import STOCHASTIC
 from trainer.errors import Interrupted, RunError, UserError
 from trainer.hardware import DEVICE_KINDS, best_type, kind_of
 from trainer.parallel.shards import shard_again
-from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank, launched_processes
 from trainer.precision.modes import Precision
 
 T = TypeVar("T")
+
+
+@dataclass
+class Parallel:
+    """The ``parallel`` config group; this base is ``parallel=single``: one process, one device."""
+
+    kind: ClassVar[str] = "single"
+
+    def world(self, device: str) -> World:
+        """Join the other processes of the job.
+
+        Args:
+            device: the option; ``auto`` and ``cuda`` become the GPU of this process's local rank.
+
+        Raises:
+            UserError: torchrun started a number of processes that this choice cannot use.
+        """
+        if (processes := launched_processes()) > 1:
+            raise UserError(
+                f"torchrun started {processes} processes, and parallel=single uses one; "
+                "set parallel=ddp or parallel=fsdp, or start it with python"
+            )
+        return World()
+
+    def check(self, precision: Precision) -> None:
+        """Check that the options fit the precision.
+
+        Raises:
+            UserError: they do not.
+        """
+
+    def effective(self) -> dict[str, Any]:
+        """Return the entries of precision.json about this choice."""
+        return {}
+
+    def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+        """Return the modules that torch.compile compiles: the model as a whole."""
+        return [model]
+
+    def wrap(self, model: nn.Module, blocks: list[nn.Module], device: torch.device, precision: Precision) -> nn.Module:
+        """Return the module that forward passes of training call; parameters of ``model`` keep their names.
+
+        Args:
+            model: on its device, with the same weights on every rank.
+            blocks: the model's repeated blocks, the units of sharding.
+            device: where the model is.
+            precision: decides what is gathered and accumulated in which dtype.
+        """
+        return model
+
+    def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
+        """Return the context of one microbatch's forward and backward; gradients are summed only in the ``last``."""
+        return nullcontext()
 
 
 class ProcessWorld(World):
@@ -150,14 +202,7 @@ class DDP(SeveralProcesses):
     bucket_mb: int = 25
     """Size of DDP's gradient buckets, in MiB."""
 
-    def wrap(
-        self,
-        model: nn.Module,
-        blocks: list[nn.Module],
-        device: torch.device,
-        accumulation: torch.dtype | None = None,
-        rounded: torch.dtype | None = None,
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, blocks: list[nn.Module], device: torch.device, precision: Precision) -> nn.Module:
         ddp: Any = _Replica
         newer = "forward_sync_buffers"  # in torch 2.15
         replica: nn.parallel.DistributedDataParallel = ddp(
@@ -219,14 +264,7 @@ class FSDP(SeveralProcesses):
         """Return the blocks: gathering their weights happens between them, outside of what is compiled."""
         return blocks or [model]
 
-    def wrap(
-        self,
-        model: nn.Module,
-        blocks: list[nn.Module],
-        device: torch.device,
-        accumulation: torch.dtype | None = None,
-        rounded: torch.dtype | None = None,
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, blocks: list[nn.Module], device: torch.device, precision: Precision) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -234,7 +272,8 @@ class FSDP(SeveralProcesses):
         model.to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         # FSDP2 accumulates microbatches, and sums over the ranks, in this dtype.
-        policy = MixedPrecisionPolicy(reduce_dtype=accumulation)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.format.accumulates_in_fp32 else None)
+        rounded = None if precision.operator_overrides else precision.format.autocast
         if rounded is not None and "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__:
             # Weights that autocast rounds anyway are gathered in 16 bits: the same numbers for half the traffic. Inputs
             # are left to autocast: a batch of token ids or pixels has its own dtype.

@@ -10,13 +10,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mantissa import operators
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from mantissa.islands import cast, keep_fp32, with_fp32_statistics
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision import kernels
 from trainer.precision.kernels import OWN
@@ -29,6 +30,9 @@ SILENT = {
     TF32: {"NVIDIA_TF32_OVERRIDE": {"0"}},
 }
 """Environment variables with which a format is another one, each with the values that make it so."""
+_HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in operators.GROUPS))
+"""Where torch has the operators that options may name."""
+_IN_PLACE = ("batch_norm", "instance_norm")  # of a copy in 16 bits, the statistics would be lost
 SCALINGS = ("tensorwise", "rowwise")
 """Of fp8: one scale for a tensor (fastest), or one for each row (more exact)."""
 
@@ -81,6 +85,21 @@ class Precision:
             raise UserError(
                 f"precision.fp8_scaling has no effect with precision={self.mode}; remove it, or use precision=fp8"
             )
+
+    def check_operators(self) -> None:
+        """Check the names in ``fp32_ops`` and ``half_ops``.
+
+        Raises:
+            UserError: torch has no such operator, both options have it, or it cannot compute in 16 bits.
+        """
+        for option, name in ((option, name) for option, names in self.operator_overrides.items() for name in names):
+            if not _is_operator(name):
+                near = nearest(name, filter(_is_operator, (each for holder in _HOLDERS for each in dir(holder))))
+                raise UserError(f"precision.{option}: torch has no operator {name!r} that returns a new tensor{near}")
+            if option == "half_ops" and name in (self.fp32_ops or ()):
+                raise UserError(f"precision.fp32_ops and precision.half_ops both have {name}; remove it from one")
+            if option == "half_ops" and name in _IN_PLACE:
+                raise UserError(f"precision.half_ops: {name} updates statistics, which stay in fp32; remove it")
 
     def check(self, hardware: Hardware) -> None:
         """Check that the hardware, the installed packages and the environment allow this mode.
@@ -257,3 +276,32 @@ class Precision:
                 )
         keep_fp32(model, kept, device.type, self.format.half_weights)
         return sorted(kept)
+
+
+def _is_operator(name: str) -> bool:
+    """Return whether torch has a function, or a method of tensors, of this name that does not work in place."""
+    found = [getattr(holder, name, None) for holder in _HOLDERS]
+    public = not name.startswith("_") and not name.endswith("_")
+    return public and any(callable(each) and not isinstance(each, type) for each in found)
+
+
+def allow_cudnn_attention(allowed: bool) -> None:
+    """Enable or disable cuDNN's attention on CUDA, for this process.
+
+    Not for models that mask: its backward can give NaN gradients of the query beside a mask where the length is 64
+    more than a multiple of 128 (pytorch issue 196678, on Hopper, from torch 2.11 on), and no later cuDNN is known to be
+    free of it.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+
+
+def allowed_attention() -> list[str]:
+    """Return the names of the kernels that torch's fused attention may use in this process."""
+    backends = torch.backends.cuda
+    flags = {
+        "flash": backends.flash_sdp_enabled(),
+        "efficient": backends.mem_efficient_sdp_enabled(),
+        "cudnn": backends.cudnn_sdp_enabled(),
+        "math": backends.math_sdp_enabled(),
+    }
+    return [name for name, flag in flags.items() if flag]

@@ -128,11 +128,6 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
             f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step repeats "
             "some; set a smaller batch_size"
         )
-    if trainer.averages_twice:
-        found.append(
-            f"the loss of recipe={trainer.recipe.name} is a mean, which the trainer divides by the number of targets "
-            'again: return a sum, as with reduction="sum"'
-        )
     if patience is not None and plan.evaluations < patience + 2:
         found.append(
             f"early_stopping.patience={patience} cannot end this run, which has {plan.evaluations} evaluations; set a "

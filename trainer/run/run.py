@@ -32,9 +32,10 @@ from trainer.run.provenance import doctor_command, git_facts, resume_command
 from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
-from trainer.run.summary import RunState, summary_rows, unreadable_samples
+from trainer.run.summary import run_summary, summary_rows, unreadable_samples
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
+from trainer.tracking.log import MetricLog
 from trainer.trainer import StepRecord, Trainer
 
 log = logging.getLogger("mantissa")
@@ -44,7 +45,7 @@ class EvaluationStopped(Exception):
     """A signal requested a stop during an evaluation, which has no result then."""
 
 
-class Run(RunState):
+class Run:
     """Trains to the last step: profiles, logs, evaluates, saves and stops.
 
     Every rank has one, because all of them have to evaluate, save and stop after the same steps. Only the
@@ -87,10 +88,13 @@ class Run(RunState):
         """The signal that ended training, as all ranks agreed."""
         self.command = resume_command(folder.path)
         self.scores = Scores(self.config, trainer.metrics.lower_is_better)
+        self.failure: dict[str, Any] | None = None
+        """The step that was not finite, see ``record_failure``."""
         self.first: StepRecord | None = None
         """The first step that this process took."""
         self.began = began or time.monotonic()
-        self.before = {}
+        self.before: dict[str, Any] = {}
+        """What earlier processes spent on this run, see ``totals``."""
         masks = infinite_buffers(trainer.model)
         self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
         self.monitor = Monitor(
@@ -110,7 +114,7 @@ class Run(RunState):
                 self.writer.prune()
         self.git = git_facts()
         self.manifest, self.monitor.utilisation = observed(trainer)
-        self.metric_log = None
+        self.metric_log: MetricLog | None = None
         if self.world.is_main:
             options = write_config(folder, self.config)
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
@@ -186,6 +190,19 @@ class Run(RunState):
     def _first_loss(self) -> float:
         """Return the loss of the first step that this process took, over all ranks, each of which has to call this."""
         return math.nan if self.first is None else self.world.all_reduce_sum(self.first.loss.reshape(1)).item()
+
+    def summary(self, status: str) -> dict[str, Any]:
+        """Return the content of summary.json so far. Overridden by runs that end for other reasons."""
+        return run_summary(self, status)
+
+    def totals(self) -> dict[str, Any]:
+        """Return what the run has spent so far, with what earlier processes spent on what it was resumed from."""
+        spent = {
+            "wall_time_s": time.monotonic() - self.began,  # from the start of the command
+            "train_time_s": self.monitor.trained_s,  # without evaluation and saving
+            "units": self.monitor.units,
+        }
+        return {key: value + (self.before.get(key) or 0) for key, value in spent.items()}
 
     @property
     def complete(self) -> bool:

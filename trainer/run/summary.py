@@ -2,97 +2,64 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mantissa.display import duration, finite, loss, quantity, size
-from trainer.checkpoint.writer import CheckpointWriter
-from trainer.config.schema import Config
 from trainer.hardware import peak_memory_bytes
 from trainer.precision import kernels
 from trainer.profiling.utilisation import text as mfu_text
-from trainer.run.monitor import Monitor
 from trainer.run.provenance import versions
-from trainer.run.scores import Scores
 from trainer.run.terminal import Rows
-from trainer.run_folder import RunFolder
-from trainer.tracking.log import MetricLog
 from trainer.trainer import Trainer
 
+if TYPE_CHECKING:
+    from trainer.run.run import Run
 
-class RunState:
-    """The parts of a run that its summary describes."""
 
-    config: Config
-    trainer: Trainer
-    folder: RunFolder
-    scores: Scores
-    monitor: Monitor
-    writer: CheckpointWriter
-    metric_log: MetricLog | None
-    command: str
-    """Command line that resumes the run."""
-    git: dict[str, str]
-    began: float
-    """Time of the command's start, on the monotonic clock."""
-    before: dict[str, Any]
-    """What earlier processes spent on this run, see ``totals``."""
-    failure: dict[str, Any] | None = None
-    """The step that was not finite, see ``record_failure``."""
-
-    def summary(self, status: str) -> dict[str, Any]:
-        """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""
-        config, trainer, scores, monitor = self.config, self.trainer, self.scores, self.monitor
-        units_per_s, step_time_s = monitor.throughput() or (None, None)
-        return {
-            "status": status,
-            "failure": self.failure,
-            "run": self.folder.path.name,
-            "recipe": config.recipe.name,
-            "precision": config.precision.mode,
-            "seed": config.seed,
-            "tags": config.tags,
-            "note": config.note,
-            "group": config.group,
-            "step": trainer.step,
-            "steps": trainer.plan.steps,
-            "final": finite(scores.final),
-            "test": {},  # with the best weights, at the end
-            "best": scores.best,
-            "best_metric": scores.metric,
-            "best_is": "lowest" if scores.lowest else "highest",
-            "stopped_early": scores.why if scores.exhausted and trainer.step < trainer.plan.steps else None,
-            "unit": config.recipe.unit,
-            "units_per_s": units_per_s,
-            "step_time_s": step_time_s,
-            "utilisation": monitor.utilisation.facts(units_per_s),
-            **self.totals(),
-            # Speed above, memory and checkpoints: since this process started or resumed the run.
-            "peak_memory_bytes": peak_memory_bytes(trainer.device),
-            "memory_is": "allocated on the GPU" if trainer.hardware.is_gpu else "process memory (RSS)",
-            "fp32_arithmetic": kernels.not_timed(config.precision.mode, trainer.kernels, trainer.hardware),
-            "parallel": config.parallel.kind,
-            "processes": trainer.world.size,
-            "checkpoints": self.writer.facts(),
-            "skipped_steps": monitor.skipped_steps,  # of the whole run
-            "unreadable_samples": 0,  # counted at the end
-            "resume": self.command,
-            "mlflow": self.metric_log.run.addresses if self.metric_log else [],
-            "hardware": trainer.hardware.facts(),
-            "versions": versions(),
-            "git": self.git,
-        }
-
-    def totals(self) -> dict[str, Any]:
-        """Return what the run has spent so far, with what earlier processes spent on what it was resumed from."""
-        spent = {
-            "wall_time_s": time.monotonic() - self.began,  # from the start of the command
-            "train_time_s": self.monitor.trained_s,  # without evaluation and saving
-            "units": self.monitor.units,
-        }
-        return {key: value + (self.before.get(key) or 0) for key, value in spent.items()}
+def run_summary(run: Run, status: str) -> dict[str, Any]:
+    """Return the content of a run's summary.json so far, in plain JSON types; ``status`` is MLflow's."""
+    config, trainer, scores, monitor = run.config, run.trainer, run.scores, run.monitor
+    units_per_s, step_time_s = monitor.throughput() or (None, None)
+    return {
+        "status": status,
+        "failure": run.failure,
+        "run": run.folder.path.name,
+        "recipe": config.recipe.name,
+        "precision": config.precision.mode,
+        "seed": config.seed,
+        "tags": config.tags,
+        "note": config.note,
+        "group": config.group,
+        "step": trainer.step,
+        "steps": trainer.plan.steps,
+        "final": finite(scores.final),
+        "test": {},  # with the best weights, at the end
+        "best": scores.best,
+        "best_metric": scores.metric,
+        "best_is": "lowest" if scores.lowest else "highest",
+        "stopped_early": scores.why if scores.exhausted and trainer.step < trainer.plan.steps else None,
+        "unit": config.recipe.unit,
+        "units_per_s": units_per_s,
+        "step_time_s": step_time_s,
+        "utilisation": monitor.utilisation.facts(units_per_s),
+        **run.totals(),
+        # Speed above, memory and checkpoints: since this process started or resumed the run.
+        "peak_memory_bytes": peak_memory_bytes(trainer.device),
+        "memory_is": "allocated on the GPU" if trainer.hardware.is_gpu else "process memory (RSS)",
+        "fp32_arithmetic": kernels.not_timed(config.precision.mode, trainer.kernels, trainer.hardware),
+        "parallel": config.parallel.kind,
+        "processes": trainer.world.size,
+        "checkpoints": run.writer.facts(),
+        "skipped_steps": monitor.skipped_steps,  # of the whole run
+        "unreadable_samples": 0,  # counted at the end
+        "resume": run.command,
+        "mlflow": run.metric_log.run.addresses if run.metric_log else [],
+        "hardware": trainer.hardware.facts(),
+        "versions": versions(),
+        "git": run.git,
+    }
 
 
 def unreadable_samples(trainer: Trainer) -> int:

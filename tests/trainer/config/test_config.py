@@ -29,7 +29,7 @@ def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
     class Half(SmallConvNet):
         count_targets = Recipe.count_targets
 
-    with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, such as def count_targets\(self, b"):
+    with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, as recipes/bignet.py does"):
         StepConfig(Half(), NoData())
 
 

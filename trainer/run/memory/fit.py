@@ -19,9 +19,8 @@ from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import MemoryRanOut, OutOfMemory, is_out_of_memory
 from trainer.hardware import Hardware, available_bytes
-from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank
-from trainer.parallel.wrap import FSDP
+from trainer.parallel.wrap import FSDP, Parallel
 from trainer.progress import work
 from trainer.recipe import Decision, Recipe
 from trainer.run.memory.forecast import forecast, required_bytes
