@@ -12,7 +12,6 @@ import pytest
 
 from tests.helpers import compose, same_bits
 from tests.kills.harness import metrics
-from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.data.contract import Batch
 from trainer.errors import Interrupted
@@ -124,20 +123,3 @@ def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
     if mode.startswith("fp16"):
         assert 2 <= summary["skipped_steps"] <= STEPS - 4
         assert len({line["loss_scale"] for line in metrics(whole / "run") if "loss_scale" in line}) > 1
-
-
-@pytest.mark.parametrize("step", [7, 9])
-def test_a_killed_run_continues_from_the_last_checkpoint(
-    step: int, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]
-) -> None:
-    """At step 9 a line of step 8 is already in the metric log, and must not be there twice."""
-    whole = uninterrupted("gpt2", "fp16")
-    at_step(step, kill)
-    with pytest.raises(Killed):
-        go(tmp_path, "gpt2", "fp16")
-    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [5]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 4, 5, 8][: 3 if step == 7 else 4]
-    at_step(-1, kill)
-    go(tmp_path, "gpt2", "fp16", "auto")
-    assert same_bits(end_state(tmp_path), end_state(whole))
-    assert metrics(tmp_path / "run") == metrics(whole / "run")

@@ -79,17 +79,6 @@ def test_the_written_state_is_that_of_the_save_while_training_continues(tmp_path
     assert background.facts()["saved"] == 2
 
 
-def test_one_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
-    model, optimizer = job()
-    background = CheckpointWriter(Checkpoint(keep=2), tmp_path, World())
-    save(background, 1, model, optimizer)
-    threading.Timer(0.3, gate.set).start()
-    assert save(background, 2, model, optimizer) > 0.2  # waits for the first
-    assert checkpoint.steps(tmp_path)[:1] == [1]
-    background.finish()
-    assert checkpoint.steps(tmp_path) == [1, 2]
-
-
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_loses_only_that_checkpoint(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

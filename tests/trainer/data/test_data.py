@@ -67,11 +67,6 @@ def test_every_epoch_is_a_permutation_of_its_own(length: int, seed: int) -> None
         assert len({tuple(epoch) for epoch in [*epochs, range(length)]}) == 4
 
 
-def test_seeds_order_differently() -> None:
-    orders = {tuple(each.index for each in samples(DataOrder(LENGTH, seed), range(LENGTH))) for seed in range(20)}
-    assert len(orders) == 20
-
-
 def test_each_sample_of_each_epoch_of_each_seed_has_randomness_of_its_own() -> None:
     seeds = [each.seed for seed in range(5) for each in samples(DataOrder(50, seed), range(200))]
     assert len(set(seeds)) == len(seeds)
@@ -201,21 +196,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(
         f"batch_size={batch_size} is not a multiple of micro_batch_size={micro_batch_size}; "
         f"use micro_batch_size={micro}, or batch_size={batch}"
     )
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Batching(0, 1), "batch_size=0"),
-        (lambda: Batching(4, 0), "micro_batch_size=0"),
-        (lambda: Loader(-1), "loader.workers=-1"),
-        (lambda: Loader("many"), "loader.workers=many"),
-        (lambda: PinnedLoader(prefetch=0), "loader.prefetch=0"),
-    ],
-)
-def test_values_that_cannot_work_are_named(make: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make()  # type: ignore[operator]
 
 
 def test_the_fingerprint_differs_for_other_data() -> None:

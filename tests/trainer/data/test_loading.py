@@ -53,13 +53,6 @@ class Source:
             assert self._changed.wait_for(lambda: number in self.begun, 60)
 
 
-@pytest.mark.parametrize("length", [0, 1, 50])
-@pytest.mark.parametrize("count", [1, 7])
-def test_the_items_come_in_their_order(length: int, count: int) -> None:
-    assert list(prefetched(iter(range(length)), count, nothing)) == list(range(length))
-    assert threads() == []
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_it_works_on_the_next_items_while_one_is_used_and_not_on_more(count: int) -> None:
     source = Source()

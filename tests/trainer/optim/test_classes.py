@@ -102,11 +102,6 @@ def test_muon_takes_the_matrices_of_the_blocks(recipe: tuple[str, ...], found: s
     assert taken[True] | taken[False] == set(names.values())
 
 
-def test_muon_is_refused_where_it_has_nothing_to_do() -> None:
-    with pytest.raises(UserError, match=r"but the blocks of this recipe's model have none; use optimizer=adamw"):
-        trainer_of("recipe=resnet", "recipe.arch=resnet18", "optimizer=muon")
-
-
 def test_a_library_that_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     for name, package in (("Lamb", "timm>=1.0.20"),):

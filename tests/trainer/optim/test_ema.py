@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers import compose, copied, fit, same_bits, trainer_of
-from trainer.errors import UserError
+from tests.helpers import copied, fit, same_bits, trainer_of
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=8", "micro_batch_size=4",
         "eval_samples=16", "steps=8", "optimizer.lr=0.1", "ema=default"]  # fmt: skip
@@ -62,9 +61,3 @@ def test_a_weight_under_two_names_has_one_average() -> None:
     assert len({one, other} & dict(trainer.average.persistent_weights()).keys()) == 1
     assert torch.equal(state[one], state[other])
     assert not torch.equal(state[one], own[one])
-
-
-@pytest.mark.parametrize("decay", ["0", "1", "-0.5", "1.5"])
-def test_a_decay_outside_of_0_and_1_is_refused(decay: str) -> None:
-    with pytest.raises(UserError, match=f"ema.decay={float(decay)} must lie between 0 and 1"):
-        compose("ema=default", f"ema.decay={decay}")

@@ -70,35 +70,12 @@ def test_layer_decay_counts_blocks_from_the_head_down(recipe: tuple[str, ...], e
         assert found[name] == 0.5**depth, name
 
 
-def test_a_pattern_takes_the_place_of_layer_decay() -> None:
-    options = ("optimizer.layer_decay=0.5", "optimizer.groups={wte: {lr: 3}, h.0: {weight_decay: 0}}")
-    found = of_parameters(trainer_of(*GPT2, *options), LR_FACTOR)
-    assert found["gpt2.transformer.wte.weight"] == 3
-    assert found["gpt2.transformer.h.0.attn.c_proj.weight"] == 0.5**4
-
-
 def test_the_schedule_multiplies_every_groups_rate_and_the_highest_is_logged() -> None:
     line = (*BIGNET, "optimizer.groups={0.?: {lr: 0.25}, bias: {lr: 2}}", "optimizer.lr=0.5", "steps=4")
     trainer = trainer_of(*line, "schedule=linear", "schedule.warmup_steps=2", "optimizer=sgd")
     assert [record.lr for record in fit(trainer)] == [0.5, 1.0, 1.0, 0.5]  # twice optimizer.lr times the factor
     rates = of_parameters(trainer, "lr")
     assert (rates["0.0.weight"], rates["0.0.bias"], rates["1.0.weight"]) == (0.0625, 0.5, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        (["head"], r"optimizer.groups=\['head'\] must be a mapping, such as '{head: {lr: 10}}'"),
-        ({0.1: {"lr": 2.0}}, r"optimizer.groups: 0.1 is read as a number, not as a name; write 0.1.\* for"),
-        ({"0": 2.0}, r"optimizer.groups: 0 must have lr, weight_decay or both"),
-        ({"0": {"lrr": 2.0}}, r"0 must have lr, weight_decay or both and no more"),
-        ({"0": {"lr": 0}}, r"0 has lr=0; .*freeze="),
-        ({"0": {"weight_decay": -1}}, r"0 has weight_decay=-1"),
-    ],
-)
-def test_values_that_cannot_work_are_named(groups: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Optimizer(groups=groups)
 
 
 @pytest.mark.parametrize(

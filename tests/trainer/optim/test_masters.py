@@ -156,11 +156,6 @@ def test_a_weight_shared_with_an_island_is_refused() -> None:
     assert net["head"].weight.dtype == FP32
 
 
-def test_islands_that_leave_nothing_in_16_bits_are_refused() -> None:
-    with pytest.raises(UserError, match=r"fp32_modules leaves nothing in 16 bits for precision=bf16_master; use "):
-        conv_trainer("bf16_master", ["*"])
-
-
 def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
     @dataclass
     class Output:
@@ -332,15 +327,6 @@ def test_rounding_depends_on_seed_and_step() -> None:
         return net.weight.detach()
 
     assert [torch.equal(weights(0, 5), weights(*other)) for other in ((0, 5), (0, 6), (1, 5))] == [True, False, False]
-
-
-def test_the_trainer_rounds_every_step_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = conv_trainer("bf16_sr")
-    rounded: list[int] = []
-    monkeypatch.setattr(StochasticWeights, "write_back", lambda masters, step: rounded.append(step))
-    trainer.step = 2
-    fit(trainer)
-    assert rounded == [2, 3, 4]
 
 
 def test_contradictions_are_refused() -> None:

@@ -26,15 +26,6 @@ def names(model: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
     return [name for name, parameter in model.named_parameters() if any(parameter is other for other in parameters)]
 
 
-def test_matrices_are_decayed_norms_and_biases_are_not() -> None:
-    model = net()
-    optimizer = Optimizer("AdamW", weight_decay=0.1).build(model, CPU)
-    decayed, others = optimizer.param_groups
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert names(model, decayed["params"]) == ["0.weight", "3.weight"]
-    assert names(model, others["params"]) == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias"]
-
-
 def test_a_vector_is_not_decayed_whatever_its_name() -> None:
     """A PReLU's slopes are called weight, and it is no norm."""
     assert decayed(nn.Sequential(nn.Linear(2, 3), nn.PReLU(3))) == {"0.weight"}
@@ -87,47 +78,6 @@ def test_a_models_own_parameters_are_judged_by_role_also_through_masters(mode: s
     chosen = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
     found = [name for name, parameter in (masters or model).named_parameters() if id(parameter) in chosen]
     assert found == ["mixing", "gru.weight_ih_l0", "gru.weight_hh_l0"]
-
-
-def test_frozen_parameters_are_left_out_and_tied_ones_are_there_once() -> None:
-    model = net()
-    model[3].weight.requires_grad_(False)
-    model.append(nn.Linear(4, 4))
-    model.append(nn.Linear(4, 4))
-    model[5].weight = model[6].weight
-    decayed = Optimizer().build(model, CPU).param_groups[0]["params"]
-    assert names(model, decayed) == ["0.weight", "5.weight"]
-    assert len(decayed) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "fused"), [("AdamW", True), ("Adam", True), ("SGD", True), ("RMSprop", None), ("NAdam", None)]
-)
-def test_fused_where_torch_has_it(name: str, fused: bool | None) -> None:
-    optimizer = Optimizer(name).build(net(), CPU)
-    assert type(optimizer).__name__ == name
-    assert optimizer.defaults.get("fused") == fused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": "AdmW"}, r"optimizer.name=AdmW is not in torch.optim; did you mean 'Adam"),
-        ({"name": "lr_scheduler"}, r"optimizer.name=lr_scheduler is not in torch.optim"),
-        ({"name": "LBFGS"}, r"optimizer.name=LBFGS needs a closure"),
-        ({"lr": 0.0}, r"optimizer.lr=0"),
-        ({"lr": float("nan")}, r"optimizer.lr=nan"),
-        ({"weight_decay": -1.0}, r"optimizer.weight_decay=-1"),
-        ({"fused": "yes"}, r"optimizer.fused=yes must be true, false or auto"),
-        ({"name": "RMSprop", "fused": True}, r"optimizer.fused=true: torch.optim.RMSprop has no fused form"),
-        ({"options": {"beta": [0.9]}}, r"optimizer.options.beta: AdamW has no such argument; did you mean 'betas'"),
-        ({"options": {"lr": 0.1}}, r"optimizer.options.lr"),
-        ({"options": {"params": 0}}, r"optimizer.options.params"),
-    ],
-)
-def test_values_that_cannot_work_are_named(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Optimizer(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import same_bits
-from trainer.errors import UserError
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.precision.scaler import LossScale, StaticLossScale
 
@@ -112,11 +111,3 @@ def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:
             assert not net[0].weight.grad.any()
         weights.append(net[0].weight)
     assert torch.equal(*weights)
-
-
-@pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_values_that_cannot_work_are_named(value: float) -> None:
-    with pytest.raises(UserError, match=r"clip.max_norm="):
-        ClipNorm(value)
-    with pytest.raises(UserError, match=r"clip.max_value="):
-        ClipValue(value)

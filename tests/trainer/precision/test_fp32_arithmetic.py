@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import CPU, compose, fit, same_bits, trainer_of
-from trainer.cache import cached
-from trainer.errors import UserError
+from tests.helpers import CPU, fit, same_bits, trainer_of
 from trainer.hardware import Hardware
 from trainer.precision import kernels
 from trainer.precision.kernels import OPERATORS, OWN, UNSEEN, WIDE, choose, has_unseen_taps, not_timed_here, use
-from trainer.precision.modes import Precision
-from trainer.run.start import train
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HALVES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -155,34 +149,6 @@ def test_a_result_is_the_fp32_one_rounded_once(dtype: torch.dtype) -> None:
     assert same_bits(found, tuple(each.to(dtype) for each in exact))
 
 
-@HALVES
-def test_overflow_underflow_and_nan_are_the_formats(dtype: torch.dtype) -> None:
-    info = torch.finfo(dtype)
-    use(dtype, WIDE)
-    one = torch.ones(1, 1, dtype=dtype)
-    biggest, tiny = one * info.max, one * info.smallest_normal
-    assert torch.isinf(torch.addmm(biggest, biggest, one))
-    assert torch.equal(torch.addmm(-biggest, biggest, one), one * 0)  # the sum is fp32: no overflow on the way
-    subnormal = info.smallest_normal * info.eps
-    assert (tiny @ (one * info.eps)).item() == subnormal
-    assert (tiny @ (one * info.eps / 4)).item() == 0
-    assert torch.isnan(torch.tensor([[math.inf, 1.0]], dtype=dtype) @ torch.zeros(2, 1, dtype=dtype))
-    assert torch.isnan(F.conv2d(one[None, None] * math.nan, one[None, None]))
-    assert not torch.isnan(torch.addmm(one * math.nan, one, one, beta=0))
-
-
-@HALVES
-def test_results_go_where_they_are_asked_for(dtype: torch.dtype) -> None:
-    x, y = randn(4, 30, dtype=dtype), randn(30, 5, dtype=dtype, seed=1)
-    use(dtype, WIDE)
-    expected = (x.float() @ y.float()).to(dtype)
-    out = torch.empty(5, 4, dtype=dtype).t()
-    assert torch.mm(x, y, out=out) is out
-    assert out.stride() == (1, 4)
-    assert torch.equal(out, expected)
-    assert torch.equal(torch.mm(x, y, out=torch.empty(0, dtype=dtype)), expected)
-
-
 def test_other_formats_keep_their_bits_and_nothing_is_left_behind() -> None:
     x, y = randn(30, 40), randn(40, 50, seed=1)
     before = [torch.mm(x, y), torch.mm(x.half(), y.half())]
@@ -276,16 +242,6 @@ def test_a_repeatable_run_does_not_ask_the_clock(slow: set[torch.dtype]) -> None
     assert choose(FP16, "auto", AMX, deterministic=True) == WIDE  # it has none for fp16
 
 
-def test_it_is_measured_once_for_a_processor_and_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels, "cached", cached)
-    asked: list[torch.dtype] = []
-    monkeypatch.setattr(kernels, "is_slow", lambda dtype: bool(asked.append(dtype)) or True)
-    for dtype, hardware in ((BF16, CPU), (BF16, CPU), (FP16, CPU), (BF16, AMX)):
-        assert choose(dtype, "auto", hardware) == WIDE
-    assert asked == [BF16, FP16, BF16]
-
-
 @HALVES
 def test_a_measurement_is_of_torchs_own_kernels_and_leaves_no_trace(dtype: torch.dtype, widened: list[str]) -> None:
     use(dtype, WIDE)
@@ -348,32 +304,12 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
 # --- in a run ---
 
 
-def test_a_run_says_what_it_computes_and_records_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "batch_size=4", "steps=1", "device=cpu")
-    monkeypatch.setattr("trainer.run.start.detect", lambda device: CPU)
-    wide = ("precision=bf16", "precision.kernels=fp32", "tracking=local", "checkpoint=none", f"output_dir={tmp_path}")
-    run = train(compose(*small, *wide, "run_name=wide"))
-    manifest = json.loads((tmp_path / "wide" / "precision.json").read_text())
-    assert manifest["effective"]["kernels"] == "fp32"
-    assert (
-        run["fp32_arithmetic"]
-        == "bf16 matmuls, convolutions, attention: fp32 arithmetic, this CPU has no bf16 instructions"
-    )
-
-
 def test_why_the_speed_of_a_run_is_not_that_of_its_format(slow: set[torch.dtype]) -> None:
     words = "fp16 matmuls, convolutions, attention: fp32 arithmetic"
     assert not_timed_here("fp16_pure", CPU) == f"{words}, this CPU has no fp16 instructions"
     assert [not_timed_here("fp32", CPU), not_timed_here("bf16", CPU, "native")] == [None, None]
     assert not_timed_here("bf16", AMX, "fp32") == words.replace("fp16", "bf16")
     assert kernels.not_timed("bf16", UNSEEN, AMX) is None
-
-
-def test_options_without_an_effect_are_refused() -> None:
-    with pytest.raises(UserError, match=r"precision.kernels=fast is unknown; use precision.kernels=auto\|native\|fp32"):
-        Precision("bf16", kernels="fast")
-    with pytest.raises(UserError, match=r"precision\.kernels has no effect with precision=fp32"):
-        Precision("fp32", kernels="native")
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "bf16_master", "fp16_pure"])

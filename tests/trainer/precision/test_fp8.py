@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from mantissa.formats import FORMATS
-from tests.helpers import compose, fit, trainer_of
+from tests.helpers import fit, trainer_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision import fp8, modes
 from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import SCALINGS, Precision
-from trainer.precision.scaler import StaticScaler
 
 CPU = torch.device("cpu")
 PLAIN_CPU = Hardware(CPU, "plain CPU", 2**34, 2)
@@ -45,16 +43,6 @@ def test_a_missing_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Precision("fp8").check(gpu(9, 0))
     monkeypatch.setattr(modes, "find_spec", lambda name: name)
     Precision("fp8").check(gpu(9, 0))
-
-
-def test_values_that_cannot_work_are_named() -> None:
-    assert compose("precision=fp8").precision.fp8_scaling == Precision("fp8").fp8_scaling == "tensorwise"
-    with pytest.raises(UserError, match=r"fp8_scaling=blockwise is unknown; use tensorwise or rowwise"):
-        compose("precision=fp8", "precision.fp8_scaling=blockwise")
-    with pytest.raises(UserError, match=r"fp8_scaling has no effect with precision=bf16.*precision=fp8"):
-        Precision("bf16", fp8_scaling="rowwise")
-    with pytest.raises(UserError, match=r"scaler=static with precision=fp8: every tensor has its own scale"):
-        StaticScaler().check(FORMATS["fp8"])
 
 
 def test_plain_linear_layers_whose_sides_divide_by_16_outside_islands() -> None:

@@ -16,7 +16,6 @@ from tests.helpers import Arrays, NoData, SmallConvNet, same_bits, start
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import Loader
-from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.activation import ActivationCheckpointing
@@ -219,18 +218,3 @@ def test_the_manifest_has_the_lists() -> None:
     assert manifest["effective"]["half_ops"] == LISTS["half_ops"]
     without = precision_manifest(trainer_of(Precision("bf16")))
     assert "fp32_ops" not in {**without["requested"], **without["effective"]}
-
-
-@pytest.mark.parametrize(
-    ("mode", "lists", "message"),
-    [
-        ("fp32", {"fp32_ops": ["softmax"]}, r"precision.fp32_ops has no effect with precision=fp32"),
-        ("bf16", {"half_ops": ["gelu", "sofmax"]}, r"half_ops: torch has no operator 'sofmax'.*did you mean 'softmax'"),
-        ("bf16", {"fp32_ops": ["relu_"]}, r"no operator 'relu_' that returns a new tensor; did you mean 'relu'"),
-        ("bf16", {"fp32_ops": ["gelu", "exp"], "half_ops": ["exp"]}, r"fp32_ops and precision.half_ops both have exp"),
-        ("fp16", {"half_ops": ["batch_norm"]}, r"half_ops: batch_norm updates statistics, which stay in fp32"),
-    ],
-)
-def test_values_that_cannot_work_are_named(mode: str, lists: dict[str, list[str]], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        trainer_of(Precision(mode, **lists))

@@ -94,13 +94,6 @@ def test_the_warning_about_an_emulated_format_has_the_measured_rates() -> None:
     assert "do not expect a speedup over fp32 (matmuls: 0.081 against 0.09 TFLOP/s, measured)" in even
 
 
-def test_values_that_cannot_work_are_named() -> None:
-    with pytest.raises(UserError, match=r"precision.mode=bf61"):
-        Precision("bf61")
-    with pytest.raises(UserError, match=r"precision.fp32_modules has no effect with precision=fp32"):
-        Precision("fp32", ["head"])
-
-
 @pytest.mark.parametrize(
     ("mode", "dtype", "support"),
     [

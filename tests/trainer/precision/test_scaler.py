@@ -106,21 +106,3 @@ def test_contradictions_are_refused_unless_forced(mode: str) -> None:
             else pytest.raises(UserError, match=rf"scaler={scaler.kind} with precision={mode}\b.*scaler=auto")
         ):
             scaler().check(FORMATS[mode])
-
-
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("init", [0.0, float("inf"), float("nan"), 1e39]),
-        ("growth", [1.0, float("nan"), float("inf")]),
-        ("backoff", [1.0, 0.0]),
-        ("interval", [0]),
-        ("floor_scale", [0.0, 1e6]),
-        ("max_consecutive_skips", [0]),
-        ("scale", [0.0, float("nan"), 1e39]),
-    ],
-)
-def test_values_that_cannot_work_are_named(key: str, values: list[float]) -> None:
-    for value in values:
-        with pytest.raises(UserError, match=f"scaler.{key}="):
-            (StaticScaler if key == "scale" else DynamicScaler)(**{key: value})

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from mantissa.ledger import MemoryLedger
-from trainer.errors import UserError
 from trainer.profiling.profiler import MemoryProfiler, Profiler, Session, TorchProfiler
 
 CPU = torch.device("cpu")
@@ -123,17 +122,3 @@ def test_memory_warns_when_the_run_was_too_short(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING, "mantissa"):
         session.finish()
     assert "records step 3, but this run made 2" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("profiler", "options", "key"),
-    [
-        (TorchProfiler, {"wait": -1}, "profiler.wait=-1"),
-        (TorchProfiler, {"warmup": 0}, "profiler.warmup=0"),
-        (TorchProfiler, {"active": 0}, "profiler.active=0"),
-        (MemoryProfiler, {"at_step": 0}, "profiler.at_step=0"),
-    ],
-)
-def test_impossible_step_counts_are_refused(profiler: type[Profiler], options: dict[str, int], key: str) -> None:
-    with pytest.raises(UserError, match=key):
-        profiler(**options)

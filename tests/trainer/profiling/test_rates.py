@@ -100,8 +100,3 @@ def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypat
     for _ in range(2):
         rates.matmul_rates(PLAIN_CPU, ["bf16"])
     assert measured[3:] == ["fp32", "fp32", "bf16"]
-
-
-def test_a_slowdown_is_the_rate_of_fp32_over_that_of_the_format(measured: list[str]) -> None:
-    assert rates.slowdown("fp16_master", PLAIN_CPU) == pytest.approx(100)
-    assert rates.slowdown("fp32", PLAIN_CPU) == 1

@@ -72,24 +72,6 @@ def test_throughput_counts_the_window_and_leaves_out_what_was_paused(clock: Simp
     assert monitor.throughput() == (50 / 6, 2)
 
 
-def test_a_run_of_one_step_still_has_a_throughput(clock: SimpleNamespace) -> None:
-    monitor = watch()
-    assert monitor.throughput() is None
-    monitor.start()
-    clock.now += 4
-    monitor.add(record(1))
-    assert monitor.throughput() == (2.5, 4)
-
-
-def test_steps_still_queued_on_the_device_are_waited_for_before_a_pause() -> None:
-    """What the host waits for within the pause would be missing from the step time."""
-    monitor = watch()
-    monitor.add(record(1))
-    monitor.add(record(2, loss=3.0))
-    with monitor.paused():
-        assert monitor.state_dict()["losses"] == [3.0]
-
-
 def test_nothing_is_read_between_log_steps() -> None:
     class Untouchable(torch.Tensor):
         @classmethod

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
 
 from mantissa.ledger import MIB, STEADY, Ledger
 from recipes.language import torch_can_chunk
@@ -131,21 +130,6 @@ def test_the_microbatch_is_halved_where_memory_runs_out(
     assert sizes == taken
     told = [f"starting again with micro_batch_size={size}" for size in taken[1:]]
     assert [record.getMessage().partition("; ")[2] for record in caplog.records] == told
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (MemoryRanOut(RuntimeError(NO_SPACE), 64, 32, False), "; set micro_batch_size=32, which takes the same steps"),
-        (torch.OutOfMemoryError("Tried 2 GiB.\nmore"), r"out of memory \(Tried 2 GiB.\); a smaller model, "),
-    ],
-)
-def test_where_memory_ran_out_the_remedy_is_named(error: Exception, message: str) -> None:
-    def train(config: Config) -> None:
-        raise error
-
-    with pytest.raises(OutOfMemory, match=message):
-        train_in_memory(compose(*BIGNET), train)
 
 
 class Two(World):

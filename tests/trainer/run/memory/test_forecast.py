@@ -11,7 +11,6 @@ from evidence.memory.trial import measure
 from mantissa.ledger import CATEGORIES, Ledger
 from recipes.bignet import BigNet
 from tests.helpers import compose
-from trainer.config.compose import combinations
 from trainer.data.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
@@ -87,13 +86,6 @@ def test_what_cannot_be_forecast_is_reported() -> None:
         forecast(config)
     with pytest.raises(UserError, match="parallel=ddp"):
         forecast(compose(*BIGNET, "device=cpu", "parallel=ddp"))
-
-
-def test_every_combination_has_a_unique_name() -> None:
-    found = combinations(["recipe=bignet", "precision=fp32,bf16", "batch_size=8,16"])
-    assert list(found) == ["fp32, batch_size=8", "fp32, batch_size=16", "bf16, batch_size=8", "bf16, batch_size=16"]
-    assert found["bf16, batch_size=8"] == ["recipe=bignet", "precision=bf16", "batch_size=8"]
-    assert combinations(["recipe=bignet", "checkpoint.every=[1]"]) == {"": ["recipe=bignet", "checkpoint.every=[1]"]}
 
 
 def test_the_table_compares_with_the_first_column_and_with_what_was_measured() -> None:
