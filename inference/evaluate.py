@@ -26,9 +26,9 @@ from trainer.config.compose import combinations
 from trainer.config.options import parse
 from trainer.data.contract import Batch, Dataset
 from trainer.data.evaluation import Evaluation
-from trainer.devices import synchronise
 from trainer.errors import UserError
 from trainer.files import make_folder, write_json
+from trainer.hardware import synchronise
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
 from trainer.progress import work
