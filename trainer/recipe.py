@@ -101,14 +101,11 @@ class Augment:
     def check(self, recipe: Recipe) -> None:
         """Raise UserError where a part of it has no effect in this recipe."""
 
-    def check_batching(self, micro_batch_size: int) -> None:
-        """Raise UserError where the augmentation cannot work with microbatches of this size."""
-
     def effect(self) -> str | None:
         """Return what was asked for, as typed; None: nothing."""
         return None
 
-    def data_decisions(self) -> tuple[Augment, list[Decision]]:
+    def data_decisions(self, datasets: Any) -> tuple[Augment, list[Decision]]:
         """Return what ``auto`` became when the data was opened, and the choice to be shown."""
         return self, []
 

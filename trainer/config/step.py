@@ -126,7 +126,7 @@ class StepConfig:
     def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Self, list[Decision]]:
         """Return the config with the ``auto`` values that depend on the data resolved, and the decisions to report."""
         workers = self.loader.processes(datasets.decodes, hardware)
-        augment, decisions = self.augment.data_decisions()
+        augment, decisions = self.augment.data_decisions(datasets)
         config = replace(self, loader=replace(self.loader, workers=workers), augment=augment)
         return config, [*self.recipe.data_decisions(datasets), *decisions]
 
@@ -175,7 +175,11 @@ class StepConfig:
         least = self.augment.micro_batch_multiple
         fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, default)
-        self.augment.check_batching(micro_batch_size)
+        if micro_batch_size % least:
+            raise UserError(
+                f"micro_batch_size={micro_batch_size} must be a multiple of {least} for {self.augment.effect()}, which "
+                "mixes neighbours; use another one, or another batch_size"
+            )
         tenth = max(steps // 10, min(steps, 25))
         if self.eval_every == EPOCH or (self.eval_every == "auto" and self.epochs is not None):
             eval_every, numbers["eval_every"] = epoch, EPOCH

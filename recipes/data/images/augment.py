@@ -93,14 +93,6 @@ class ImageAugment(Augment):
         typed = [] if self.kind in (ImageAugment.kind, AutomaticAugment.kind) else [f"augment={self.kind}"]
         return " ".join(typed + self.on_device) or None
 
-    def check_batching(self, micro_batch_size: int) -> None:
-        """Refuse microbatches that would separate a pair of images."""
-        if micro_batch_size % self.micro_batch_multiple:
-            raise UserError(
-                f"micro_batch_size={micro_batch_size} must be even for {' '.join(self.on_device)}, which mixes "
-                "neighbours in pairs; use another one, or another batch_size"
-            )
-
     def choose(self, shorter_side: int | None) -> ImageAugment:
         """Return what is done to images of this size (see ``AutomaticAugment``): this very choice.
 
@@ -240,14 +232,12 @@ class AutomaticAugment(ImageAugment):
     kind: ClassVar[str] = "auto"
 
     def choose(self, shorter_side: int | None) -> ImageAugment:
-        """Return the choice for images of this size, and keep it for ``data_decisions``."""
-        choice = self._become(ImageAugment if shorter_side is None or shorter_side < SMALL else ImageNet)
-        vars(self)["_chosen"] = choice
-        return choice
+        """Return the choice for images of this size."""
+        return self._become(ImageAugment if shorter_side is None or shorter_side < SMALL else ImageNet)
 
-    def data_decisions(self) -> tuple[ImageAugment, list[Decision]]:
-        """Return the last choice, and why; ``none`` where no images were opened."""
-        choice = vars(self).get("_chosen")
+    def data_decisions(self, datasets: Any) -> tuple[ImageAugment, list[Decision]]:
+        """Return what was chosen for the images, and why; ``none`` where there are no images."""
+        choice: ImageAugment | None = getattr(datasets, "augment", None)
         if choice is None:
             return ImageAugment(), []
         why = f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "

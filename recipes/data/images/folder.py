@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,17 +12,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import REMEDY, DecodedImages, check_fraction, check_path, unreadable
+from recipes.data.images.pixels import DecodedImages, check_fraction
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError
-from trainer.progress import work
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-FILES_CHECKED = 20_000
 WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
-ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}
-"""How a whole JPEG or PNG ends, by how it begins; a few more bytes may follow."""
 
 
 @dataclass
@@ -45,27 +39,28 @@ class ImageFolder(ImageSource):
 
     def __post_init__(self) -> None:
         check_fraction(self.valid_fraction)
-        check_path(self.path, WANTED)
-        if self.test is not None and not Path(self.test).expanduser().is_dir():
-            raise UserError(f"data.test={self.test}: no such folder; give one with a folder of images per class")
+        if not self.path:
+            raise UserError(f"missing required option: data.path; set {WANTED}, as in data.path=/folder")
+        for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
+            if not Path(path).expanduser().is_dir():
+                raise UserError(f"{key}={path} is not a folder; set {WANTED}")
 
     def images(self, image_size: int | None) -> ImageDatasets:
-        """Find the images, and check that they open; squares of 224 pixels by default.
+        """Find the images; squares of 224 pixels by default.
 
         Raises:
-            UserError: no images, fewer than two classes, a file that is no image.
+            UserError: no images, fewer than two classes.
         """
         train_folder, valid_folder = _split_folders(Path(self.path).expanduser())
-        train = self._checked(_images_by_class(train_folder))
+        train = _images_by_class(train_folder)
         classes = sorted(train)
-        if valid_folder:
-            valid = self._checked(_images_by_class(valid_folder))
-        else:
+        valid = _images_by_class(valid_folder) if valid_folder else {}
+        if not valid_folder:
             train, valid = _split(train, self.valid_fraction)
         parts = {"training": train, "validation": valid}
         test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder, set(classes))
         if test_folder:
-            parts["test"] = self._checked(_images_by_class(test_folder))
+            parts["test"] = _images_by_class(test_folder)
             for role in ("training", "validation"):
                 check_no_overlap(f"data.test={test_folder}", _files(parts["test"]), _files(parts[role]), role)
         for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
@@ -76,13 +71,6 @@ class ImageFolder(ImageSource):
         return self.opened(
             self.kind, f"data.path={self.path}", datasets, classes, image_size or 224, side, decodes=True
         )
-
-    def _checked(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Refuse what is no image, or only the beginning of one, unless such files are skipped."""
-        files = _files(classes)
-        for file, reason in _failures(files[:: -(-len(files) // FILES_CHECKED)]) if self.on_error == "error" else ():
-            raise UserError(f"{file} cannot be read as an image ({reason}); {REMEDY}")
-        return classes
 
 
 def _files(classes: dict[str, list[str]]) -> list[str]:
@@ -101,37 +89,6 @@ class FolderImages(DecodedImages):
     def stored(self, index: int) -> tuple[str, str]:
         file = os.fsdecode(self.files[index])
         return file, file
-
-
-def _failures(files: list[str]) -> Iterator[tuple[str, Exception]]:
-    """Open every file in a pool of threads, and decode those that seem to be cut off; yield what fails, in order."""
-    from PIL import Image
-
-    Image.init()  # loads every format now, before threads would do so at once
-    damage = unreadable()
-
-    def failure(file: str) -> Exception | None:
-        try:
-            with Image.open(file) as image:
-                if _seems_cut(file):
-                    image.load()
-        except damage as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool, work("checking the images", len(files), "files") as advance:
-        for number, (file, error) in enumerate(zip(files, pool.map(failure, files), strict=True), 1):
-            if error:
-                yield file, error
-            advance(number)
-
-
-def _seems_cut(file: str) -> bool:
-    """Return whether a file does not end as its format does."""
-    with open(file, "rb") as stored:
-        end = ENDS.get(stored.read(2), b"")
-        stored.seek(max(0, stored.seek(0, os.SEEK_END) - 64))
-        return end not in stored.read()
 
 
 def _split_folders(root: Path) -> tuple[Path, Path | None]:
@@ -156,32 +113,24 @@ def _test_folder(train: Path, classes: set[str]) -> Path | None:
 
 
 def _images_by_class(root: Path) -> dict[str, list[str]]:
-    """Return each class folder's images, sorted; a class folder may have folders of its own.
-
-    (torchvision's make_dataset sorts nested folders in another order, which would change the samples of existing runs,
-    and takes hidden files for images.)
-    """
+    """Return each class folder's images, sorted; a class folder may have folders of its own."""
     classes = {}
     for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
         if files := images_below(folder):
             classes[folder.name] = files
     if not classes:
-        if any(_named_image(entry.name) for entry in root.iterdir()):
-            raise UserError(f"{root} holds the images directly; data.path must be {WANTED}")
-        raise UserError(
-            f"data.path: no images in {root} (looked for {', '.join(EXTENSIONS)}); data.path must be {WANTED}"
-        )
+        raise UserError(f"{root} has no folders with images ({', '.join(EXTENSIONS)}); data.path must be {WANTED}")
     return classes
 
 
 def images_below(folder: Path) -> list[str]:
     """Return the image files in a folder and the folders below it, sorted."""
-    walk = os.walk(folder, followlinks=True)
-    return sorted(os.path.join(place, name) for place, _, names in walk for name in names if _named_image(name))
-
-
-def _named_image(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    return sorted(
+        os.path.join(place, name)
+        for place, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    )
 
 
 def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,8 +63,6 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         grey = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
         image = Image.fromarray(grey.astype(np.uint8))
-    elif image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # straight to RGB, Pillow warns and guesses
     return image.convert("RGB")
 
 
@@ -125,8 +122,11 @@ class ArrayImages(Images):
             height, width = self.images.shape[-2:]
             views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
         if any(view.box or view.policy for view in views):
+            from PIL import Image
+
             for target, row, view in zip(squares.numpy(), rows, views, strict=True):
-                target[:] = square(_picture(self.images[row]), self.image_size, view)
+                picture = Image.fromarray(self.images[row].expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
+                target[:] = square(picture, self.image_size, view)
             return squares, rows
         if self.images.shape[1:] == shape[1:]:
             whole = torch.index_select(self.images, 0, rows, out=squares)
@@ -158,20 +158,20 @@ class DecodedImages(Images):
         """Return what Pillow opens, and what to call it."""
         raise NotImplementedError
 
-    @contextmanager
-    def open(self, index: int) -> Iterator[Image.Image]:
-        """Open an image for a block that decodes it, and does nothing else.
+    def image(self, index: int) -> Image.Image:
+        """Decode an image.
 
         Raises:
-            UserError: it cannot be decoded; the message says which one.
+            UserError: that cannot be done; the message says of which one.
         """
         from PIL import Image
 
         file, name = self.stored(index)
         try:
             with Image.open(file) as image:
-                yield image
-        except unreadable() as error:
+                image.load()
+                return image
+        except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
             raise UserError(f"{name} cannot be decoded ({error}); {REMEDY}") from error
 
     def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
@@ -194,37 +194,18 @@ class DecodedImages(Images):
                         raise
                     self.unreadable[row] = True
                     why = str(error).removesuffix(f"; {REMEDY}")
-                    logging.getLogger("mantissa").warning(
-                        "%s; the next image takes its place (data.on_error=skip)", why
-                    )
+                    logging.getLogger("mantissa").warning("%s; the next image takes its place", why)
         raise UserError(f"not one of {len(self)} images can be decoded; set data to others")
-
-    def image(self, index: int) -> Image.Image:
-        """Decode one image."""
-        with self.open(index) as image:
-            image.load()
-            return image
 
     def shorter_side(self) -> int | None:
         """Return the median of the shorter sides of up to 100 images, in pixels."""
+        from PIL import Image
+
         sides = []
         for index in range(0, len(self), -(-len(self) // 100)):
-            with suppress(UserError), self.open(index) as image:
+            with suppress(Exception), Image.open(self.stored(index)[0]) as image:  # what is damaged is seen later
                 sides.append(min(image.size))
         return sorted(sides)[len(sides) // 2] if sides else None
-
-
-def unreadable() -> tuple[type[Exception], ...]:
-    """Return what Pillow raises for a damaged file."""
-    from PIL import Image
-
-    return OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError
-
-
-def _picture(pixels: Tensor) -> Image.Image:
-    from PIL import Image
-
-    return Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
 
 
 def scale(images: Tensor, size: int) -> Tensor:
@@ -257,11 +238,3 @@ def check_fraction(fraction: float) -> None:
     """Refuse a ``data.valid_fraction`` that leaves one side empty."""
     if not 0 < fraction < 1:
         raise UserError(f"data.valid_fraction={fraction} must lie between 0 and 1, such as 0.1")
-
-
-def check_path(path: str, what: str) -> None:
-    """Refuse a ``data.path`` that is not a folder."""
-    if not path:
-        raise UserError(f"missing required option: data.path; set {what}, as in data.path=/folder")
-    if not Path(path).expanduser().is_dir():
-        raise UserError(f"data.path={path} is not a folder; set {what}")
