@@ -209,7 +209,7 @@ def first_steps(make: Callable[[], Loop], device: torch.device) -> FirstSteps:
             next(peak)
         elif step == PEAK_STEP:
             found.peak_bytes = next(peak) - before
-            found.weights = {name: each.detach().cpu().clone() for name, each in loop.model.named_parameters()}
+            found.weights = {name: weight.detach().cpu().clone() for name, weight in loop.model.named_parameters()}
 
     loop.fit(PEAK_STEP, after)
     return found

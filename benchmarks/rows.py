@@ -37,37 +37,19 @@ class Row:
     at_most: bool = True
     """Whether the target is an upper limit of the median."""
 
-    @property
-    def met(self) -> bool | None:
-        """Whether the median reaches the target; None without a target or a measurement."""
-        if self.target is None or not self.values:
-            return None
-        median = statistics.median(self.values)
-        return median <= self.target if self.at_most else median >= self.target
-
-    @property
-    def figure(self) -> str:
-        """The median with its unit."""
-        return f"{statistics.median(self.values):.{_DIGITS[self.unit]}f}{self._suffix}" if self.values else "–"
-
-    @property
-    def spread(self) -> str:
-        """The lowest and the highest value, where there are several."""
-        low, high = (f"{each(self.values, default=0):.{_DIGITS[self.unit]}f}" for each in (min, max))
-        return f"({low} to {high})" if len(self.values) > 1 else ""
-
-    @property
-    def bound(self) -> str:
-        """The target; empty: there is none."""
-        return "" if self.target is None else f"{'≤' if self.at_most else '≥'} {self.target:g}{self._suffix}"
-
-    @property
-    def _suffix(self) -> str:
-        return self.unit if self.unit == "x" else f" {self.unit}"
-
     def __str__(self) -> str:
-        verdict = "" if self.met is None else f"target {self.bound}: {'met' if self.met else 'MISSED'}"
-        return f"  {self.name:<52} {self.figure:>10}  {self.spread:<20} {verdict}".rstrip() + f"\n      {self.measured}"
+        if not self.values:
+            return f"  {self.name:<52} {'–':>10}\n      {self.measured}"
+        digits, suffix = _DIGITS[self.unit], self.unit if self.unit == "x" else f" {self.unit}"
+        low, median, high = min(self.values), statistics.median(self.values), max(self.values)
+        spread = f"({low:.{digits}f} to {high:.{digits}f})" if len(self.values) > 1 else ""
+        verdict = ""
+        if self.target is not None:
+            met = median <= self.target if self.at_most else median >= self.target
+            bound = f"{'≤' if self.at_most else '≥'} {self.target:g}{suffix}"
+            verdict = f"target {bound}: {'met' if met else 'MISSED'}"
+        line = f"  {self.name:<52} {f'{median:.{digits}f}{suffix}':>10}  {spread:<20} {verdict}".rstrip()
+        return f"{line}\n      {self.measured}"
 
     def record(self) -> dict[str, dict[str, Any]]:
         """Return what results/ keeps of it, by its name; nothing, if it was not measured."""

@@ -111,14 +111,14 @@ Facts = dict[str, str]
 def main() -> int:
     """Run the cases in both checkouts, and print a line for each."""
     other, *rest = sys.argv[1:]
-    options = dict(each.split("=", 1) for each in rest)
+    options = dict(argument.split("=", 1) for argument in rest)
     root = Path(options.get("keep") or tempfile.mkdtemp())
     sides = {"other": Path(other).resolve(), "this": PROJECT}
     failed = 0
     print(f"this {_commit(PROJECT)} beside {_commit(sides['other'])}", flush=True)
     print("case | runs | compared | changed on purpose | differ\n--- | --- | --- | --- | ---")
     with ThreadPoolExecutor(2) as pool:
-        for name in (each for each in CASES if options.get("only", "") in each):
+        for name in (case for case in CASES if options.get("only", "") in case):
             folders = {side: root / side / name.replace(" ", "-") for side in sides}
             for _ in pool.map(lambda side: run(sides[side], folders[side], CASES[name]), sides):  # noqa: B023
                 pass
@@ -223,25 +223,25 @@ def _tracked(database: Path) -> Facts:
 
     client = MlflowClient(f"sqlite:///{database}")
     found: Facts = {}
-    experiments = [each.experiment_id for each in client.search_experiments()]
-    for each in client.search_runs(experiments):
-        facts: Facts = {f"param {name}": value for name, value in each.data.params.items()}
-        facts |= {f"tag {name}": value for name, value in each.data.tags.items()}
-        for name in each.data.metrics:
-            points = client.get_metric_history(each.info.run_id, name)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    for run in client.search_runs(experiments):
+        facts: Facts = {f"param {name}": value for name, value in run.data.params.items()}
+        facts |= {f"tag {name}": value for name, value in run.data.tags.items()}
+        for name in run.data.metrics:
+            points = client.get_metric_history(run.info.run_id, name)
             kept = points[-1:] if name.startswith("final/") else points  # of a run that was stopped, where it was
             facts[f"mlflow metric {name}"] = repr([(point.step, point.value) for point in kept])
-        facts |= {f"artifact {name}": "is there" for name in _artifacts(client, each.info.run_id, None)}
-        found |= {f"{each.info.run_name}|{key}": value for key, value in facts.items()}
+        facts |= {f"artifact {name}": "is there" for name in _artifacts(client, run.info.run_id, None)}
+        found |= {f"{run.info.run_name}|{key}": value for key, value in facts.items()}
     return found
 
 
 def _artifacts(client: Any, run: str, folder: str | None) -> Iterable[str]:
-    for each in client.list_artifacts(run, folder):
-        if each.is_dir:
-            yield from _artifacts(client, run, each.path)
+    for file in client.list_artifacts(run, folder):
+        if file.is_dir:
+            yield from _artifacts(client, run, file.path)
         else:
-            yield each.path
+            yield file.path
 
 
 def _commit(checkout: Path) -> str:

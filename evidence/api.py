@@ -29,10 +29,10 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
     Raises:
         UserError: an arm or an option cannot work, or another comparison has this name.
     """
-    if wrong := [each for each in overrides if not isinstance(each, str)]:
+    if wrong := [given for given in overrides if not isinstance(given, str)]:
         raise UserError(f"{type(wrong[0]).__name__}: every run is a fresh process, which has only what files describe")
     if isinstance(arms, Mapping):
-        typed = [f"arm.{name}={each if isinstance(each, str) else ' '.join(each)}" for name, each in arms.items()]
+        typed = [f"arm.{name}={own if isinstance(own, str) else ' '.join(own)}" for name, own in arms.items()]
     else:
         typed = [f"arms={','.join(arms)}"]
     try:

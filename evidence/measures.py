@@ -6,10 +6,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 
-from evidence.runs import DIVERGED, Outcome
+from evidence.runs import DIVERGED, LOSS, Outcome
 from trainer.hardware import kind_of
 
-LOSS = "valid/loss"
 IN_USE = 0.1
 """Mean share of the CPUs used by other processes, over an arm's runs, from which on their times say little."""
 

@@ -41,7 +41,7 @@ class AdviseOptions(Overriding):
 
 @dataclass
 class CompareOptions(Overriding):
-    """Of scripts/compare.py."""
+    """Options of scripts/compare.py."""
 
     fixed = ONE_PROCESS | dict.fromkeys(
         ("seed", "run_name", "resume", "output_dir"), "set for every run; use seeds=5, and name=…"
@@ -86,7 +86,7 @@ class CompareOptions(Overriding):
 
 @dataclass
 class DoctorOptions(Overriding):
-    """Of scripts/doctor.py."""
+    """Options of scripts/doctor.py."""
 
     resume: str = ""
     step: int = 0

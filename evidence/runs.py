@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import psutil
 
 from mantissa import compare, shell
 from mantissa.compare import Run, Store
+from mantissa.display import loss
 from trainer.config.command_line import quoted
 from trainer.config.compose import key_of
 from trainer.errors import UserError, redacted
@@ -23,6 +24,7 @@ from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, remo
 from trainer.tracking.plots import Series, read_series
 
 STORE_FILE = "kept.jsonl"
+LOSS = "valid/loss"
 STOP_TIMEOUT_S = 120.0
 """Seconds that an interrupted run may take to save and end."""
 DIVERGED = 3
@@ -106,8 +108,6 @@ class Runner:
     """Runs go to ``folder/runs/<arm>-s<seed>``."""
     common: Sequence[str] = ()
     """Overrides of all arms, which an arm's own may change."""
-    describe: Callable[[Outcome], str] = lambda outcome: ""
-    """Returns what is printed of a run that has finished."""
 
     @property
     def runs(self) -> Path:
@@ -157,10 +157,14 @@ class Runner:
             "others_cpu": others,
         }
         outcome = Outcome(arm.label, seed, folder, **facts)
-        shown = self.describe(outcome) if outcome.finished else f"failed with exit code {ended.code}: {outcome.failure}"
+        shown = f"failed with exit code {ended.code}: {outcome.failure}"
+        if outcome.finished:
+            rate = outcome.summary["units_per_s"]
+            shown = f"loss {loss(outcome.summary['final'].get(LOSS))}"
+            shown += f"  {rate:,.0f} {outcome.summary['unit']}/s" if rate else ""
         failure = "" if outcome.ended else outcome.reason
         deterministic = ended.code in DETERMINISTIC_FAILURES
-        return Run(arm.label, seed, None, ended.seconds, failure, shown or "finished", deterministic, facts)
+        return Run(arm.label, seed, None, ended.seconds, failure, shown, deterministic, facts)
 
 
 def check_labels(arms: list[Arm]) -> None:

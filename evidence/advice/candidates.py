@@ -72,7 +72,7 @@ class Space:
         ordered = tuple(changes[key] for key in self.choices if key in changes)
         compiles = not changes[COMPILE].endswith("=off") if COMPILE in changes else self.compiles
         precision = self.words[changes[PRECISION]] if PRECISION in changes else self.precision
-        others = (self.in_words(each) for each in ordered if key_of(each) not in (PRECISION, COMPILE))
+        others = (self.in_words(change) for change in ordered if key_of(change) not in (PRECISION, COMPILE))
         label = ", ".join([precision + " + compile" * compiles, *others])
         return Candidate(label, ordered, compiles)
 
@@ -130,7 +130,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
 
     def refused(candidate: Candidate) -> str:
         # Compiled, a model needs no more than eager; threads need none.
-        own = [each for each in candidate.overrides if key_of(each) not in (COMPILE, "threads")]
+        own = [change for change in candidate.overrides if key_of(change) not in (COMPILE, "threads")]
         return too_large(merged(common, own), hardware, datasets, usable_bytes)
 
     space.refused = refused
@@ -184,7 +184,7 @@ def _micro_batches(space: Space, config: Config, hardware: Hardware, datasets: D
     near = [size for size in sizes - {now} if max(size, now) <= AROUND * min(size, now)]
     others = [size for size in near if batch_size % size == 0 and size % config.augment.micro_batch_multiple == 0]
     model = meta_model(plan.config.recipe, datasets)
-    if others and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    if others and any(isinstance(module, _BatchNorm) for module in model.modules()):
         why = "not varied: it would change batch norm's statistics, which are per microbatch"
         space.left_out["other values of micro_batch_size"] = why
         return []

@@ -12,11 +12,9 @@ from evidence.advice.candidates import Candidate
 from evidence.advice.search import NO_TIME, Entry, Search
 from evidence.runs import merged
 from mantissa.display import duration, size
-from mantissa.ledger import MIB
-from mantissa.page import Plot, Report, Section, measured_on
+from mantissa.page import Report, Section, measured_on
 from mantissa.statistics import Interval
 from trainer.config.compose import key_of
-from trainer.tracking.plots import COLORS, INK, NOISE, QUIET, RULE, bare_figure
 
 NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "profiler")
 """Keys and groups that say where and how a run is recorded: those of the advice are not those of later runs."""
@@ -92,8 +90,7 @@ class Advice:
             sections.append(Section("Does it train as well?", ["Does it train as well?"], text=self.comparison()))
         spent = f"Measured for {duration(self.seconds)} min on {self.facts['hardware']['name']}."
         notes = [*self.remarks(), *(f"Note: {note}." for note in self.search.notes)]
-        plots = [drawn] if (drawn := self.plot()) else []
-        sections.insert(0, Section("What was measured", [spent], notes, self.rows(), plots=plots))
+        sections.insert(0, Section("What was measured", [spent], notes, self.rows()))
         origin = measured_on(self.facts["hardware"], self.facts["versions"], self.facts["git"])
         title = f"{self.recipe} on {self.facts['hardware']['name']}"
         return Report("Advice", title, [f"{self.sentence()}."], self.command, origin, sections)
@@ -129,24 +126,6 @@ class Advice:
                 ]
             )
         return found
-
-    def plot(self) -> Plot | None:
-        """Draw peak memory to the right and throughput upwards; None: too little was measured."""
-        shown = [entry for entry in self.search.entries.values() if entry.times]
-        if len(shown) < 2:
-            return None
-        figure, axes = bare_figure(4.8, 3.4)
-        axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
-        axes.set_ylabel(f"speed / {self.baseline.label}", color=QUIET)
-        axes.grid(color=RULE, linewidth=0.8)
-        colors = {self.winner.label: COLORS[2], self.baseline.label: COLORS[0]}
-        for entry in shown:
-            point = entry.measured.memory_bytes / MIB, self.search.speed(entry, whole=False)
-            axes.plot(*point, "o", color=colors.get(entry.label, NOISE))
-            if entry.label in colors:
-                axes.annotate(entry.label, point, xytext=(6, 6), textcoords="offset points", color=INK)
-        axes.margins(x=0.2, y=0.1)
-        return f"Speed and memory of each setting: {self.recipe}", figure
 
     def content(self) -> dict[str, Any]:
         """Return the advice for ``advice.json``."""

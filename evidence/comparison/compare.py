@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge, losses
-from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, recorded
 from mantissa.compare import Look, judge_and_keep
-from mantissa.display import loss
 from mantissa.errors import UsageError
 from trainer.config.compose import combinations, compose
 from trainer.config.registration import flatten
@@ -107,7 +104,7 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
     }
     # No checkpoints; and a memory ledger where CUDA does not count memory.
     quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
-    runner = Runner(folder, merged(quiet, plan.common), partial(_described, unit=first.recipe.unit))
+    runner = Runner(folder, merged(quiet, plan.common))
     begun = _begin(plan, runner, facts)
     with in_use(folder):  # a second process would remove this one's unfinished runs
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
@@ -180,8 +177,3 @@ def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> dict[
         raise UserError(f"output_dir={plan.output_dir} cannot be written ({error.strerror})") from None
     begun: dict[str, Any] = runner.store.of("plan")[0]
     return begun
-
-
-def _described(outcome: Outcome, unit: str) -> str:
-    rate = outcome.summary["units_per_s"]
-    return f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")

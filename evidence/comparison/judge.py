@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from evidence.measures import LOSS, in_use, memory, speed
-from evidence.runs import DIVERGED, Arm, Outcome, recorded
+from evidence.measures import in_use, memory, speed
+from evidence.runs import DIVERGED, LOSS, Arm, Outcome, recorded
 from mantissa.compare import Quality, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
 

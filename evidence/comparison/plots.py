@@ -9,7 +9,7 @@ import numpy as np
 
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
-from evidence.measures import LOSS
+from evidence.runs import LOSS
 from mantissa.display import mebibytes
 from mantissa.ledger import CATEGORIES, MIB
 from mantissa.page import MARGIN

@@ -41,7 +41,7 @@ def fitting(
             continue
         except UserError:  # a recipe without blocks
             continue
-        needed, auto = (each.batching.micro_batch_size for each in (fitted, plan))
+        needed, auto = fitted.batching.micro_batch_size, plan.batching.micro_batch_size
         pinned = [f"micro_batch_size={needed}"] * (needed != auto)
         changed = [*more, *pinned]
         why = f"every candidate has {' '.join(changed)}, because train.py's default does not fit into the memory"

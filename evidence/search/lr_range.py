@@ -77,7 +77,7 @@ def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
 
 @dataclass
 class Exponential(Schedule):
-    """From ``first`` times the peak to the peak, by the same factor at every step."""
+    """Rise from ``first`` times the peak to the peak, by the same factor at every step."""
 
     kind: ClassVar[str] = "exponential"
     first: float = 1e-8
@@ -94,13 +94,13 @@ class Curve:
     """The result of one test."""
 
     label: str
-    """The overrides in which it differs from the other tests of a command, such as ``precision=bf16``."""
+    """Overrides in which it differs from the other tests of a command, such as ``precision=bf16``."""
     lr: list[float] = field(default_factory=list)
-    """Loss of each step."""
+    """Learning rate of each step."""
     loss: list[float] = field(default_factory=list)
-    """The training loss of each step, before its update; the last one may be not finite."""
+    """Training loss of each step, before its update; the last one may be not finite."""
     smoothed: list[float] = field(default_factory=list)
-    """The exponential average of the finite losses, without its bias towards 0 at the start."""
+    """Exponential average of the finite losses, without its bias towards 0 at the start."""
     skipped_steps: int = 0
     ended: str = "at the last step"
 

@@ -106,8 +106,8 @@ def check_space(space: Space, overrides: list[str]) -> Config:
 def corners(space: Space, overrides: list[str]) -> list[list[str]]:
     """Return the overrides with the first end or choice of every dimension, then with each other one of one of them."""
     ends = {
-        key: each.choices if isinstance(each, CategoricalDistribution) else (each.low, each.high)
-        for key, each in space.items()
+        key: among.choices if isinstance(among, CategoricalDistribution) else (among.low, among.high)
+        for key, among in space.items()
     }
     first = {key: values[0] for key, values in ends.items()}
     others = [first | {key: value} for key, values in ends.items() for value in values[1:]]

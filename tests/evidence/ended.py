@@ -46,6 +46,7 @@ def ended(
     common = {
         "status": "FINISHED",
         "final": {"valid/loss": losses[-1]},
+        "unit": "samples",
         "units_per_s": 100.0,
         "peak_memory_bytes": 7_000,
         "hardware": {"device": "cpu"},

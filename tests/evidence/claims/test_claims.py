@@ -141,6 +141,7 @@ def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:
 def outcome(arm: str, seed: int, speed: float | None = 100.0, loss: float | None = 2.0, code: int = 0) -> Outcome:
     summary: dict[str, Any] = {
         "status": "FINISHED" if code == 0 else "FAILED",
+        "unit": "samples",
         "units_per_s": speed,
         "final": {"valid/loss": loss},
         "best": {"value": loss, "step": 1},
@@ -361,6 +362,7 @@ def test_the_list_says_what_can_be_tested_here_and_all_leaves_out_the_rest(
     assert "    NOT TESTABLE HERE: it needs an NVIDIA GPU, 40GiB of memory\n" in listed
     assert "    claim=shakespeare_cpu data.path=…\n" in listed
     tested: list[str] = []
+    monkeypatch.setattr(reproduce, "_check_overrides", lambda *_: None)
     monkeypatch.setattr(reproduce, "test", lambda mine, *_: tested.append(mine.id) or mine.id == "set_to_none")
     assert main(["all=true", "device=cpu"]) == 1
     assert "bignet_memory" in tested
