@@ -37,52 +37,43 @@ PRECISION, COMPILE = "precision", "compile"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting of the recipe."""
+    """One setting of the recipe: train.py's default with some changes."""
 
-    label: str
-    """Difference from the default, in the words of the command line: ``bf16 + compile, micro_batch_size=32``."""
     overrides: tuple[str, ...] = ()
     """Overrides of train.py, one for each change; they come after the user's own."""
-    compiles: bool = False
-    """Whether it runs under torch.compile."""
+
+    @property
+    def label(self) -> str:
+        """Changes in the words of the command line, such as ``bf16, compile=default, micro_batch_size=32``."""
+        return ", ".join(map(in_words, self.overrides)) or "the default"
+
+
+def in_words(override: str) -> str:
+    """Return what an override is called in labels."""
+    return override.removeprefix(f"{PRECISION}=").removeprefix("recipe.")
 
 
 @dataclass
 class Space:
     """Candidates of one recipe on one machine: combinations of the options' values."""
 
-    precision: str
-    """Precision of the default, in words."""
-    compiles: bool = False
-    """Whether the default runs under torch.compile."""
     choices: dict[str, list[str]] = field(default_factory=dict)
     """Overrides by option that set another value than the default's, those nearest to it first."""
-    words: dict[str, str] = field(default_factory=dict)
-    """Names of overrides in labels, where they are not ``option=value``."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Values that are not tried, each with its reason."""
     notes: list[str] = field(default_factory=list)
-    """About the baseline, for the user."""
+    """Sentences about the default, for the user."""
     refused: Callable[[Candidate], str] = lambda candidate: ""
     """Returns why a candidate is not to be started: its forecast memory. Empty: it fits."""
 
-    def candidate(self, overrides: Iterable[str] = ()) -> Candidate:
-        """Return the candidate with these changes of the default."""
+    def candidate(self, overrides: Iterable[str]) -> Candidate:
+        """Return the candidate with these changes of the default; of one option the last counts."""
         changes = {key_of(override): override for override in overrides}
-        ordered = tuple(changes[key] for key in self.choices if key in changes)
-        compiles = not changes[COMPILE].endswith("=off") if COMPILE in changes else self.compiles
-        precision = self.words[changes[PRECISION]] if PRECISION in changes else self.precision
-        others = (self.in_words(change) for change in ordered if key_of(change) not in (PRECISION, COMPILE))
-        label = ", ".join([precision + " + compile" * compiles, *others])
-        return Candidate(label, ordered, compiles)
-
-    def in_words(self, override: str) -> str:
-        """Return what an override is called in labels."""
-        return self.words.get(override, override.removeprefix("recipe."))
+        return Candidate(tuple(changes[key] for key in self.choices if key in changes))
 
     def singles(self) -> list[Candidate]:
         """Return the candidates that differ from the default in one option."""
-        return [self.candidate([override]) for choices in self.choices.values() for override in choices[:REACH]]
+        return [Candidate((override,)) for choices in self.choices.values() for override in choices[:REACH]]
 
 
 def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[str]]:
@@ -100,11 +91,13 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     datasets = config.plan(hardware).config.open_datasets()
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
-    space = Space(_in_words(config.precision.mode, config, hardware), config.compile.mode != "off", notes=notes)
+    space, tight = Space(notes=notes), bool(notes)
+    if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels):
+        notes.append(f"the default has {why}")
     values: dict[str, Sequence[object]] = {}
     if not given(overrides, PRECISION):
         values[PRECISION] = _precisions(space, config, hardware)
-    values[COMPILE] = ["off" if space.compiles else "default"]
+    values[COMPILE] = ["default" if config.compile.mode == "off" else "off"]
     if not given(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, datasets)
     recipe = config.plan(hardware).config.recipe
@@ -114,7 +107,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
         values["recipe.attention"] = [form for form in ("sdpa", "eager") if form != attention]
     if hardware.device.type == "cpu" and not given(overrides, "threads"):
         values["threads"] = _threads(space, hardware)
-    if notes and type(recipe).blocks is not Recipe.blocks:
+    if tight and type(recipe).blocks is not Recipe.blocks:
         now = config.activation_checkpointing.mode
         values["activation_checkpointing"] = [mode for mode in CHECKPOINTING if mode != now]
     optimizer = config.optimizer
@@ -123,7 +116,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     for key, several in values.items():
         for override in (f"{key}={value}" for value in several if not given(overrides, key)):
             if why := _refusal(merged(common, [override]), hardware):
-                space.left_out[COMPILE if key == COMPILE else space.in_words(override)] = why
+                space.left_out[in_words(override)] = why
             else:
                 space.choices.setdefault(key, []).append(override)
     usable_bytes = USABLE * available_bytes(hardware.device)
@@ -155,18 +148,11 @@ def _precisions(space: Space, config: Config, hardware: Hardware) -> list[str]:
     for mode in BASIC:
         if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
             continue
-        space.words[f"{PRECISION}={mode}"] = _in_words(mode, config, hardware)
         if why := _too_slow(mode, config, hardware):
             space.left_out[mode] = why
         else:
             modes.append(mode)
     return modes
-
-
-def _in_words(mode: str, config: Config, hardware: Hardware) -> str:
-    """Return the name of a precision, with what its times are of where that is not its format."""
-    wide = not_timed_here(mode, hardware, config.precision.kernels)
-    return f"{mode} (fp32 arithmetic)" if wide else mode
 
 
 def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:
@@ -197,6 +183,4 @@ def _threads(space: Space, hardware: Hardware) -> list[int]:
         space.left_out["other numbers of threads"] = f"OMP_NUM_THREADS={number} is set; unset it to try them"
         return []
     cores = hardware.cpu_cores
-    counts = sorted({1, max(1, cores // 2), cores} - {torch.get_num_threads()}, reverse=True)
-    space.words |= {f"threads={count}": f"{count} thread{'s' * (count > 1)}" for count in counts}
-    return counts
+    return sorted({1, max(1, cores // 2), cores} - {torch.get_num_threads()}, reverse=True)

@@ -58,7 +58,7 @@ class Advice:
 
     def comparison(self) -> str:
         """Return the command that tests whether the winner trains as well as the baseline."""
-        common = [text for text in overrides_of(self.overrides, Candidate("")) if key_of(text) != "seed"]
+        common = [text for text in overrides_of(self.overrides, Candidate()) if key_of(text) != "seed"]
         roles = {"baseline": self.baseline, "advised": self.winner}
         arms = [f"arm.{role}={' '.join(entry.candidate.overrides)}" for role, entry in roles.items()]
         return shlex.join(["python", "scripts/compare.py", *common, *arms])
@@ -69,15 +69,14 @@ class Advice:
         healthy = ", numerics healthy" if winner.health.get("healthy") else ""
         some = NO_TIME in search.skipped.values()
         if winner is base:
-            default = "" if base.candidate.overrides else ", train.py's default"
             setting = "no setting" + " that can be advised" * any(entry.fault for entry in search.entries.values())
             scope = f" among those measured in {duration(self.seconds)} min" * some
             run = f" in a run of {search.steps} steps" * self.mixed
-            return f"{base.label}{default}: {setting} is clearly faster here{scope}{run}"
+            return f"{base.label}: {setting} is clearly faster here{scope}{run}"
         interval, whole = search.interval(winner, whole=False), search.interval(winner)
         assert interval is not None and whole is not None  # noqa: PT018
         said = f"{winner.label}: {_times(interval)} as fast as {base.label}, {_memory(winner, base)}{healthy}"
-        if winner.candidate.compiles:
+        if winner.compile_s > base.compile_s:
             said += f"; compiling pays off after {search.pays_after(winner)} steps"
         if self.mixed:
             said += f"; {_times(whole)} as fast in a run of {search.steps} steps, compile time included"
@@ -114,11 +113,9 @@ class Advice:
         timed = [entry for entry in search.entries.values() if entry.times]
         for entry in sorted(timed, key=lambda one: (one is not self.winner, -search.speed(one))):
             interval, whole = search.interval(entry, whole=False), search.interval(entry)
-            default = entry.candidate == search.space.candidate()
-            roles = [" (advised)"] * (entry is self.winner) + [" (default)"] * default
             found.append(
                 [
-                    entry.label + "".join(roles),
+                    entry.label + " (advised)" * (entry is self.winner),
                     _times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x",
                     *[f"{whole.mean if whole else search.speed(entry):.3g}x"] * self.mixed,
                     f"{1e3 * entry.measured.step_s:.4g}",
@@ -140,7 +137,7 @@ class Advice:
             "winner": self.winner.label,
             "speed": interval and asdict(interval),
             "training": self.training(),
-            "entries": [asdict(entry) for entry in self.search.entries.values()],
+            "entries": [{"label": entry.label} | asdict(entry) for entry in self.search.entries.values()],
             "notes": self.search.notes,
             **self.facts,
         }

@@ -99,7 +99,7 @@ class Search:
         Raises:
             RunError: no candidate works.
         """
-        self._try("default", self.space.candidate())
+        self._try("reference", Candidate())
         for candidate in self.space.singles():
             self._try("single change", candidate)
         best = self.reference
