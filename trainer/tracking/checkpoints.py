@@ -78,7 +78,11 @@ def names(client: MlflowClient, run_id: str) -> list[str]:
     return sorted(name for name in found if STEP_NAME.fullmatch(name))
 
 
-def has_manifest(client: MlflowClient, run_id: str, name: str) -> bool:
-    """Return whether a checkpoint in MLflow is whole."""
-    place = f"{CHECKPOINTS}/{name}"
-    return f"{place}/{MANIFEST_FILE}" in [item.path for item in client.list_artifacts(run_id, place)]
+def complete_steps(client: MlflowClient, run_id: str) -> list[int]:
+    """Return the steps of the checkpoints that MLflow has as a whole, oldest first."""
+    found = {name: client.list_artifacts(run_id, f"{CHECKPOINTS}/{name}") for name in names(client, run_id)}
+    return [
+        int(name.removeprefix("step-"))
+        for name, files in found.items()
+        if any(file.path.endswith(f"/{MANIFEST_FILE}") for file in files)
+    ]

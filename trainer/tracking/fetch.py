@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import schema as checkpoint
-from trainer.checkpoint.schema import MANIFEST_FILE, damage
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (
     RUN_FILE,
@@ -21,12 +18,11 @@ from trainer.files import (
     TRACKING_FILE,
     add_run_facts,
     check_output_dir,
-    flush,
     locked,
     read_object,
     run_facts,
 )
-from trainer.tracking.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
+from trainer.tracking.checkpoints import CHECKPOINTS, COMPANIONS, complete_steps
 from trainer.tracking.follower import FOLDER_TAG
 from trainer.tracking.store import KEY_TAG, connect, database_file, find_run, storable_uri, tracking_uri
 from trainer.tracking.tracked_run import TrackedRun
@@ -68,11 +64,9 @@ def fetched_run(
     except UserError:
         raise
     except Exception as error:  # of many kinds, by MLflow and what lies below it
-        if os.strerror(errno.ENOSPC) in str(error):  # MLflow reports errors of a download as text only
-            raise UserError(f"{given}: output_dir={output_dir} cannot be written ({first_line(error)})") from error
         raise UserError(
-            f"{given}: the run cannot be fetched from MLflow at {redacted(store)} ({first_line(error)}); "
-            f"check {key}= or MLFLOW_TRACKING_URI, and that the server answers"
+            f"{given}: the run cannot be fetched from MLflow at {redacted(store)} to {output_dir} "
+            f"({first_line(error)}); check {key}= or MLFLOW_TRACKING_URI, and that the server answers"
         ) from error
 
 
@@ -116,11 +110,11 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             raise UserError(
                 f"{given}: the run's name {name!r} is not valid as the name of a folder; rename it on MLflow's page"
             )
-        saved = [int(each[5:]) for each in names(client, run_id) if has_manifest(client, run_id, each)]
-        step = requested or max(saved, default=0)
+        saved = complete_steps(client, run_id)
         own = Path(run.data.tags.get(FOLDER_TAG, ""))
         if not saved and requested is None and read_object(own / TRACKING_FILE).get("run_id") == run_id:
             return own  # on this machine, where nothing has to be copied
+        step = requested or max(saved, default=0)
         if step not in saved:
             missing = "complete checkpoint" if requested is None else f"complete checkpoint of step {step}"
             raise UserError(
@@ -139,14 +133,13 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             print(f"fetching {name}, step {step}, from MLflow at {redacted(str(client.tracking_uri))}", flush=True)
             if is_new_run:
                 print(f"MLflow has this run up to step {saved[-1]}; from step {step} on it is a new run there")
-            _download(given, client, run_id, [each for each in saved if each <= step], partial)
             sent = {item.path for item in client.list_artifacts(run_id)}  # not all, if the upload was cut
-            if run.info.status == "FINISHED" and SUMMARY_FILE in sent and not is_new_run:
-                client.download_artifacts(run_id, SUMMARY_FILE, str(partial))
+            ended = {SUMMARY_FILE} if run.info.status == "FINISHED" and not is_new_run else set()
+            for file in {*COMPANIONS, RUN_FILE, TOKENIZER, *ended} & sent:
+                client.download_artifacts(run_id, file, str(partial))
+            _download(given, client, run_id, [each for each in saved if each <= step], partial / CHECKPOINTS)
             add_run_facts(partial, fetched=origin, launch={})
             _describe(client, run, is_new_run, partial)
-            for path in (*partial.rglob("*"), partial):
-                flush(path)
             partial.rename(target)
         return target
 
@@ -160,40 +153,25 @@ def _check(given: str, target: Path, step: int, origin: dict[str, Any], is_new_r
     again = run_facts(target, "fetched") == origin  # fetched by the same command: a job that is started again
     ours = again or (not is_new_run and read_object(target / TRACKING_FILE).get("run_id") == origin["run_id"])
     here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
-    if not ours or (here != step and (here < step or not (again or origin["step"] is None))):
-        found = f"this run at step {here}, not {step}" if ours else "another run than this would be"
+    if not ours or here < step or (here > step and not again and origin["step"] is not None):
         raise UserError(
-            f"{given}: {target} is {found}; use resume={target}, or choose another folder with output_dir=…"
+            f"{given}: {target} has another run, or this one at another step than {step}; use resume={target}, "
+            "or choose another folder with output_dir=…"
         )
-    if here > step:
-        print(f"using {target}: it has this run at step {here}, MLflow has step {step}", flush=True)
 
 
-def _download(given: str, client: MlflowClient, run_id: str, saved: list[int], partial: Path) -> None:
-    """Download what resuming needs: of the checkpoints ``saved`` the last and the best.
+def _download(given: str, client: MlflowClient, run_id: str, saved: list[int], folder: Path) -> None:
+    """Download checkpoints and verify them.
 
     Raises:
         UserError: one is damaged.
     """
-    root = partial / CHECKPOINTS
-
-    def get(path: str) -> None:
-        client.download_artifacts(run_id, path, str((partial / path).parent))
-
-    present = {item.path for item in client.list_artifacts(run_id)}
-    for name in (*COMPANIONS, *({RUN_FILE, TOKENIZER} & present)):
-        get(name)
+    folder.mkdir()
+    place = f"runs:/{run_id}/{CHECKPOINTS}/step-"
     for step in saved:
-        get(f"{CHECKPOINTS}/step-{step:08d}/{MANIFEST_FILE}")  # which has the score
-    wanted = {saved[-1], checkpoint.best_step(root) or saved[-1]}
-    for step in saved:
-        folder = checkpoint.path_of(root, step)
-        if step not in wanted:
-            shutil.rmtree(folder)
-            continue
-        get(f"{CHECKPOINTS}/{folder.name}")
-        if found := damage(folder, step):
-            place = f"runs:/{run_id}/{CHECKPOINTS}/step-"
+        path = checkpoint.path_of(folder, step)
+        client.download_artifacts(run_id, f"{CHECKPOINTS}/{path.name}", str(folder))
+        if found := checkpoint.damage(path, step):
             older = [f"use resume={place}{other:08d}, an earlier one" for other in saved if other < step]
             remedy = older[-1] if older else "MLflow has no earlier one: start again without resume="
             raise UserError(f"{given}: {place}{step:08d} is damaged or incomplete: {found}; {remedy}")
