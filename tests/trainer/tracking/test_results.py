@@ -42,15 +42,18 @@ def log(tmp_path: Path) -> Path:
 
 def test_a_finished_run_is_scored_by_its_log_and_summary(log: Path) -> None:
     summary = {"best": {"step": 10, "value": 2.5}, "units_per_s": 105.0, "step_time_s": 0.45,
-               "peak_memory_bytes": 4 << 20}  # fmt: skip
+               "peak_memory_bytes": 4 << 20, "utilisation": {"mfu": 0.42}}  # fmt: skip
     assert scores(log, summary) == {
         "best/valid_loss": (2.5, 10),
         "final/valid_loss": (2.75, 20),
         "final/throughput": (105.0, 20),
         "final/step_time_ms": (450.0, 20),
+        "final/mfu": (0.42, 20),
         "final/peak_memory_mib": (4.0, 20),
         "final/skipped_steps": (2, 20),
     }
+    own = scores(log, {"best": {"step": 10, "value": 12.0}, "best_metric": "valid/perplexity"})
+    assert [name for name in own if name.startswith("best/")] == ["best/valid_perplexity"]
 
 
 def test_a_killed_run_is_scored_by_its_log(log: Path) -> None:
@@ -58,18 +61,7 @@ def test_a_killed_run_is_scored_by_its_log(log: Path) -> None:
     assert found["best/valid_loss"] == (2.5, 10)
     assert found["final/throughput"] == (105.0, 20)  # the median without the first line, which is of the warm-up
     assert found["final/peak_memory_mib"] == (3.0, 20)
-
-
-def test_mfu_is_that_of_the_summary_or_of_the_log(log: Path) -> None:
-    assert scores(log, {"utilisation": {"mfu": 0.42}})["final/mfu"] == (0.42, 20)
-    assert "final/mfu" not in scores(log, {"utilisation": {"mfu": None}})  # unknown, and in no line of the log
-    log.write_text("".join(json.dumps({"time": 7.0, "mfu": line["step"], **line}) + "\n" for line in LINES[:2]))
-    assert scores(log, {})["final/mfu"] == (10, 10)  # without the first line
-
-
-def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
-    summary = {"best": {"step": 10, "value": 12.0}, "best_metric": "valid/perplexity"}
-    assert [name for name in scores(log, summary) if name.startswith("best/")] == ["best/valid_perplexity"]
+    assert "final/mfu" not in found  # unknown
 
 
 @pytest.mark.parametrize(("status", "resumable"), [("FINISHED", True), ("KILLED", True), ("KILLED", False)])

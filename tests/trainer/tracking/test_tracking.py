@@ -16,7 +16,7 @@ from tests.tracked import open_log
 from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.log import MetricLog
 from trainer.tracking.options import Tracking
-from trainer.tracking.plots import plot_run, read_series, running_mean
+from trainer.tracking.plots import plot_run, read_series
 from trainer.tracking.store import database_file, tracking_uri, valid_key
 
 INF, NAN = float("inf"), float("nan")
@@ -58,18 +58,13 @@ def test_a_value_that_is_not_finite_is_counted_not_replaced(tracker: Callable[..
 @pytest.mark.usefixtures("plots")
 def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., MetricLog], tmp_path: Path) -> None:
     opened = tracker()
-    for step in range(1, 4):
+    for step in range(1, 121):  # so many that the curve is smoothed
         opened.append(step, {"loss": 3.0 / step, "tokens_per_s": 1000.0})
     opened.close("FINISHED", {"loss": 1.0, "best": {"value": INF}, "sizes": [1, NAN]})
     summary = json.loads((tmp_path / "summary.json").read_text())
     best = {"value": None, "value_nonfinite": 1}
     assert summary == {"status": "FINISHED", "loss": 1.0, "best": best, "sizes": [1, None]}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
-
-
-def test_what_cannot_be_logged_is_refused(tracker: Callable[..., MetricLog]) -> None:
-    with pytest.raises(ValueError, match="step or time"):
-        tracker().append(1, {"time": 3.0})
 
 
 def test_resuming_removes_what_came_after_the_checkpoint(tracker: Callable[..., MetricLog], tmp_path: Path) -> None:
@@ -198,8 +193,3 @@ def test_series_have_a_gap_where_a_value_was_not_finite(tmp_path: Path) -> None:
     plot_run(tmp_path)
     (drawn,) = (tmp_path / "plots").iterdir()
     assert (drawn.name, drawn.read_bytes()[:4]) == ("loss.png", b"\x89PNG")
-
-
-def test_running_mean_leaves_out_what_is_not_finite() -> None:
-    mean = running_mean(np.array([1.0, NAN, 3.0, 5.0, NAN, NAN, NAN]), 3)
-    np.testing.assert_allclose(mean, [1.0, 2.0, 4.0, 4.0, 5.0, NAN, NAN])
