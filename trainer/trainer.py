@@ -18,6 +18,7 @@ from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect, seed_everything, select, set_determinism
 from trainer.metrics import Metrics, reported
+from trainer.optim.ema import Average
 from trainer.optim.groups import LR_FACTOR, freeze
 from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
@@ -115,7 +116,7 @@ class Trainer(Generic[Config]):
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device, blocks)
         kept = dict(self.masters.persistent_weights() if self.masters else ())
-        self.average = config.ema.start(self.model, kept)
+        self.average = Average(config.ema, self.model, kept)
         """The averaged weights, which evaluation and the export use where there are any."""
         self.loss_scale = config.scaler.build(config.precision.format, self.device)
         self.update = self.update_class(

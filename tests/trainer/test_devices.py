@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from mantissa.tensors import random_state, set_random_state
 from trainer.data.loader import PinnedLoader
 from trainer.errors import UserError
 from trainer.hardware import (
@@ -122,16 +121,6 @@ def test_memory_and_the_queue_are_the_devices(kind: DeviceKind, fake: Accelerato
     select(device)
     synchronise(device)
     expected = [("set_device_index", device), ("synchronize", device)]
-    assert fake.taken() == ([] if kind is CPU else expected)
-
-
-@every_kind
-def test_the_generator_of_the_device_is_saved_and_restored(kind: DeviceKind, fake: Accelerator) -> None:
-    device = detect(kind.type).device
-    state = random_state(device)
-    set_random_state(state, device)
-    assert (kind.type in state) == (kind is not CPU)
-    expected = [("get_rng_state", device), ("set_rng_state", state.get(kind.type), device)]
     assert fake.taken() == ([] if kind is CPU else expected)
 
 

@@ -7,7 +7,7 @@ classification: Szegedy et al., "Rethinking the Inception Architecture", 2016, s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,14 +27,9 @@ class Ema:
 
     kind: ClassVar[str] = "none"
 
-    def start(self, model: nn.Module, kept: dict[str, nn.Parameter]) -> Average:
-        """Return the average of the model's weights, which begins with the present ones.
-
-        Args:
-            model: after it is wrapped for several processes.
-            kept: its fp32 master weights by name.
-        """
-        return Average()
+    def decay_after(self, step: int) -> float:
+        """Return the decay of the update after ``step`` steps."""
+        return 0.0
 
 
 @dataclass
@@ -55,66 +50,55 @@ class ExponentialMovingAverage(Ema):
         if not 0 < self.decay < 1:
             raise UserError(f"ema.decay={self.decay} must lie between 0 and 1, such as 0.999; ema=none turns it off")
 
-    def start(self, model: nn.Module, kept: dict[str, nn.Parameter]) -> WeightAverage:
-        return WeightAverage(model, kept, self)
-
     def decay_after(self, step: int) -> float:
-        """Return the decay of the update after ``step`` steps."""
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
 class Average:
-    """No average: the model's own weights are evaluated and exported."""
-
-    def update(self, step: int) -> None:
-        """Move the averages towards the weights as they are after ``step`` steps."""
-
-    def persistent_weights(self) -> dict[str, Tensor]:
-        """Return the averages by the names of the weights."""
-        return {}
-
-    def buffers(self) -> list[Tensor]:
-        """Return the averages of the buffers, which differ by rank."""
-        return []
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """Hold the averages in the model, rounded to its dtypes; afterwards it has its own weights again."""
-        return nullcontext()
-
-    def state_of_model(self) -> dict[str, Tensor] | None:
-        """Return the model's state dict with the averages, fp32, in the place of its weights; None: without any."""
-        return None
-
-
-class WeightAverage(Average):
     """The averages, fp32, of a model's trainable weights and of batch norm's statistics; sharded as the weights are.
 
-    Where the optimizer keeps fp32 masters, these are averaged: their 16-bit roundings would add noise.
+    With ``ema=none`` there are none. Where the optimizer keeps fp32 masters, these are averaged: their 16-bit roundings
+    would add noise.
+
+    Args:
+        options: of the config.
+        model: after it is wrapped for several processes; the averages begin with its present weights.
+        kept: its fp32 master weights by name.
     """
 
-    def __init__(self, model: nn.Module, kept: dict[str, nn.Parameter], options: ExponentialMovingAverage) -> None:
+    def __init__(self, options: Ema, model: nn.Module, kept: dict[str, nn.Parameter]) -> None:
         self._model, self._options = model, options
-        live: dict[str, Tensor] = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        live |= {name: each for name, each in model.named_buffers() if name.rpartition(".")[2] in _STATISTICS}
+        live: dict[str, Tensor] = {}
+        if options.kind != Ema.kind:
+            live |= {name: each for name, each in model.named_parameters() if each.requires_grad}
+            live |= {name: each for name, each in model.named_buffers() if name.rpartition(".")[2] in _STATISTICS}
         self._live = live
         """The model's own tensors."""
-        self._sources = live | kept
+        self._sources = {name: kept.get(name, tensor) for name, tensor in live.items()}
         self._averages = {name: each.detach().to(torch.float32, copy=True) for name, each in self._sources.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        sources = [local_part(each.detach()) for each in self._sources.values()]
-        averages = [local_part(each) for each in self._averages.values()]
-        torch._foreach_lerp_(averages, [each.float() for each in sources], 1 - self._options.decay_after(step))
+        """Move the averages towards the weights as they are after ``step`` steps."""
+        if self._averages:
+            sources = [local_part(each.detach()).float() for each in self._sources.values()]
+            averages = [local_part(each) for each in self._averages.values()]
+            torch._foreach_lerp_(averages, sources, 1 - self._options.decay_after(step))
 
     def persistent_weights(self) -> dict[str, Tensor]:
+        """Return the averages by the names of the weights."""
         return self._averages
 
     def buffers(self) -> list[Tensor]:
+        """Return the averages of the buffers, which differ by rank."""
         return [each for name, each in self._averages.items() if not isinstance(self._live[name], nn.Parameter)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
+        """Hold the averages in the model, rounded to its dtypes; afterwards it has its own weights again."""
+        if not self._averages:
+            yield
+            return
         live = [local_part(each.detach()) for each in self._live.values()]
         own = [each.clone() for each in live]
         with torch.no_grad():
@@ -127,8 +111,10 @@ class WeightAverage(Average):
                 torch._foreach_copy_(live, own)
             shard_again(self._model)
 
-    def state_of_model(self) -> dict[str, Tensor]:
-        held = self._averages
-        averages = {id(each): held[name] for name, each in self._live.items()}
+    def state_of_model(self) -> dict[str, Tensor] | None:
+        """Return the model's state dict with the averages, fp32, in the place of its weights; None: without any."""
+        if not self._averages:
+            return None
+        averages = {id(each): self._averages[name] for name, each in self._live.items()}
         state: dict[str, Any] = self._model.state_dict(keep_vars=True)
         return {name: averages.get(id(each), each.detach()) for name, each in state.items()}

@@ -57,13 +57,6 @@ def test_dynamic_scale_is_grad_scalers_bit_for_bit(growth: float, backoff: float
     assert len(set(own)) > 5
 
 
-def test_growth_comes_after_interval_good_steps_in_a_row() -> None:
-    config = DynamicScaler(init=8.0, interval=3)
-    good, bad = True, False
-    assert own_history(config, [good, good, good, good]) == [8, 8, 8, 16, 16]
-    assert own_history(config, [good, good, bad, good, good, good]) == [8, 8, 8, 4, 4, 4, 8]
-
-
 def test_growth_never_reaches_infinity() -> None:
     config = DynamicScaler(init=2.0**125, interval=1)
     own = own_history(config, [True] * 6)

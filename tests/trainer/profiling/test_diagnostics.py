@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.updates import SAMPLE, Counts, elements
+from mantissa.updates import SAMPLE, Counts
 from tests.helpers import NoData, SmallConvNet, compose, same_bits
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -184,17 +184,6 @@ def test_measured_steps_train_the_same_to_the_last_bit(mode: str) -> None:
     assert same_bits(random, torch.get_rng_state())
     for one, other in ((plain.net, metered.net), (plain.optimizer, metered.optimizer)):
         assert same_bits(one.state_dict(), other.state_dict())
-
-
-@pytest.mark.parametrize("shape", [(7,), (SAMPLE,), (SAMPLE + 1,), (1024, 1024), (768, 3072), (3, 5, 1 << 16), ()])
-def test_the_sample_is_even_and_takes_every_column(shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-    sample = elements(tensor)
-    assert len(sample) <= SAMPLE
-    assert len(sample) > min(tensor.numel() - 1, SAMPLE * 0.45)
-    assert len((sample[1:] - sample[:-1]).unique()) <= 1
-    if tensor.ndim == 2:
-        assert len((sample % shape[1]).unique()) == shape[1]
 
 
 def test_optimizers_that_mix_elements_are_refused() -> None:

@@ -87,15 +87,6 @@ def test_nothing_is_read_between_log_steps() -> None:
         monitor.collect()
 
 
-def test_skips_are_counted_and_a_loss_that_is_not_finite_is_logged_as_such() -> None:
-    monitor = watch()
-    skipped = [record(step, loss=math.nan, skipped=True) for step in (2, 3)]
-    _, metrics = lines_of(monitor, [record(1), *skipped, record(4, scale=32.0)])[-1]
-    assert metrics["skipped_steps"] == monitor.skipped_steps == 2
-    assert math.isnan(metrics["loss"])
-    assert metrics["loss_scale"] == 32
-
-
 def test_too_many_skips_in_a_row_are_counted_across_windows() -> None:
     monitor = watch(log_every=1, scaler=DynamicScaler(max_consecutive_skips=2))
     for step in (1, 2):
@@ -114,23 +105,6 @@ def test_an_overflow_at_the_floor_ends_the_run(floor: float) -> None:
     monitor.add(record(1, skipped=True, scale=2 * floor))
     with pytest.raises(NonFiniteError, match=rf"step 2: .*scaler.floor_scale={floor:g}"):
         monitor.add(record(2, skipped=True, scale=floor))
-
-
-def test_state_continues_within_a_window() -> None:
-    records = [record(step, loss=step / 3, skipped=step in (2, 6)) for step in range(1, 9)]
-    first, second = watch(), watch()
-    parts = lines_of(first, records[:6])
-    first.collect()
-    second.load_state_dict(first.state_dict())
-    second.start()
-    parts += lines_of(second, records[6:])
-
-    def unmeasured(lines: Lines) -> Lines:
-        measured = {"tokens_per_s", "step_time_s", "memory_bytes"}
-        return [(step, {key: line[key] for key in line.keys() - measured}) for step, line in lines]
-
-    assert unmeasured(parts) == unmeasured(lines_of(watch(), records))
-    assert second.skipped_steps == 2
 
 
 def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
