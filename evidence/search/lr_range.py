@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,22 +127,13 @@ class Curve:
             return False
         return True
 
-    @property
-    def fall(self) -> tuple[int, int] | None:
-        """The index where the smoothed loss falls fastest over the logarithm of the learning rate, and that of its
-        lowest value; None: it did not fall.
-        """
-        lowest = int(np.argmin(self.smoothed)) if self.smoothed else 0
-        if lowest <= FIRST:
-            return None
-        slopes = np.gradient(np.array(self.smoothed), np.log(self.lr[: len(self.smoothed)]))
-        return FIRST + int(np.argmin(slopes[FIRST:lowest])), lowest
-
     def suggestions(self) -> dict[str, float]:
         """Return learning rates by the reason for them, in two digits; none where the loss did not fall."""
-        if self.fall is None:
+        lowest = int(np.argmin(self.smoothed)) if self.smoothed else 0
+        if lowest <= FIRST:
             return {}
-        steepest, lowest = self.fall
+        slopes = np.gradient(np.array(self.smoothed), np.log(self.lr[: len(self.smoothed)]))
+        steepest = FIRST + int(np.argmin(slopes[FIRST:lowest]))
         found = {"the loss falls fastest": self.lr[steepest], "a tenth of the lowest": self.lr[lowest] / 10}
         return {reason: float(f"{lr:.1e}") for reason, lr in found.items()}
 
@@ -173,26 +165,18 @@ def range_test(config: Config, hardware: Hardware, lowest: float, highest: float
 
 
 def draw(curves: list[Curve], title: str) -> Any:
-    """Return the figure: every loss faint, the smoothed ones strong, a mark where each falls fastest."""
+    """Return the figure: every loss faint, the smoothed ones strong, a line for each suggestion."""
     figure, axes = bare_figure(8, 4.5)
     axes.set_title(title, loc="left", color=INK, fontsize=12)
     axes.set_xscale("log")
     axes.set_xlabel("learning rate", color=QUIET)
     axes.set_ylabel("training loss", color=QUIET)
     axes.grid(axis="y", color=RULE, linewidth=0.8)
-    for number, curve in enumerate(curves):
-        color = COLORS[number % len(COLORS)]
-        smoothed = np.array(curve.smoothed)
-        lr = np.array(curve.lr)
-        axes.plot(lr, curve.loss, color=color, linewidth=0.8, alpha=0.3)
-        axes.plot(lr[: len(smoothed)], smoothed, color=color, linewidth=1.8, label=curve.label or "smoothed")
-        if curve.fall is not None:
-            steepest, lowest = curve.fall
-            at, tenth = lr[steepest], lr[lowest] / 10
-            label = f"falls fastest at {at:.1e}"
-            axes.plot(at, smoothed[steepest], "o", color=color, markersize=7, linestyle="none", label=label)
-            style = {"color": color, "linewidth": 1, "linestyle": (0, (4, 3))}
-            axes.axvline(tenth, label=f"a tenth of the lowest: {tenth:.1e}", **style)
+    for curve, color in zip(curves, cycle(COLORS), strict=False):
+        axes.plot(curve.lr, curve.loss, color=color, linewidth=0.8, alpha=0.3)
+        axes.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color=color, label=curve.label or "smoothed")
+        for (reason, lr), style in zip(curve.suggestions().items(), ("-", "--"), strict=False):
+            axes.axvline(lr, label=f"{reason}: {lr:g}", color=color, linewidth=1, linestyle=style)
     if finite := [value for curve in curves for value in curve.loss if math.isfinite(value)]:
         low, first = min(finite), max(curve.smoothed[0] for curve in curves if curve.smoothed)
         room = max(first - low, 1e-3 * abs(first), 1e-9)
