@@ -58,34 +58,6 @@ def test_arms_of_any_overrides() -> None:
     assert (comparison.seeds, comparison.margin, comparison.folder) == ([3, 7], 0.01, folder)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reported"),
-    [
-        (["arms=[fp32,bf61]"], "arms: bf61 is not a precision (.*did you mean 'bf16'?.*arm.<name>=\"key=value"),
-        ([PAIR, "arm.fp32=clip=norm"], "the arm fp32 appears twice.*arm.<name>="),
-        ([PAIR, "baseline=pf32"], "baseline=pf32 is not among the arms (fp32, bf16).*did you mean 'fp32'?"),
-        ([PAIR, "seeds=1"], "seeds=1 must be two or more different numbers from 0 to 999; use seeds=5"),
-        ([PAIR, "seeds=[1,1]"], "different numbers"),
-        ([PAIR, "seed=3"], "seed=3 has no effect: set for every run; use seeds=5"),
-        ([PAIR, "arm.x=output_dir=elsewhere"], "output_dir=elsewhere has no effect: set for every run"),
-        ([PAIR, "margin=0"], "margin=0 must be a number above 0.*margin=0.3%"),
-        ([PAIR, "name=a/b"], "name=a/b must be the name of a folder"),
-        (
-            ["arm.a=precision=fp32", "arm.b=clip=none batch_size=4"],
-            "arm b is the same as the baseline a; .*arms=fp32,fp32",
-        ),
-        ([PAIR, "arm.typo=precison=bf16"], "arm typo: precison is not a key.*did you mean 'precision'?"),
-        ([PAIR, "optimizer.lr=-1"], "arm fp32: .*optimizer.lr=-1"),
-        ([PAIR, "clip=none,norm"], "arm fp32: clip=none,norm has several values; use one arm per value"),
-        ([PAIR, "steps=10"], "steps=10 leaves no steps to measure the speed.*log_every=10.*use steps=40"),
-    ],
-)
-def test_mistakes(arguments: list[str], reported: str) -> None:
-    with pytest.raises(UserError, match=re.sub(r"([()?])", r"\\\1", reported)) as caught:
-        check_arms(planned([*TINY, *arguments]))
-    assert caught.value.exit_code == 2
-
-
 def test_an_arm_may_change_what_all_arms_have_and_is_compared_after_auto_is_resolved() -> None:
     configs = check_arms(planned([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"]))
     assert (configs["fp32"].precision.mode, configs["free"].precision.mode) == ("fp32", "fp16")

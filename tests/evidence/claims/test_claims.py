@@ -327,23 +327,6 @@ def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
     assert claim(tmp_path, arms=arms, criteria=[SPEED | {"arm": "fp16"}]).to_run(AMX) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["claim=two_xx"], "claim=two_xx is not a claim; did you mean 'two_x'?"),
-        (["claim=gpt2_ladder", "device=cpu"], "claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"),
-        (["claim=shakespeare_cpu", "device=cpu"], "it needs data.path=… (the text https://"),
-        (["claim=bignet_memory", "steps=3"], "a claim's file fixes all other options (these claims have no option to"),
-    ],
-)
-def test_an_error_is_reported_with_what_to_set(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reproduce, "test", lambda *_: pytest.fail("it ran"))
-    assert run(main, None, arguments) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
