@@ -79,17 +79,17 @@ def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
     except (UserError, HydraException, OmegaConfBaseException):
         raise
     except Exception as error:
-        if not sweep.elsewhere:
+        if sweep.jobs is None:
             raise
-        last = str(error).strip().rpartition("\n")[2]  # of the launcher; the other jobs may have ended well
-        failed.append(_report(RunError(f"the launcher failed: {type(error).__name__}: {last}")))
+        last = str(error).strip().rpartition("\n")[2]  # the other jobs may have ended well
+        failed.append(_report(RunError(f"a job or its launcher failed: {type(error).__name__}: {last}")))
     if os.environ.get("RANK", "0") == "0" and (table := sweep.table()):
         print(f"\n{table}", flush=True)
         if any(row.stopped for row in sweep.rows):
             print("\nrun the same command again to continue the sweep", flush=True)
-        if sweep.jobs is not None:
-            print(f"\nwhat the jobs printed: {sweep.jobs}", flush=True)
-    return [*(row.code for row in sweep.rows), *failed]
+    if sweep.jobs is not None:
+        print(f"what the jobs printed: {sweep.jobs}; without hydra/launcher the command shows their table", flush=True)
+    return [*(row.ended.code for row in sweep.rows), *failed]
 
 
 def _train_one(
@@ -108,13 +108,13 @@ def _train_one(
         return Ended(0, train(config, run_class or Run))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared
-        return Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)
+        return Ended(_report(error), {}, ends_all=isinstance(error, Interrupted) or some_ranks)
     except OmegaConfBaseException as error:
         return Ended(_report(UserError(explain(error))), {})
     except KeyboardInterrupt:
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
-        return Ended(_report_bug(error), {}, launched_processes() > 1)
+        return Ended(_report_bug(error), {}, ends_all=launched_processes() > 1)
     finally:
         if "torch" in sys.modules:
             from trainer.run.memory.fit import release_memory

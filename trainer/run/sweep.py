@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -11,19 +10,18 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.command_line import CommandLine
-from trainer.config.compose import CONF, combinations
+from trainer.config.compose import CONF
 from trainer.config.registration import by_key, name_of_composed
+from trainer.errors import RunError
 from trainer.files import SAME
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
@@ -75,51 +73,6 @@ def name_of(name: str, values: dict[str, str], typed: bool = False) -> str:
     return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{zlib.crc32(name.encode()):08x}"
 
 
-@dataclass
-class Row:
-    """A run of a sweep, and how it ended."""
-
-    name: str
-    values: dict[str, str]
-    """What is swept, by key."""
-    code: int = 1
-    """Its exit code."""
-    summary: dict[str, Any] = field(default_factory=dict)
-    """Empty for a run that did not finish."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a signal ended it."""
-        return self.code > 128
-
-    @property
-    def score(self) -> tuple[bool, float]:
-        """What rows are sorted by."""
-        best, sign = self.summary.get("best"), -1 if self.summary.get("best_is") == "highest" else 1
-        return best is None, sign * best["value"] if best else 0.0
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The tags of the run, its group and its note, by key of the command line."""
-        labels = {key: self.summary.get(key) or "" for key in ("group", "note")}
-        return labels | {f"tags.{name}": value for name, value in self.summary.get("tags", {}).items()}
-
-    def cells(self, keys: Sequence[str]) -> list[str]:
-        """Return the row of the table; ``keys``: what is swept, and the labels that differ."""
-        summary = self.summary
-        best, final, rate, memory = _results([summary])
-        return [
-            summary.get("run", self.name),
-            *(self.values.get(key) or self.labels.get(key, "") for key in keys),
-            best,
-            f"{summary['best']['step']:.0f}" if best else "",
-            final,
-            rate,
-            memory,
-            summary.get("status", "stopped" if self.stopped else "failed").lower(),
-        ]
-
-
 class Ended(NamedTuple):
     """How an attempt at a run ended."""
 
@@ -129,6 +82,42 @@ class Ended(NamedTuple):
     """Empty for a run that did not finish."""
     ends_all: bool = False
     """Whether no other run may begin."""
+
+
+class Row(NamedTuple):
+    """A run of a sweep, and how it ended."""
+
+    name: str
+    values: dict[str, str]
+    """What is swept, by key."""
+    ended: Ended
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal ended it."""
+        return self.ended.code > 128
+
+    @property
+    def score(self) -> tuple[bool, float]:
+        """What rows are sorted by."""
+        summary = self.ended.summary
+        best, sign = summary.get("best"), -1 if summary.get("best_is") == "highest" else 1
+        return best is None, sign * best["value"] if best else 0.0
+
+    def cells(self, keys: Sequence[str]) -> list[str]:
+        """Return the row of the table; ``keys``: what is swept."""
+        summary = self.ended.summary
+        best, final, rate, memory = _results([summary])
+        return [
+            summary.get("run", self.name),
+            *(self.values.get(key, "") for key in keys),
+            best,
+            f"{summary['best']['step']:.0f}" if best else "",
+            final,
+            rate,
+            memory,
+            summary.get("status", "stopped" if self.stopped else "failed").lower(),
+        ]
 
 
 TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any]], Ended]
@@ -143,10 +132,9 @@ class Sweep:
         self.keys = line.swept_keys
         """What is swept."""
         self.rows: list[Row] = []
-        self.elsewhere = line.value("hydra/launcher", "basic") != "basic"
-        """Whether Hydra's launcher starts the runs as jobs on other machines; else they are in this process."""
+        """The runs of this process."""
         self.jobs: Path | None = None
-        """Where those jobs leave what they print, and their rows."""
+        """Where jobs on other machines, which Hydra's launcher starts, leave what they print."""
 
     def run(self, train_one: TrainOne) -> None:
         """Let Hydra call ``train_one`` for every run.
@@ -156,36 +144,32 @@ class Sweep:
         Raises:
             HydraException: the command line cannot be composed.
             UserError: it resumes a run that cannot be resumed.
-            Exception: whatever the launcher of jobs elsewhere raises.
+            Exception: whatever the launcher of jobs elsewhere raises, such as the error of a job.
         """
         from trainer.config.resume import base
 
-        ended = Ended(0, {})
         name, kept, sys.argv[1:] = base(self.line)
 
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def task(composed: DictConfig) -> None:
-            nonlocal ended
-            if ended.ends_all:
+            if self.rows and self.rows[-1].ended.ends_all:
                 return
-            job = HydraConfig.get()
             # As given: Hydra would resolve ${…} in them against its own keys.
-            overrides = cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False))
-            self.begin(composed, overrides)
-            ended = train_one(composed, overrides, kept)
-            self.end(job.job.num if self.jobs else 0, ended)
+            given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+            overrides = cast("list[str]", given)
+            own, values = self.named(composed, overrides)
+            self.rows.append(Row(own, values, train_one(composed, overrides, kept)))
+            if self.jobs is not None and (code := self.rows[-1].ended.code):
+                raise RunError(f"{own} ended with exit code {code}")
 
-        with self.scratch() as scratch:
+        with self._scratch() as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
-            try:
-                task()
-            finally:
-                self.collect()
+            task()
 
     @contextmanager
-    def scratch(self) -> Iterator[str]:
+    def _scratch(self) -> Iterator[str]:
         """Make the folder for what Hydra and its launcher write, and remove it; that of jobs stays, for their logs."""
-        if not self.elsewhere:
+        if self.line.value("hydra/launcher", "basic") == "basic":
             with tempfile.TemporaryDirectory(prefix="mantissa-") as path:
                 yield path
             return
@@ -194,40 +178,22 @@ class Sweep:
         self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=folder))
         yield str(self.jobs)
 
-    def begin(self, composed: DictConfig, overrides: Sequence[str]) -> None:
-        """Note that a run begins; give its config a name of its own, and let it continue an earlier run.
+    def named(self, composed: DictConfig, overrides: Sequence[str]) -> tuple[str, dict[str, str]]:
+        """Give a run of a sweep a name of its own, and let it continue an earlier run.
 
         Args:
             composed: of the run; changed in place.
             overrides: of the run.
+
+        Returns:
+            The name, and the swept values, by key.
         """
-        values = self._values(overrides)
-        self.rows.append(Row(" ".join(values.values()), values))
+        typed = by_key(overrides)
+        values = {key: typed[key] for key in self.keys if key in typed}
         if self.keys:
-            name = name_of(name_of_composed(composed), values, composed.run_name is not None)
-            self.rows[-1].name = composed.run_name = name
+            composed.run_name = name_of(name_of_composed(composed), values, composed.run_name is not None)
             composed.resume = composed.resume or SAME
-
-    def end(self, number: int, ended: Ended) -> None:
-        """Record how the run ended; job ``number`` does so in a file, as it is not in the process of the command."""
-        row = self.rows[-1]
-        row.code, row.summary = ended.code, ended.summary
-        if self.jobs is not None:
-            (self.jobs / f"{number}.json").write_text(json.dumps(asdict(row)))
-
-    def collect(self) -> None:
-        """Take over what jobs left on other machines; a job that left nothing has failed."""
-        if self.jobs is None:
-            return
-        left = {int(path.stem): Row(**json.loads(path.read_text())) for path in self.jobs.glob("*.json")}
-        typed = by_key(self.line.arguments)
-        try:
-            runs = list(combinations([f"{key}={typed[key]}" for key in self.keys]).values())
-        except HydraException:  # glob(…) needs Hydra's own search for choices
-            runs = [[]] * len(left)
-        for number, overrides in enumerate(runs):
-            values = self._values(overrides)
-            self.rows.append(left.get(number, Row(" ".join(values.values()), values)))
+        return name_of_composed(composed), values
 
     def table(self) -> str:
         """Return the runs by their best score, the best first, those without one last; empty for fewer than two.
@@ -236,33 +202,25 @@ class Sweep:
         """
         if len(self.rows) < 2:
             return ""
-        known = [key for row in self.rows for key in row.labels]
-        differ = (key for key in known if len({row.labels.get(key) for row in self.rows}) > 1)
-        keys = list(dict.fromkeys([*self.keys, *differ]))
-        heading = ["run", *keys, "best", "at step", "final", "throughput", "peak memory", "status"]
-        rows = [row.cells(keys) for row in sorted(self.rows, key=lambda row: row.score)]
-        return columns([heading, *rows, *(self._over_seeds(keys) if "seed" in self.keys else ())])
+        heading = ["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]
+        rows = [row.cells(self.keys) for row in sorted(self.rows, key=lambda row: row.score)]
+        return columns([heading, *rows, *(self._over_seeds() if "seed" in self.keys else ())])
 
-    def _over_seeds(self, keys: Sequence[str]) -> list[list[str]]:
+    def _over_seeds(self) -> list[list[str]]:
         """Return a row for each combination of what is swept but seeds: mean ± sample standard deviation of its runs.
 
         Only of finished runs, and where there are at least two.
         """
         alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
-            if row.summary.get("status") == "FINISHED":
+            if row.ended.summary.get("status") == "FINISHED":
                 same = tuple(row.values.get(key, "") for key in self.keys if key != "seed")
                 alike.setdefault(same, []).append(row)
         found = []
         for rows in alike.values():
             if len(rows) > 1:
                 values = rows[0].values | {"seed": f"{len(rows)} seeds"}
-                best, *others = _results([row.summary for row in rows])
-                cells = ["mean ± sd", *(values.get(key, "") for key in keys), best, "", *others, ""]
+                best, *others = _results([row.ended.summary for row in rows])
+                cells = ["mean ± sd", *(values.get(key, "") for key in self.keys), best, "", *others, ""]
                 found.append((statistics.fmean(row.score[1] for row in rows), cells))
         return [cells for _, cells in sorted(found, key=lambda each: each[0])]
-
-    def _values(self, overrides: Sequence[str]) -> dict[str, str]:
-        """Return the swept values that one run has, by key."""
-        typed = by_key(overrides)
-        return {key: typed[key] for key in self.keys if key in typed}
