@@ -59,7 +59,8 @@ class Optimizer:
                 raise UserError(f"optimizer.options.{option} has its own key: set optimizer.{option}=…")
             if option not in accepted:
                 raise UserError(
-                    f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}"
+                    f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}; "
+                    f"leave it out, or remove that of the YAML with ~optimizer.options.{option}"
                 )
         if self.fused is True and "fused" not in accepted:
             raise UserError(

@@ -26,15 +26,21 @@ _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 """Variables that torchrun and SLURM set."""
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 """Options that print something to be read by itself, or by a program."""
-_opened: list[float] = []
-_programs: list[str] = []
-_loading_lines: list[bool] = []
-"""Whether the line that says what is being loaded stands on a terminal; empty once it is taken back."""
+
+
+class _Program:
+    """What ``scripts/train.py`` has begun with; no other program that trains calls ``begin_program``."""
+
+    is_begun = False
+    start_time: float | None = None
+    """On the monotonic clock; None: a run has taken it."""
+    has_loading_line = False
+    """Whether the line that says what is being loaded stands on a terminal."""
 
 
 def is_program() -> bool:
     """Return whether this process is ``scripts/train.py``, and no other program that trains."""
-    return bool(_programs)
+    return _Program.is_begun
 
 
 def begin_program(arguments: Sequence[str]) -> None:
@@ -42,25 +48,26 @@ def begin_program(arguments: Sequence[str]) -> None:
 
     What is imported is no garbage: Python looks for some again when ``train`` allows it, which saves half a second.
     """
-    _opened.append(time.monotonic())
-    _programs.append("train")
+    _Program.is_begun, _Program.start_time = True, time.monotonic()
     gc.disable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
         print("loading torch and the recipes …", flush=True)
-        _loading_lines.append(sys.stdout.isatty())
+        _Program.has_loading_line = sys.stdout.isatty()
 
 
 def erase_loading_line() -> None:
     """Erase from a terminal the line that says what is being loaded, unless a run has begun and said more."""
-    if _loading_lines and _loading_lines.pop() and _opened:
+    if _Program.has_loading_line and _Program.start_time is not None:
         print("\x1b[A\x1b[K", end="", flush=True)
+    _Program.has_loading_line = False
 
 
 def take_start_time() -> float:
     """Return when the program began, on the monotonic clock, to whoever asks first; to others, what time it is."""
-    return _opened.pop() if _opened else time.monotonic()
+    began, _Program.start_time = _Program.start_time, None
+    return time.monotonic() if began is None else began
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

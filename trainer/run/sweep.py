@@ -193,7 +193,7 @@ class Sweep:
         if self.keys:
             composed.run_name = name_of(name_of_composed(composed), values, composed.run_name is not None)
             composed.resume = composed.resume or SAME
-        return name_of_composed(composed), values
+        return str(composed.run_name), values
 
     def table(self) -> str:
         """Return the runs by their best score, the best first, those without one last; empty for fewer than two.
