@@ -198,11 +198,6 @@ class ResNet(Recipe):
             return objective.binary_cross_entropy(logits, batch, self.label_smoothing, weights, self.bce_threshold)
         return objective.cross_entropy(logits, batch, self.label_smoothing, weights)
 
-    @classmethod
-    def options_from_checkpoint(cls, about: dict[str, Any]) -> dict[str, Any]:
-        """Return the size and the normalisation of the images that the weights were trained with."""
-        return {name: about[name] for name in ("image_size", "mean", "std") if name in about}
-
     def adapt_weights(
         self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Decision]]:

@@ -20,8 +20,6 @@ from trainer.recipe import DataSource, LossOutput, Sizes
 
 NOISE, SPAN = 0.15, 3
 """The share of a text that is removed, in spans of so many tokens on average."""
-IGNORED = -100
-"""No target: padding, where labels are padded."""
 SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
 """Beside the sentinels; the first is the start, too."""
 TEMPLATE = "$A {eos_token} | $A {eos_token} $B {eos_token}"
@@ -173,7 +171,7 @@ class T5(SizedRecipe):
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of tokens to fill in, sentinels and EOS among them."""
-        return int((batch["labels"] != IGNORED).sum())
+        return batch["labels"].numel()
 
     def count_units(self, batch: Batch) -> int:
         """Return the number of windows."""
@@ -186,8 +184,7 @@ class T5(SizedRecipe):
         """
         labels, start = batch["labels"], model.config.decoder_start_token_id
         before = F.pad(labels[:, :-1], (1, 0), value=start)
-        before = before.masked_fill(before == IGNORED, start)
         logits = model(input_ids=batch["inputs"], decoder_input_ids=before, use_cache=False).logits.flatten(0, 1)
         known = logits[:, : getattr(model, "vocabulary", None)]
-        loss = F.cross_entropy(known.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        loss = F.cross_entropy(known.float(), labels.flatten(), reduction="sum")
         return LossOutput(loss, {})

@@ -154,7 +154,8 @@ class Recipe:
     architecture: ClassVar[tuple[str, ...]] = ()
     """Fields that the names and shapes of the weights depend on: with ``init_from`` they are those of that run."""
     adjustable: ClassVar[tuple[str, ...]] = ()
-    """Fields that ``init_from`` takes over, too, though the same weights can be used with other values."""
+    """Fields that ``init_from`` takes over, too, though the same weights can be used with other values: what the data
+    decided (``about`` of ``adapt_weights`` has it), or the option."""
     fine_tuning_lr: ClassVar[float | None] = None
     """Factor of the optimizer's default learning rate with ``init_from``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
@@ -298,15 +299,6 @@ class Recipe:
         if not found:
             raise UserError(f"{folder} holds no *.safetensors; give the best/ of a run")
         return {name: tensor for tensors in found for name, tensor in tensors.items()}
-
-    @classmethod
-    def options_from_checkpoint(cls, about: dict[str, Any]) -> dict[str, Any]:
-        """Return further options that ``init_from`` takes over: what the data of the earlier run decided.
-
-        Args:
-            about: see ``adapt_weights``.
-        """
-        return {}
 
     def adapt_weights(
         self, weights: dict[str, Tensor], model: Any, datasets: Any, about: dict[str, Any]

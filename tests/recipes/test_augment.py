@@ -76,10 +76,9 @@ def test_training_and_evaluation_see_the_same_pixels_from_a_folder_as_from_memor
 
 
 @pytest.mark.parametrize("augment", [ImageAugment(), Light(), ImageNet(), ImageNet(eval_crop=1.0)])
-@pytest.mark.parametrize("side", [1, 32, 97])
-def test_evaluation_of_a_square_image_at_its_own_size_returns_it_unchanged(augment: ImageAugment, side: int) -> None:
-    image = noise(side, side)
-    assert np.array_equal(cut(image, side, augment, None).transpose(1, 2, 0), np.asarray(image))
+def test_evaluation_of_a_square_image_at_its_own_size_returns_it_unchanged(augment: ImageAugment) -> None:
+    image = noise(97, 97)
+    assert np.array_equal(cut(image, 97, augment, None).transpose(1, 2, 0), np.asarray(image))
 
 
 def test_only_imagenet_evaluates_the_middle_of_a_square_image() -> None:
@@ -118,9 +117,7 @@ def test_light_shifts_in_the_drawn_direction_and_mirrors_if_requested() -> None:
     moved = square(Image.fromarray(pixels), 8, View(shift=(0.25, 0.125)))
     assert moved[0].argmax() == 3 * 8 + 5
     assert square(Image.fromarray(pixels), 8, View(flip=True))[0].argmax() == 2 * 8 + 4
-    flips = sum(Light(flip=True).view(8, 8, seed, 8).flip for seed in range(400))
-    assert 160 < flips < 240
-    assert not any(Light().view(8, 8, seed, 8).flip for seed in range(100))
+    assert 160 < sum(Light(flip=True).view(8, 8, seed, 8).flip for seed in range(400)) < 240
 
 
 def test_imagenet_flips_half_of_the_time_and_crops_stay_within_the_stated_shapes() -> None:
@@ -150,22 +147,18 @@ def test_imagenets_options_limit_the_crops() -> None:
     assert ImageNet(eval_crop=0.5).view(100, 60, None, 60).box == (35, 15, 65, 45)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 700), (700, 1), (2, 3)])
-def test_odd_shapes_can_be_cut(shape: tuple[int, int]) -> None:
-    for augment in (ImageAugment(), Light(), ImageNet()):
-        for seed in (None, *range(40)):
-            assert cut(noise(*shape), 16, augment, seed).shape == (3, 16, 16)
+def test_odd_shapes_can_be_cut() -> None:
+    for shape in ((1, 1), (1, 700), (700, 1), (2, 3)):
+        for augment in (ImageAugment(), Light(), ImageNet()):
+            for seed in (None, *range(20)):
+                assert cut(noise(*shape), 16, augment, seed).shape == (3, 16, 16)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "F"])
-def test_every_colour_mode_becomes_rgb(mode: str) -> None:
-    white = Image.new("L", (20, 20), 255).convert(mode)
-    assert square(white, 8, View()).min() == 255
-
-
-def test_a_16_bit_grey_is_scaled_and_not_clipped() -> None:
-    middle = Image.fromarray(np.full((20, 20), 0x8000, np.uint16))
-    assert set(square(middle, 8, View()).ravel()) == {0x80}
+def test_every_colour_mode_becomes_rgb() -> None:
+    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "F"):
+        assert square(Image.new("L", (20, 20), 255).convert(mode), 8, View()).min() == 255
+    grey = Image.fromarray(np.full((20, 20), 0x8000, np.uint16))  # of 16 bits
+    assert set(square(grey, 8, View()).ravel()) == {0x80}
 
 
 # ---------------------------------------------------------------------------------- as a part of the config

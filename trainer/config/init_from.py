@@ -148,7 +148,7 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     if recipe != cls.name:
         raise UserError(f"init_from={given} is a run of recipe={recipe}, not of recipe={cls.name}; set recipe={recipe}")
     kept: dict[str, Any] = {}
-    about = {f"recipe.{option}": value for option, value in cls.options_from_checkpoint(source.about()).items()}
+    about = {f"recipe.{option}": value for option, value in source.about().items() if option in cls.adjustable}
     for key, before in ({key: source.config[key] for key in options if key in source.config} | about).items():
         if key == "recipe.pretrained" and before is not None and source.exported:
             before = str(source.path / BEST)  # the same model, wherever the first one is by now

@@ -41,7 +41,7 @@ def images(count: int) -> Tensor:
 
 
 def test_nothing_is_drawn_in_evaluation_and_without_the_options() -> None:
-    assert mixing.draw(ImageAugment(mixup=1, cutmix=1, erasing=1), [SampleId(0, None), SampleId(1, None)], SIZE) == {}
+    assert mixing.draw(ImageAugment(mixup=1, erasing=1), [SampleId(0, None), SampleId(1, None)], SIZE) == {}
     assert drawn(4) == {}
 
 
@@ -57,36 +57,28 @@ def test_both_images_of_a_pair_have_its_draw_and_microbatches_do_not_change_it()
     assert not torch.equal(whole["erased"][::2], whole["erased"][1::2])  # each image has its own
 
 
-def test_the_shares_of_mixup_have_the_published_distribution() -> None:
-    for alpha in (0.2, 1.0):
-        found = drawn(4000, mixup=alpha)
-        shares = found["share"][::2].double()
-        assert shares.mean() == pytest.approx(0.5, abs=0.03)
-        assert shares.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)  # of Beta(alpha, alpha)
-        assert not found["pasted"].any()
+def test_shares_and_boxes_have_the_published_distributions() -> None:
+    alpha = 0.2
+    mixed = drawn(4000, mixup=alpha)
+    shares = mixed["share"][::2].double()
+    assert shares.mean() == pytest.approx(0.5, abs=0.03)
+    assert shares.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)  # of Beta(alpha, alpha)
+    assert not mixed["pasted"].any()
 
-
-def test_the_share_of_a_cut_is_what_the_box_leaves() -> None:
-    found = drawn(2000, cutmix=1.0)
-    left, top, right, bottom = found["pasted"].unbind(1)
+    cut = drawn(2000, cutmix=1.0)
+    left, top, right, bottom = cut["pasted"].unbind(1)
     assert ((left >= 0) & (top >= 0) & (right <= SIZE) & (bottom <= SIZE)).all()
-    area = (right - left) * (bottom - top) / SIZE**2
-    torch.testing.assert_close(found["share"], 1 - area.float())
-    assert 0.6 < found["share"].mean() < 0.75  # above one half: boxes are cut off at the edge
-    cut = drawn(2000, mixup=0.2, cutmix=1.0)["pasted"][:, 2] > 0
-    assert 0.4 < cut.float().mean() < 0.55  # half of the pairs, and a few boxes are empty
+    torch.testing.assert_close(cut["share"], 1 - ((right - left) * (bottom - top) / SIZE**2).float())
+    assert 0.6 < cut["share"].mean() < 0.75  # above one half: boxes are cut off at the edge
+    either = drawn(2000, mixup=0.2, cutmix=1.0)["pasted"][:, 2] > 0
+    assert 0.4 < either.float().mean() < 0.55  # half of the pairs, and a few boxes are empty
 
-
-def test_boxes_are_erased_as_often_and_as_large_as_published() -> None:
     left, top, right, bottom = drawn(2000, erasing=0.3)["erased"].unbind(1)
-    width, height = (right - left).float(), (bottom - top).float()
-    erased = width > 0
+    erased = right > left
     assert 0.26 < erased.float().mean() < 0.34
-    area = (width * height)[erased] / SIZE**2
+    area = ((right - left) * (bottom - top))[erased] / SIZE**2
     assert 0.005 < area.min() < 0.05
     assert 0.28 < area.max() < 0.4
-    assert (right <= SIZE).all()
-    assert (bottom <= SIZE).all()
 
 
 # --------------------------------------------------------------------------------------- pixels and labels
@@ -111,27 +103,19 @@ def test_mixup_blends_pixels_and_labels_of_a_pair_by_one_share() -> None:
     assert torch.equal(mixing.apply(before[:3].clone(), three)[2], before[2])  # it has no neighbour
 
 
-def test_cutmix_takes_exactly_the_box_from_the_neighbour() -> None:
-    before, batch = images(64), drawn(64, cutmix=1.0)
-    after = mixing.apply(before.clone(), batch)
-    for image, (left, top, right, bottom) in enumerate(batch["pasted"].tolist()):
-        expected = before[image].clone()
-        expected[:, top:bottom, left:right] = before[image ^ 1, :, top:bottom, left:right]
-        assert torch.equal(after[image], expected)
-    assert (batch["share"] < 1).any()
-
-
-def test_erasing_puts_the_mean_colour_into_its_box_before_images_are_mixed() -> None:
-    before, batch = images(64), drawn(64, erasing=0.7)
-    after = mixing.apply(before.clone(), batch)
+def test_cutmix_takes_exactly_the_box_from_the_neighbour_and_erasing_the_mean_colour() -> None:
+    before, batch = images(64), drawn(64, cutmix=1.0, erasing=0.7)
+    erased = mixing.apply(before.clone(), {"erased": batch["erased"]})
+    after = mixing.apply(before.clone(), batch)  # what is erased is mixed
     for image, (left, top, right, bottom) in enumerate(batch["erased"].tolist()):
         expected = before[image].clone()
         expected[:, top:bottom, left:right] = 0
+        assert torch.equal(erased[image], expected)
+    for image, (left, top, right, bottom) in enumerate(batch["pasted"].tolist()):
+        expected = erased[image].clone()
+        expected[:, top:bottom, left:right] = erased[image ^ 1, :, top:bottom, left:right]
         assert torch.equal(after[image], expected)
-    both = drawn(64, erasing=0.7, mixup=1.0)
-    assert torch.equal(
-        mixing.apply(before.clone(), both), mixing.apply(after, {k: both[k] for k in ("share", "pasted")})
-    )
+    assert (batch["share"] < 1).any()
 
 
 # ------------------------------------------------------------------------------------------- policies
@@ -223,7 +207,6 @@ def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
     assert batch["image"].shape == (8, 3, 24, 24)
     assert batch["pasted"].max() <= 24
     assert trainer.datasets.valid.batch([SampleId(0, None)])["image"].shape == (1, 3, 32, 32)
-    assert trainer.recipe.description(trainer.datasets)["image_size"] == 32
     trainer.train_step([batch])
     with pytest.raises(UserError, match=r"built for images of 32 × 32, cannot train on recipe\.train_image_size=24"):
         trainer_of(*RUN, "recipe.arch=vit_b_32", "recipe.image_size=32", "recipe.train_image_size=24")
@@ -232,9 +215,6 @@ def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
 def test_training_sees_mixed_images_and_evaluation_does_not() -> None:
     mixed, plain = trainer_of(*RUN), trainer_of(*RUN[:3], *RUN[6:])
     assert mixed.evaluate() == plain.evaluate()
-    losses = [trainer.gradients(next(trainer.batches())).loss.item() for trainer in (mixed, plain)]
-    assert losses[0] != losses[1]
-
     seen: list[Tensor] = []
     mixed.model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     (batch,) = next(mixed.batches())
@@ -255,10 +235,6 @@ def test_bce_is_timms() -> None:
     for smoothing, threshold in ((0.0, None), (0.1, None), (0.1, 0.2)):
         ours = objective.binary_cross_entropy(logits, {"label": label}, smoothing, threshold=threshold)
         torch.testing.assert_close(ours / 6, BinaryCrossEntropy(smoothing, threshold)(logits, label))
-    batch = {"label": label} | drawn(6, mixup=0.8)
-    ours = objective.binary_cross_entropy(logits, batch, threshold=0.2)
-    expected = BinaryCrossEntropy(0.0, 0.2)(logits, mixing.soft_targets(label, batch, 5))
-    torch.testing.assert_close(ours / 6, expected)
 
 
 def test_balanced_weights_are_scikit_learns_and_reach_the_training_loss_only() -> None:

@@ -48,7 +48,7 @@ def test_its_blocks_are_recomputed_without_a_change(trained: Trainer) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "count"),
-    [("vit_tiny_patch16_224", 12), ("convnext_atto", 12), ("efficientnet_b0", 16), ("resnetv2_18", 8)],
+    [("vit_tiny_patch16_224", 12), ("convnext_atto", 12), ("efficientnet_b0", 16)],
 )
 def test_families_of_timm_have_blocks(arch: str, count: int) -> None:
     with torch.device("meta"):
@@ -72,12 +72,6 @@ def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs timm, which is not installed; pip install 'timm>=1\.0\.20'"):
         ResNet(arch="timm/resnet18").resolve(CPU, Digits())
-
-
-def test_a_model_without_a_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architectures, "build", lambda *_: torch.nn.Flatten())
-    with pytest.raises(UserError, match=r"recipe\.arch=timm/encoder is no classifier"):
-        architectures.check_size("timm/encoder", 32, 10)
 
 
 # ------------------------------------------------------------------------------------------------ exported
