@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
 from tests.inference.conftest import script
 
@@ -48,51 +47,6 @@ def test_the_same_seed_gives_the_same_texts(here: Path) -> None:
     assert all(part.startswith("The ") for part in parts)
     assert generate("run=outputs/gpt2/best", "prompt=The ", "top_k=1000").out == parts[0]
     assert generate("run=outputs/gpt2/best", "prompt=The ", "top_k=1", "n=2", "seed=7").out.count("The ") == 2
-
-
-def lengths(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[int]:
-    """The numbers of tokens of each forward pass."""
-    seen: list[int] = []
-    forward = GPT2LMHeadModel.forward
-
-    def watched(self: Any, input_ids: Any = None, **given: Any) -> Any:
-        seen.append(input_ids.shape[1])
-        return forward(self, input_ids=input_ids, **given)
-
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", watched)
-    done = generate("run=outputs/gpt2", "prompt=The", "max_new_tokens=5", "temperature=0", "precision=fp32", *options)
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
-    assert done.code == 0, done.err
-    return seen
-
-
-def test_the_cache_makes_every_token_but_the_first_a_pass_over_one_token(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = len(AutoTokenizer.from_pretrained("outputs/gpt2/best")("The")["input_ids"])
-    assert lengths(monkeypatch) == [prompt, 1, 1, 1, 1]
-    assert lengths(monkeypatch, "cache=false") == [prompt + number for number in range(5)]
-
-
-def casts(*options: str) -> int:
-    """How often generation casts a weight."""
-    seen: list[int] = []
-
-    class Casts(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter))
-            return func(*args, **(kwargs or {}))
-
-    with Casts():
-        done = generate("run=outputs/gpt2", "prompt=The", "temperature=0", *options)
-    assert done.code == 0, done.err
-    return sum(seen)
-
-
-def test_autocast_casts_weights_once_and_not_for_every_token(here: Path) -> None:
-    few, many = (casts("precision=bf16", f"max_new_tokens={length}") for length in (2, 8))
-    assert few == many > 0
-    assert casts("precision=fp32", "max_new_tokens=2") < few
 
 
 def test_t5_fills_gaps_and_its_sentinels_are_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
