@@ -2,7 +2,7 @@
 
   port=5000          port of the page; if it is in use, the next free port
   uri=…              where the runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-Exit code: 0, 1 when the server fails, 2 for a user error. Ctrl-C stops it.
+Exit code: MLflow's, 2 for a user error. Ctrl-C stops it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def main(arguments: list[str]) -> int:
     from trainer.tracking.ui import UiOptions, ui
 
     options, _ = parse(arguments, UiOptions)
-    return ui(options)
+    ui(options)
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from trainer.errors import RunError, UserError, redacted
+from trainer.errors import UserError, redacted
 from trainer.tracking.store import database_file, tracking_uri
 
 HOST = "127.0.0.1"
 PORT = 5000
-STOP_TIMEOUT_S = 10
 TRAINING = "workflowType=machine_learning"
 """Without it MLflow's page opens in its view for language-model applications."""
 
@@ -29,8 +26,8 @@ class UiOptions:
     uri: str = ""
 
 
-def ui(options: UiOptions) -> int:
-    """Serve MLflow's page of a store until Ctrl-C, or print where the page is that a server has."""
+def ui(options: UiOptions) -> None:
+    """Become MLflow's server of a store, until Ctrl-C, or print where the page is that a server has."""
     uri = tracking_uri(options.uri or None, "uri")
     database = database_file(uri)
     if uri.startswith(("databricks", "uc")):
@@ -40,12 +37,17 @@ def ui(options: UiOptions) -> int:
         raise UserError(f"no runs yet in {database}; train something first: {example}")
     if _is_server(uri):
         print(f"the runs are at {redacted(uri)}")
-        return 0
+        return
     port = free_port(options.port)
     if port != options.port:
         print(f"port {options.port} is taken, using {port}")
     print(f"starting MLflow on {redacted(uri)}: open http://{HOST}:{port} when it is running", flush=True)
-    return _serve(uri, port)
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port), "--workers", "1"]
+    command += ["--uvicorn-opts", "--no-access-log --timeout-graceful-shutdown 10"]
+    # MLflow takes the store from the environment, too: a command line would show its password.
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment = {"PYTHONWARNINGS": "ignore"} | quiet | os.environ | {"MLFLOW_BACKEND_STORE_URI": uri}
+    os.execve(sys.executable, command, environment)
 
 
 def free_port(wanted: int) -> int:
@@ -87,26 +89,3 @@ def page_of(uri: str) -> str:
 
 def _is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
-
-
-def _serve(uri: str, port: int) -> int:
-    """Run MLflow's server for a store (its password in ``uri``) on the loopback interface, until Ctrl-C ends it.
-
-    Raises:
-        RunError: the server has ended by itself; it has printed why.
-    """
-    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port), "--workers", "1"]
-    command += ["--uvicorn-opts", f"--no-access-log --timeout-graceful-shutdown {STOP_TIMEOUT_S}"]
-    # MLflow takes the store from the environment, too: a command line would show its password.
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    environment = {"PYTHONWARNINGS": "ignore"} | quiet | os.environ | {"MLFLOW_BACKEND_STORE_URI": uri}
-    # Ctrl-C reaches only us, because uvicorn ends with a traceback where it is interrupted twice.
-    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as server:
-        try:
-            server.wait()
-        except KeyboardInterrupt:
-            os.killpg(server.pid, signal.SIGTERM)  # the whole group: mlflow starts uvicorn before it forwards signals
-            server.wait()
-            print("\nstopped")
-            return 0
-    raise RunError(f"the MLflow server ended with status {server.returncode}")
