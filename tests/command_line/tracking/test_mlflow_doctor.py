@@ -61,13 +61,10 @@ def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Pa
     assert stored() == ({"doctor.verdict": "HEALTHY", "doctor.step": "3"}, sent, 1)
 
 
-def test_a_store_that_does_not_answer_is_one_line(run: Path) -> None:
-    replace(INFO, uri="http://127.0.0.1:9").write(run)
-    (line,) = publish_in(run, FOUND, FINDING, of=run)
-    assert line.startswith("the report is not in MLflow (")
-
-
-def test_what_is_not_in_mlflow_is_not_sent(run: Path) -> None:
+def test_what_cannot_be_sent_is_one_line_and_what_is_not_in_mlflow_is_not_sent(run: Path) -> None:
     assert publish_in(run, HEALTHY) == []
     INFO.write(run)  # tracking=local
     assert publish_in(run, FOUND, FINDING, of=run) == []
+    replace(INFO, uri="http://127.0.0.1:9").write(run)
+    (line,) = publish_in(run, FOUND, FINDING, of=run)
+    assert line.startswith("the report is not in MLflow (")

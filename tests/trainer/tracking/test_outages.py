@@ -1,6 +1,6 @@
 """Nothing is lost or doubled on the way to MLflow, compared with metrics.jsonl point for point.
 
-python -m tests.trainer.tracking.test_outages [kills=20] [down_s=60] [attempts=1100] [seed=0]        the large form
+python -m tests.trainer.tracking.test_outages        the large form
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,11 @@ class Server:
             self._process = None
 
 
-def kill_and_resume(folder: Path, database: Path, kills: int, draw: random.Random, server: Server | None) -> None:
+def kill_and_resume(folder: Path, database: Path, count: int, draw: random.Random, server: Server | None) -> None:
     """Train a run that is killed so many times, and its server with it, until it is complete."""
     uri = server.uri if server else f"sqlite:///{database}"
     log = folder / "metrics.jsonl"
-    for _ in range(kills):
+    for _ in range(count):
         if server:
             server.start()
         process = start(RUN, folder, uri, STEPS)
@@ -115,28 +116,21 @@ def kill_and_resume(folder: Path, database: Path, kills: int, draw: random.Rando
     assert send(folder).status in ("sent", "complete")
 
 
-def check_kills(tmp_path: Path, empty_store: Path, served: bool, kills: int, seed: int) -> None:
+def kills(place: Path, database: Path, draw: random.Random, served: bool, count: int) -> None:
     """A run is killed so many times, and a server with it."""
-    database = Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
     server = Server(database) if served else None
     try:
-        kill_and_resume(tmp_path / "run", database, kills, random.Random(seed), server)
+        kill_and_resume(place / "run", database, count, draw, server)
     finally:
         if server:
             server.kill()
-    report(f"{kills} kills, {'a server that is killed too' if served else 'an embedded store'}", tmp_path)
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_kills(tmp_path: Path, empty_store: Path, served: bool) -> None:
-    check_kills(tmp_path, empty_store, served, kills=1, seed=0)
-
-
-def check_down(tmp_path: Path, empty_store: Path, down_s: float) -> None:
+def down(place: Path, database: Path, draw: random.Random, served: bool, count: float) -> None:
     """A server starts only so many seconds after the run."""
-    server = Server(Path(shutil.copy(empty_store, tmp_path / "mlflow.db")))
-    log = open_log(tmp_path / "run", uri=server.uri, upload_timeout_s=600.0)
-    later = threading.Timer(down_s, server.start)
+    server = Server(database)
+    log = open_log(place / "run", uri=server.uri, upload_timeout_s=600.0)
+    later = threading.Timer(count, server.start)
     later.start()
     try:
         train(log)
@@ -144,36 +138,26 @@ def check_down(tmp_path: Path, empty_store: Path, down_s: float) -> None:
         log.close("FINISHED", {})
     finally:
         server.kill()
-    report(f"a store that is down for {down_s:g} s", tmp_path)
 
 
-def test_a_store_that_is_down_at_first(tmp_path: Path, empty_store: Path) -> None:
-    check_down(tmp_path, empty_store, down_s=0.0)
-
-
-def check_failures(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, attempts: int) -> None:
+def failures(place: Path, database: Path, draw: random.Random, served: bool, count: int) -> None:
     """A store refuses so many attempts."""
-    database = Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
     real, failed = follower.connect, []
 
     def connect(uri: str) -> Any:
-        if len(failed) < attempts:
+        if len(failed) < count:
             failed.append(uri)
             raise ConnectionError("503")
         return real(uri)
 
-    monkeypatch.setattr(follower, "connect", connect)
-    monkeypatch.setattr(follower, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(follower, "LONGEST_PAUSE_S", 0.01)
-    log = open_log(tmp_path / "run", uri=f"sqlite:///{database}")
-    train(log)
-    log.close("FINISHED", {})
-    assert len(failed) == attempts
-    report(f"a store that fails {attempts} attempts", tmp_path)
-
-
-def test_a_store_that_fails(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_failures(tmp_path, empty_store, monkeypatch, attempts=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follower, "connect", connect)
+        patch.setattr(follower, "FIRST_PAUSE_S", 0.001)
+        patch.setattr(follower, "LONGEST_PAUSE_S", 0.01)
+        log = open_log(place / "run", uri=f"sqlite:///{database}")
+        train(log)
+        log.close("FINISHED", {})
+    assert len(failed) == count
 
 
 def train(log: Any) -> None:
@@ -182,24 +166,34 @@ def train(log: Any) -> None:
         log.append(step, {"loss": 1 / step, "lr": float(step)})
 
 
-def report(what: str, place: Path) -> None:
-    """Print how many points arrived, and fail where one is lost or doubled."""
-    logged, lost, others = compare(place / "run", place / "mlflow.db")
-    print(f"{what}: {logged} points, {lost} lost, {others} doubled")
+OUTAGES: dict[str, tuple[Callable[..., None], bool, float, float]] = {
+    "failures": (failures, False, 20, 1100),
+    "down": (down, True, 0, 60),
+    "kills": (kills, False, 1, 20),
+    "kills of a server, too": (kills, True, 1, 20),
+}
+"""What happens, whether to a server, and how often in the short and the large form (``down``: for how many seconds)."""
+
+
+def check(name: str, place: Path, empty_store: Path, large: bool) -> None:
+    """Let it happen, and compare the log with the store."""
+    happens, served, *counts = OUTAGES[name]
+    database = Path(shutil.copy(empty_store, place / "mlflow.db"))
+    happens(place, database, random.Random(0), served, counts[large])
+    logged, lost, others = compare(place / "run", database)
+    print(f"{name} ({counts[large]}): {logged} points, {lost} lost, {others} doubled")
     assert (logged, lost, others) == (2 * STEPS, 0, 0)
 
 
+@pytest.mark.parametrize("name", OUTAGES)
+def test_nothing_is_lost_or_doubled(name: str, tmp_path: Path, empty_store: Path) -> None:
+    check(name, tmp_path, empty_store, large=False)
+
+
 if __name__ == "__main__":
-    given = {"kills": "20", "down_s": "60", "attempts": "1100", "seed": "0"}
-    given |= dict(argument.split("=", 1) for argument in sys.argv[1:])
-    with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as scratch:
         empty = Path(scratch, "empty.db")
         shortcuts.set_up(empty)
-        places = [Path(scratch, str(number)) for number in range(4)]
-        for place in places:
-            place.mkdir()
-        check_failures(places[0], empty, patch, int(given["attempts"]))
-        patch.undo()
-        check_down(places[1], empty, float(given["down_s"]))
-        for place, served in zip(places[2:], (False, True), strict=True):
-            check_kills(place, empty, served, int(given["kills"]), int(given["seed"]))
+        for name in OUTAGES:
+            (place := Path(scratch, name)).mkdir()
+            check(name, place, empty, large=True)
