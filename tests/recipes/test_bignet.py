@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from tests.helpers import CPU, compose, fit, trainer_of
-from trainer.errors import UserError
 
 
 def test_amp_mlp_is_the_network_of_pytorchs_recipe() -> None:
@@ -33,9 +32,3 @@ def test_its_loss_is_the_mean_squared_error_and_falls(mode: str) -> None:
     before = trainer.evaluate()["loss"]
     fit(trainer)
     assert trainer.evaluate()["loss"] < 0.9 * before
-
-
-@pytest.mark.parametrize("wrong", ["data=digits", "recipe.layers=0", "recipe.width=0", "recipe.loss_weight=0"])
-def test_what_it_cannot_do_is_refused_by_the_option(wrong: str) -> None:
-    with pytest.raises(UserError, match=wrong):
-        compose("recipe=bignet", wrong).plan(CPU)

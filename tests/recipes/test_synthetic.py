@@ -6,7 +6,6 @@ import torch
 
 from recipes.data.synthetic import TEACHER_RANK, Synthetic
 from trainer.data.contract import SampleId
-from trainer.errors import UserError
 
 
 def ids(*indices: int) -> list[SampleId]:
@@ -53,9 +52,3 @@ def test_vectors_are_the_same_every_time_and_their_targets_a_function_of_them() 
     assert torch.linalg.matrix_rank(valid["y"] - valid["y"].mean(0), tol=1e-3) == TEACHER_RANK
     again = Synthetic(samples=1024).vectors(32).train.batch(ids(5))
     assert torch.equal(again["y"], data.train.batch(ids(5))["y"])
-
-
-@pytest.mark.parametrize("option", ["vocab_size", "classes", "samples"])
-def test_sizes_too_small_to_train_on_are_refused(option: str) -> None:
-    with pytest.raises(UserError, match=rf"data\.{option}=1 must be at least"):
-        Synthetic(**{option: 1})

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import json
-import math
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,12 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from recipes.data.text import tokens as token_store
-from recipes.data.text.corpus import PythonDocs, Text, TextFiles, TokenizedText, split
+from recipes.data.text.corpus import PythonDocs, Text, TextFiles, split
 from recipes.data.text.tokenizers import BytePairs, Pretrained
 from recipes.data.text.tokens import TokenData
 from trainer.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[2]
 LINES = [f"def function_{i}(x):\n    return x * {i * i}  # naïve, 日本\n\n\n" for i in range(400)]
 
 
@@ -49,6 +46,11 @@ def decoded(data: TokenData) -> tuple[str, str]:
     return data.tokenizer.decode(data.train.tolist()), data.tokenizer.decode(data.valid.tolist())
 
 
+def test_tinyshakespeare_in_characters_is_nanogpts(shared_data: Path) -> None:
+    data = TextFiles(path=str(shared_data / "tinyshakespeare.txt"), tokenizer="chars").tokens(None)
+    assert (len(data.train), len(data.valid), data.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
+
+
 @pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])
 def test_one_file_is_cut_at_nine_tenths_and_nothing_is_lost(file: Path, tokenizer: str) -> None:
     text = "".join(LINES)
@@ -60,12 +62,6 @@ def test_one_file_is_cut_at_nine_tenths_and_nothing_is_lost(file: Path, tokenize
     assert isinstance(data.train, np.memmap)
     assert max(data.train.max(), data.valid.max()) < data.tokenizer.vocab_size
     assert data.tokenizer.decode([10**6, *data.tokenizer.encode("x")]) == "x"
-
-
-def test_tinyshakespeare_in_characters_is_nanogpts(shared_data: Path) -> None:
-    data = TextFiles(path=str(shared_data / "tinyshakespeare.txt"), tokenizer="chars").tokens(None)
-    assert (len(data.train), len(data.valid), data.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
-    assert data.tokenizer.encode("First") == [18, 47, 56, 57, 58]
 
 
 def test_many_files_are_split_whole_with_a_mark_between_them(folder: Path) -> None:
@@ -199,40 +195,21 @@ def test_the_second_time_nothing_is_read_and_what_matters_makes_another_entry(
     assert len([entry for entry in (cache / "text").iterdir() if entry.is_dir()]) == 4
 
 
-def test_a_killed_preparation_leaves_nothing_that_looks_finished(file: Path, cache: Path) -> None:
-    script = (
-        "import os, pathlib, sys\n"
-        "from recipes.data.text.corpus import TextFiles\n"
-        "pathlib.Path.rename = lambda *paths: os._exit(9)\n"  # everything is written
-        "TextFiles(path=sys.argv[1], vocab_size=300).tokens(None)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(file)], cwd=PROJECT, check=False)
-    assert killed.returncode == 9
+def test_a_killed_preparation_leaves_nothing_that_looks_finished(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = TextFiles(path=str(file), vocab_size=300)
+    with monkeypatch.context() as patch:
+        patch.setattr(token_store, "flush", Mock(side_effect=KeyboardInterrupt))  # everything is written
+        patch.setattr("shutil.rmtree", Mock())  # a kill cleans nothing
+        with pytest.raises(KeyboardInterrupt):
+            source.tokens(None)
     assert [entry.name for entry in (cache / "text").iterdir() if not entry.name.startswith(".")] == []
-    text = "".join(LINES)
-    data = TextFiles(path=str(file), vocab_size=300).tokens(None)
-    assert "".join(decoded(data)) == text
+    assert "".join(decoded(source.tokens(None))) == "".join(LINES)
     assert not list((cache / "text").glob("*.partial"))
 
 
 # --- user errors
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("vocab_size", 256),
-        ("valid_fraction", math.nan),
-        ("valid_fraction", 0.6),
-        ("tokenizer", ""),
-        ("path", ""),
-        ("path", "nowhere.txt"),
-    ],
-)
-def test_options_out_of_range(option: str, value: object, file: Path) -> None:
-    with pytest.raises(UserError, match=f"data.{option}{f'={value}' if value != '' else ''}"):
-        TextFiles(**{"path": str(file), option: value})
-    TokenizedText(tokenizer="bytes", vocab_size=1)  # has no effect there
 
 
 @pytest.mark.parametrize(
@@ -259,8 +236,6 @@ def test_text_in_another_encoding(tmp_path: Path) -> None:
     path.write_bytes("déjà vu ".encode("latin-1") * 9)
     data = TextFiles(path=str(path), tokenizer="chars", encoding="latin-1").tokens(None)
     assert data.tokenizer.decode(data.train[:7].tolist()) == "déjà vu"
-    with pytest.raises(UserError, match=r"data\.encoding=latin-l is unknown"):
-        TextFiles(path=str(path), encoding="latin-l").tokens(None)
 
 
 def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> None:

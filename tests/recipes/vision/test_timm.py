@@ -55,19 +55,6 @@ def test_families_of_timm_have_blocks(arch: str, count: int) -> None:
         assert len(architectures.blocks(architectures.build(f"timm/{arch}", 224, 10))) == count
 
 
-@pytest.mark.parametrize(
-    ("arch", "message"),
-    [
-        ("timm/resnet5O", r"timm/resnet5O is not a model of timm .*did you mean 'timm/resnet50'"),
-        ("timm/resnet50.a1_in1", r"has no weights of that tag; did you mean 'timm/resnet50\.a1_in1k'"),
-        ("resnet50d", r"resnet50d is not a classifier of torchvision\.models.*recipe\.arch=timm/… is one of timm"),
-    ],
-)
-def test_a_name_that_timm_does_not_have_is_refused_with_the_nearest(arch: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        ResNet(arch=arch).resolve(CPU, Digits())
-
-
 def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs timm, which is not installed; pip install 'timm>=1\.0\.20'"):
