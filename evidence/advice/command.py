@@ -14,8 +14,9 @@ from evidence.advice.checkup import check
 from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, time_candidate
+from evidence.measures import IN_USE
 from evidence.options import AdviseOptions
-from evidence.runs import recorded
+from evidence.runs import cpu_share_of_others, recorded
 from mantissa.display import duration
 from trainer.config.compose import compose
 from trainer.config.options import parse
@@ -52,6 +53,8 @@ def main(arguments: list[str]) -> int:
         say(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
         if COMPILE in space.choices:
             say(f"ranked by the time of a run of {steps} steps, compile time included")
+        if not hardware.is_gpu and (share := cpu_share_of_others()) >= IN_USE:
+            space.notes.append(f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine")
         search = Search(
             space,
             steps,

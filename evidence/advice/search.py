@@ -13,7 +13,7 @@ from mantissa.compare import interleave
 from mantissa.statistics import Interval, ratio_interval
 from trainer.errors import RunError, first_line
 
-BLOCKS, FINAL_BLOCKS = 5, 10
+BLOCKS, FINAL_BLOCKS = 10, 15
 """Blocks of steps in a process: in the search, and in the pairs that confirm."""
 PAIRS = 6
 """Number of pairs of fresh processes that confirm the winner. Nothing that they measure changes it: otherwise the

@@ -34,7 +34,8 @@ class Times:
     """What a candidate takes."""
 
     step_s: float
-    """Seconds of an optimizer step, the median of the blocks: a single one that was disturbed has little effect."""
+    """Seconds of an optimizer step: a quarter of the blocks was faster, so that those which other work on the machine
+    disturbed have little effect."""
     compile_s: float
     """Seconds by which its first steps took longer than later ones; 0: it does not compile."""
     memory_bytes: int
@@ -71,7 +72,7 @@ def measure(config: Config, blocks: int) -> Times:
         first_s.append(block(1))
     compile_s = 0.0 if config.compile.mode == "off" else sum(first_s) - len(first_s) * min(first_s)
     steps = max(1, round(BLOCK_S / min(first_s)))
-    step_s = statistics.median(block(steps) / steps for _ in range(blocks))
+    step_s = statistics.quantiles((block(steps) / steps for _ in range(blocks)), n=4)[0]
     return Times(step_s, compile_s, peak_of(trainer, lambda: block(1)))
 
 

@@ -95,10 +95,13 @@ def test_the_command_answers_and_writes(
 ) -> None:
     monkeypatch.setattr(command, "check", lambda *_: {"faults": [], "missed": [], "healthy": True})
     monkeypatch.setattr(command, "time_candidate", lambda candidate, *_: Times(1.0 + len(candidate.label), 0.0, 1))
+    monkeypatch.setattr(command, "cpu_share_of_others", lambda: 0.4)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "budget_minutes=9"]
     assert command.main(given) == 0
-    assert "python scripts/train.py recipe=bignet " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "python scripts/train.py recipe=bignet " in said
+    assert "Note: other processes used 40% of the CPUs; measure again on a quiet machine." in said
     folder = tmp_path / "advice" / "bignet"
     content = json.loads((folder / "advice.json").read_text())
     assert [entry["label"] for entry in content["entries"]] == ["the default", "micro_batch_size=1"]
