@@ -288,6 +288,7 @@ class Follower(threading.Thread):
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         client.set_terminated(run_id, self._status, int(ended_s * 1000))
+        remove_unfinished(client, run_id)
         parts: dict[str, Callable[[], None]] = {
             name: partial(self._send_artifact, client, run_id, self._folder / name)
             for name in ARTIFACTS
@@ -403,6 +404,17 @@ class Follower(threading.Thread):
 
     def _missing(self, reason: str) -> str:
         return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
+
+
+def remove_unfinished(client: MlflowClient, run_id: str) -> None:
+    """Remove what an upload to a folder on this machine leaves behind when it is killed."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+    from mlflow.utils.uri import is_local_uri
+
+    place = client.get_run(run_id).info.artifact_uri
+    if is_local_uri(place):
+        for left in Path(local_file_uri_to_path(place)).rglob(".artifact.uploading.*"):
+            left.unlink()
 
 
 def size_of(path: Path) -> int:

@@ -207,6 +207,11 @@ def test_a_run_with_an_upload_that_hangs_is_not_running(
         tracked(folder / "run", upload_timeout_s=600)
         assert runs(store) == [("run", "FINISHED")]
         released.set()
+    artifacts = folder / "mlartifacts" / "e" / run_id(folder / "run") / "artifacts"
+    artifacts.mkdir(parents=True, exist_ok=True)
+    (artifacts / ".artifact.uploading.abc").touch()  # of a process that was killed
+    assert send(folder / "run").status == "sent"
+    assert [path.name for path in artifacts.iterdir()] == ["summary.json"]
 
 
 def test_a_refused_run_is_reported_and_gets_what_it_missed(
