@@ -270,7 +270,7 @@ def write_classes(folder: Path, result: Measured) -> list[dict[str, Any]]:
         include_values=len(names) <= NAMES_DRAWN // 2,
         cmap="Blues",
         xticks_rotation="vertical",
-        values_format=".2g",
+        values_format=".2f",
         ax=axes,
         colorbar=False,
     )
