@@ -179,15 +179,6 @@ def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() ->
     assert json.loads((runs[0].folder / "config.json").read_text())["batch_size"] == 12  # the DataLoader's
 
 
-def test_a_mean_with_weights_is_noticed_in_sorted_data() -> None:
-    y = torch.arange(SAMPLES) // (SAMPLES // 2)
-    with pytest.warns(UserWarning, match="return the mean over the batch, or a LossOutput with sums"):
-        own(
-            lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 9.0])),
-            TensorDataset(torch.randn(SAMPLES, 6), y),
-        )
-
-
 @pytest.mark.parametrize(
     "loss",
     [

@@ -56,22 +56,22 @@ def test_fp32_products_are_ieee_in_every_backend(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
-    [("NVIDIA_TF32_OVERRIDE", "1"), ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"), ("ONEDNN_DEFAULT_FPMATH_MODE", "any")],
+    ("variable", "value", "mode", "does"),
+    [
+        ("NVIDIA_TF32_OVERRIDE", "1", "fp32", "lowers fp32"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16", "fp32", "lowers fp32"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "any", "fp32", "lowers fp32"),
+        ("NVIDIA_TF32_OVERRIDE", "0", "tf32", "disables TF32"),
+    ],
 )
-def test_an_environment_that_lowers_fp32_is_refused(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_changes_a_format_is_refused(
+    variable: str, value: str, mode: str, does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=f"{variable}={value} lowers fp32.*unset {variable}"):
-        Precision("fp32").check(PLAIN_CPU)
-    Precision("bf16").check(PLAIN_CPU)
+    with pytest.raises(UserError, match=f"{variable}={value} {does} silently.*unset {variable}"):
+        Precision(mode).check(H100)
+    Precision("bf16").check(H100)
     assert manifest_of(Precision("bf16"), AMX, [])["environment"] == {variable: value}
-
-
-def test_an_environment_that_turns_tf32_off_is_refused_for_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    Precision("fp32").check(H100)
-    with pytest.raises(UserError, match=r"NVIDIA_TF32_OVERRIDE=0 disables TF32 silently.*unset NVIDIA_TF32_OVERRIDE"):
-        Precision("tf32").check(H100)
 
 
 def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None:
