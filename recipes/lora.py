@@ -137,11 +137,9 @@ def _check_targets(network: nn.Module, targets: list[str]) -> None:
 
     modules = {name: module for name, module in network.named_modules() if name and not name.startswith("lm_head")}
     linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
+    endings = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets:
         found = {name for name in modules if f".{name}".endswith(f".{target}")}
         if not found or not found <= linear:
-            endings = dict.fromkeys(name.rpartition(".")[2] for name in sorted(linear))
-            raise UserError(
-                f"recipe.lora.target: {target!r} must name linear layers; it matches {min(found, default='nothing')}"
-                f"{nearest(target, endings)}; it can be {', '.join(endings)}"
-            )
+            near = nearest(target, endings)
+            raise UserError(f"recipe.lora.target: {target!r} is no linear layer{near}; it can be {', '.join(endings)}")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
 from trainer.progress import work
 from trainer.recipe import DataSource
+
+if TYPE_CHECKING:
+    from recipes.data.text.corpus import Text
 
 FORMAT = 6
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
@@ -78,33 +81,13 @@ class TextSource(DataSource):
         raise NotImplementedError
 
 
-class Tokenized(NamedTuple):
-    """The parts of a corpus by name: ``train``, ``valid`` and perhaps ``test``."""
+def open_or_build(
+    cache: Path, name: str, splits: Mapping[str, Text], plan: TokenizerPlan
+) -> tuple[dict[str, np.ndarray], dict[str, int], Tokenizer]:
+    """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``), memory-mapped, and the tokenizer.
 
-    ids: dict[str, np.ndarray]
-    """Memory maps."""
-    text_bytes: dict[str, int]
-    """Length of their text in UTF-8; what separates documents is no text, nor are special tokens written in it."""
-    tokenizer: Tokenizer
-
-
-class Documents(Protocol):
-    """Documents to tokenize: see ``corpus.Text``."""
-
-    @property
-    def identity(self) -> Any:
-        """Return what is hashed to tell them from others."""
-
-    @property
-    def megabytes(self) -> float:
-        """Return the size of their text."""
-
-    def __iter__(self) -> Iterator[Iterable[str]]:
-        """Yield the documents, each as lines."""
-
-
-def open_or_build(cache: Path, name: str, splits: Mapping[str, Documents], plan: TokenizerPlan) -> Tokenized:
-    """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) and the tokenizer.
+    Between them is the length of each split's text in UTF-8: what separates documents is no text, nor are special
+    tokens written in it.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
     for the first; one that is killed leaves nothing that looks complete. ``name`` begins the folder's name.
@@ -135,10 +118,10 @@ def open_or_build(cache: Path, name: str, splits: Mapping[str, Documents], plan:
     ids: dict[str, np.ndarray] = {
         part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
     }
-    return Tokenized(ids, meta["text_bytes"], plan.load(folder))
+    return ids, meta["text_bytes"], plan.load(folder)
 
 
-def _build(folder: Path, splits: Mapping[str, Documents], plan: TokenizerPlan) -> None:
+def _build(folder: Path, splits: Mapping[str, Text], plan: TokenizerPlan) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
