@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes.data.hub import Hub
+from recipes.data.hub import Hub, are_lines
 from recipes.data.images.augment import View
 from recipes.data.images.pixels import square
 from recipes.data.text.corpus import TextFiles
@@ -161,35 +161,42 @@ ROWS = LINES.splitlines(keepends=True)
 
 
 @pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        (ROWS, True),
+        ([row if row.strip() else "" for row in ROWS], True),
+        (["A \nB", *ROWS], True),  # one row has a line end within
+        ([row.replace("\n", "\r\n") for row in ROWS], True),
+        (["A tweet.", None, "Another."] * 9, False),
+        (["Once upon a time.\nThe end.\n"] * 9, False),
+        (["A tweet.\n"] * 99, False),
+        (["", "An input.", ""] * 30, False),
+        (["A line.\n", "", "Words.\n", "Others."] * 30, False),
+    ],
+)
+def test_rows_are_lines_where_they_look_cut_out_of_a_text(rows: list[str | None], lines: bool) -> None:
+    assert are_lines(rows) == lines
+
+
+@pytest.mark.parametrize(
     ("reading", "rows", "expected"),
     [
         ("auto", ROWS, LINES),
-        ("auto", [row if row.strip() else "" for row in ROWS], LINES.replace("\n\n", "\n")),
-        ("auto", ["A \nB", *ROWS], "A \nB\n" + LINES),  # one row has a line end within
-        ("auto", [row.replace("\n", "\r\n") for row in ROWS], LINES.replace("\n", "\r\n")),
-        ("auto", ["A tweet.", None, "Another."] * 9, None),
-        ("auto", ["Once upon a time.\nThe end.\n"] * 9, None),
-        ("auto", ["A tweet.\n"] * 99, None),
-        ("auto", ["", "An input.", ""] * 30, None),
-        ("auto", ["A line.\n", "", "Words.\n", "Others."] * 30, None),
-        ("documents", ROWS, None),
+        ("documents", ROWS, "<|endoftext|>".join(ROWS)),
         ("lines", ["No end", "", "no mark"] * 9, "No end\n\nno mark\n" * 9),
         ("lines", ["An end\n", "", "no end", "", "an end\n"] * 9, "An end\nno end\nan end\n" * 9),
     ],
 )
-def test_rows_that_are_lines_are_joined(
-    reading: str, rows: list[str | None], expected: str | None, tmp_path: Path
-) -> None:
-    """Else each is a document: an end-of-text token follows, which a model of lines must never see."""
+def test_lines_are_joined_and_documents_end(reading: str, rows: list[str], expected: str, tmp_path: Path) -> None:
+    """A model of lines must never see an end-of-text token."""
     (tmp_path / "rows").mkdir()
     for part in ("train", "validation"):
         write_rows(tmp_path / "rows" / f"{part}.jsonl", rows)
     data = Hub(name=str(tmp_path / "rows"), vocab_size=300, rows=reading).tokens(None)
-    text = "<|endoftext|>".join(filter(None, rows)) if expected is None else expected
-    assert texts(data) == (text, text)
-    assert ("each row a document" in data.description) == (expected is None)
+    assert texts(data) == (expected, expected)
+    assert ("each row a document" in data.description) == (reading == "documents")
     assert f"(data.rows={reading})" in data.description
-    assert data.text_bytes["train"] == len(text.replace("<|endoftext|>", "").encode())
+    assert data.text_bytes["train"] == len(expected.replace("<|endoftext|>", "").encode())
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
@@ -210,17 +217,6 @@ def test_changed_files_are_not_opened_from_the_cache(stories: Path) -> None:
 # --- images
 
 
-def test_an_image_folder(pictures: Path) -> None:
-    data = Hub(name=str(pictures)).images(24)
-    assert data.classes == ["cat", "dog"]
-    assert (len(data.train), len(data.valid)) == (36, 4)
-    batch = data.valid.batch([SampleId(index, None) for index in range(4)])
-    assert (batch["label"].tolist(), batch["label"].dtype) == ([0, 0, 1, 1], torch.int64)
-    cats = [torch.from_numpy(square(picture(i), 24, View())) for i in range(0, 40, 2)]
-    assert all(any(torch.equal(image, cat) for cat in cats) for image in batch["image"][:2])
-    assert not any(torch.equal(batch["image"][2], cat) for cat in cats)
-
-
 def test_train_and_valid_share_nothing_and_miss_nothing(parquet: Path) -> None:
     data = Hub(name=str(parquet), label_column="animal", valid_fraction=0.3).images(None)
     assert data.image_size == 28
@@ -233,6 +229,8 @@ def test_train_and_valid_share_nothing_and_miss_nothing(parquet: Path) -> None:
     assert len(images) == 20
     assert sorted(labels) == [0] * 10 + [1] * 10
     assert data.classes == ["cat", "dog"]
+    cats = {square(picture(i, (28, 28)), 28, View()).tobytes() for i in range(0, 20, 2)}
+    assert [image in cats for image in images] == [label == 0 for label in labels]
 
 
 def labelled(folder: Path, names: list[str], **splits: list[int]) -> Hub:
