@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipes.data.images.pixels import ArrayImages
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.tokenizers import OwnTokenizer, word_level
+from recipes.data.text.tokenizers import Tokenizer, word_level
 from recipes.data.text.tokens import TextSource, TokenData
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import UserError
@@ -60,7 +60,7 @@ class Synthetic(TextSource, ImageSource):
         description = f"synthetic: {TRAIN_TOKENS:,} tokens, vocabulary {self.vocab_size:,}"
         # ``<123>`` stands for 123.
         numbers = word_level({f"<{number}>": number for number in range(self.vocab_size)}, r"<\d+>")
-        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), OwnTokenizer(numbers, "numbers"), description)
+        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), Tokenizer(numbers, "numbers"), description)
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Return noise over a coarse pattern that depends on the class; by default 224 × 224 pixels.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,16 +26,22 @@ _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
+class Tokenizer:
+    """Text to token ids and back, by a tokenizer of the ``tokenizers`` library.
 
-    vocab_size: int
-    label: str
-    """Name for the start block, such as ``own BPE of 4096``."""
-    separator: list[int]
-    """The ids between two documents."""
+    Args:
+        backend: the library's own (which has no type stubs).
+        label: name for the start block, such as ``own BPE of 4096``.
+        separator: ids between two documents.
+        settings: of transformers' tokenizer, such as ``eos_token``.
+    """
+
     special: Mapping[int, str] = {}
-    """The special tokens by id, as they are written: where a text has one, it becomes the id, which is no text."""
+    """Special tokens by id, as they are written: where a text has one, it becomes the id, which is no text."""
+
+    def __init__(self, backend: Any, label: str, separator: Sequence[int] = (), **settings: str) -> None:
+        self._backend, self.label, self.separator, self._settings = backend, label, list(separator), settings
+        self.vocab_size: int = backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``."""
@@ -43,16 +49,18 @@ class Tokenizer(Protocol):
         return ids
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text: a list or one-dimensional array of integers."""
-        ...
+        """Return the ids of each text, encoded on all cores: a list or one-dimensional array of integers."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; ids it does not know are left out."""
-        ...
+        """Return the text of the ids that exist, special tokens shown; bytes that are not UTF-8 are U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def token_id(self, role: str) -> int | None:
         """Return the id of a special token, by transformers' name of its role (``cls_token``) or by its text."""
-        ...
+        found: int | None = self._backend.token_to_id(self._settings.get(role, role))
+        return found
 
     def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
         """Return the tokenizer with the special tokens of a recipe, whose ids come after the others.
@@ -62,11 +70,28 @@ class Tokenizer(Protocol):
             template: what is encoded elsewhere for one text and, after a ``|``, for two, as in tokenizers'
                 TemplateProcessing, with ``{role}`` for a special token.
         """
-        ...
+        import tokenizers
+        from tokenizers import AddedToken, processors
+
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts.values()])
+        names = self._settings | texts
+        single, pair = (part.strip().format(**names) for part in template.split("|"))
+        used = [(text, backend.token_to_id(text)) for role, text in names.items() if f"{{{role}}}" in template]
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
+        roles = {role: text for role, text in texts.items() if role.endswith("_token")}
+        return Tokenizer(backend, self.label, self.separator, **self._settings | roles)
 
     def save(self, folder: Path) -> None:
         """Write a folder that AutoTokenizer opens, with the same ids."""
-        ...
+        self._backend.save(str(folder / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,  # it would take spaces before punctuation away
+            # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | self._settings, indent=2))
 
 
 class TokenizerPlan(NamedTuple):
@@ -114,57 +139,6 @@ def plan(choice: str, key: str, vocab_size: int) -> TokenizerPlan:
     return TokenizerPlan(opened.identity(), f"encoding with {opened.label}", lambda _: opened, lambda _: opened)
 
 
-class OwnTokenizer(Tokenizer):
-    """One of the ``tokenizers`` library, made here.
-
-    Args:
-        backend: its ``tokenizers.Tokenizer`` (which has no type stubs).
-        label: see ``Tokenizer``.
-        separator: see there.
-        settings: of transformers' tokenizer, such as ``eos_token``.
-    """
-
-    def __init__(self, backend: Any, label: str, separator: Sequence[int] = (), **settings: str) -> None:
-        self._backend, self.label, self.separator, self._settings = backend, label, list(separator), settings
-        self.vocab_size: int = backend.get_vocab_size()
-
-    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text, encoded on all cores."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids that exist, the ends of documents shown; bytes that are not UTF-8 are U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-        return text
-
-    def token_id(self, role: str) -> int | None:
-        found: int | None = self._backend.token_to_id(self._settings.get(role, role))
-        return found
-
-    def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
-        import tokenizers
-        from tokenizers import AddedToken, processors
-
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts.values()])
-        names = self._settings | texts
-        single, pair = (part.strip().format(**names) for part in template.split("|"))
-        used = [(text, backend.token_to_id(text)) for role, text in names.items() if f"{{{role}}}" in template]
-        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
-        roles = {role: text for role, text in texts.items() if role.endswith("_token")}
-        return OwnTokenizer(backend, self.label, self.separator, **self._settings | roles)
-
-    def save(self, folder: Path) -> None:
-        self._backend.save(str(folder / "tokenizer.json"))
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,  # it would take spaces before punctuation away
-            # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
-            "model_input_names": ["input_ids", "attention_mask"],
-        }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | self._settings, indent=2))
-
-
 def word_level(ids: dict[str, int], pattern: str) -> Any:
     """Return a ``tokenizers.Tokenizer`` with an id for each text that the pattern matches; all others are errors."""
     import tokenizers
@@ -176,7 +150,7 @@ def word_level(ids: dict[str, int], pattern: str) -> Any:
     return backend
 
 
-class Bytes(OwnTokenizer):
+class Bytes(Tokenizer):
     """The 256 bytes of UTF-8."""
 
     def __init__(self) -> None:
@@ -195,7 +169,7 @@ class Bytes(OwnTokenizer):
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
-class Characters(OwnTokenizer):
+class Characters(Tokenizer):
     """Every character that the corpus uses, and the line end, in code point order (as nanoGPT does)."""
 
     file = "characters.json"
@@ -234,7 +208,7 @@ class Characters(OwnTokenizer):
         return cls(json.loads((folder / cls.file).read_text()))
 
 
-class BytePairs(OwnTokenizer):
+class BytePairs(Tokenizer):
     """A byte-level BPE like GPT-2's, of the corpus's own: any text survives encoding and decoding."""
 
     def __init__(self, backend: Any) -> None:
@@ -330,7 +304,7 @@ class Pretrained(Tokenizer):
             raise UserError(f"the {self.label} has no {next(iter(lacking))}; use another, or data.tokenizer=bpe")
         known = self._tokenizer.special_tokens_map
         own = {role: str(text) for role, text in known.items() if role in self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
-        return OwnTokenizer(backend, self.label, self.separator, **own).with_special(lacking, template)
+        return Tokenizer(backend, self.label, self.separator, **own).with_special(lacking, template)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
