@@ -71,7 +71,7 @@ class Run:
     deterministic: bool = False
     """Whether it failed in a way that another seed would not change, so that the arm is not tried again."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the runner wants to have kept with it, as JSON."""
+    """Facts that the runner keeps with it, as JSON."""
 
 
 Runner = Callable[[str, int], Run]
@@ -313,7 +313,7 @@ class Comparison:
     """Arms with a metric, their runs, and the verdict on each."""
 
     arms: dict[str, str]
-    """What is run, by label. The first is the baseline."""
+    """Commands or settings by label; the first is the baseline."""
     metric: str
     """Name of the metric."""
     margin: float = 0.003

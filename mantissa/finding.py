@@ -47,17 +47,17 @@ class Finding:
     """The operator, such as ``aten.mm``."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of the operator's result."""
+    """Shape of the operator's result."""
     detail: str = ""
     """The measured numbers, in words."""
     path: list[str] = field(default_factory=list)
-    """From the fault to what it harms."""
+    """Modules and operators from the fault to the output that it spoils."""
     cure: list[str] = field(default_factory=list)
-    """What to set, the cheapest first; each was tried, on this step and on those that follow."""
+    """Settings, the cheapest first; each was tried, on this step and on those that follow."""
     tensor: str = ""
     """The weight, the buffer, or the batch's tensor and sample that is at fault; empty: none is."""
     line: str = ""
-    """Of the forward code: file, number and text; empty: it is not known."""
+    """Line of the forward code: file, number and text; empty: it is not known."""
 
     @property
     def place(self) -> str:

@@ -17,7 +17,7 @@ class Number:
 
     name: str
     dtype: torch.dtype
-    """In which torch holds the operands; tf32's and fp8's are converted inside the operator."""
+    """Dtype in which torch holds the operands; tf32's and fp8's are converted inside the operator."""
     unit_roundoff: float
     """Largest relative error of rounding to nearest: 2 ** -(bits of the significand, the implicit one included)."""
     largest: float
@@ -28,7 +28,7 @@ class Number:
     only_nvidia: bool = False
     """Whether nothing else can: elsewhere it is not emulated, but not available."""
     instructions: frozenset[str] = frozenset()
-    """Of CPUs, each of which multiplies it natively, by the names of ``torch.cpu.get_capabilities``."""
+    """Features of CPUs, each of which multiplies it natively, by the names of ``torch.cpu.get_capabilities``."""
 
 
 _BF16_CPU = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
@@ -49,9 +49,9 @@ class Format:
     """A mode of training: what matmuls compute in, and what the weights and their updates are held in."""
 
     name: str
-    """As typed: ``precision=bf16_master``."""
+    """Name as typed: ``precision=bf16_master``."""
     number: Number
-    """What matmuls and convolutions multiply."""
+    """Numbers that matmuls and convolutions multiply."""
     autocast: torch.dtype | None = None
     """The dtype of torch.autocast around forward and loss; None: autocast is off."""
     weights: torch.dtype = torch.float32
@@ -59,7 +59,7 @@ class Format:
     masters: bool = False
     """Whether the optimizer updates fp32 copies of 16-bit weights, and gradients accumulate in fp32."""
     rounding: str = NEAREST
-    """How an updated weight gets its 16 bits: ``nearest`` or ``stochastic``, which accumulates in fp32, too."""
+    """Rounding of an updated weight to 16 bits: ``nearest`` or ``stochastic``, which accumulates in fp32, too."""
 
     @property
     def half(self) -> torch.dtype | None:

@@ -26,7 +26,7 @@ class LargeTensor:
     """One of the largest tensors alive at the peak."""
 
     name: str
-    """Of the parameter or buffer, else of the operator that made it, such as ``aten.addmm.default``."""
+    """Name of the parameter or buffer, else of the operator that made it, such as ``aten.addmm.default``."""
     category: str
     shape: list[int]
     dtype: str

@@ -27,9 +27,9 @@ class Measured(NamedTuple):
     skipped: int
     """Steps that the loss scaler has skipped so far."""
     lost: dict[str, Counts]
-    """By parameter group: what rounding did to its updates; empty: not measured."""
+    """Effects of rounding on updates, by parameter group; empty: not measured."""
     weights: dict[str, float]
-    """By parameter group: the 2-norm."""
+    """2-norms by parameter group."""
     overflow: dict[str, float]
     """Bits from the largest number up to the largest of the dtype: of the outputs of each module that has no others
     inside, and of each parameter's gradient (``NAME.grad``), with the loss scale, and after the loop's clipping."""

@@ -54,9 +54,9 @@ class Report:
 
     kind: str
     title: str
-    """What it is of."""
+    """Subject."""
     answer: Sequence[str]
-    """What one would tell a colleague, in sentences."""
+    """Sentences that one would tell a colleague."""
     command: str
     """Command that made it."""
     origin: str

@@ -28,7 +28,7 @@ class Setup:
     requested: str
     """The name of a precision format; empty: not stated."""
     effective: dict[str, str]
-    """By aspect, such as ``weights``: what is in effect."""
+    """Formats in effect, by aspect, such as ``weights``."""
     differences: list[str] = field(default_factory=list)
     """Each silent difference, as a sentence with its cure."""
 
@@ -65,7 +65,7 @@ class FirstStep:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, hooked: bool) -> None:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.autocast: dict[str, torch.dtype | None] = {}
-        """By submodule that multiplies: the autocast dtype in the forward pass; None: off."""
+        """Autocast dtype in the forward pass, by submodule that multiplies; None: off."""
         self.calls: Counter[str] = Counter()
         self.gradients: Counter[torch.dtype] = Counter()
         self.in_autocast = self.unscaled = False

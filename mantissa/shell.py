@@ -28,9 +28,9 @@ class Ended:
     seconds: float
     """Seconds from its start to its end."""
     output: str
-    """What it printed, and what it printed as errors where these are not apart."""
+    """Text that it printed, with its errors where these are not apart."""
     errors: str = ""
-    """What it printed as errors, where these are apart."""
+    """Errors that it printed, where these are apart."""
 
     def last_lines(self, count: int = 3) -> str:
         """Return the last lines that it printed, separated by slashes; errors come last."""

@@ -83,7 +83,7 @@ class Built:
     """The model in training, whose weights do not matter."""
     optimizer: torch.optim.Optimizer
     loss: Callable[[Batch], Tensor]
-    """From a microbatch to its loss, a scalar in the dtype in which it was computed; called in ``autocast``."""
+    """Returns the loss of a microbatch, a scalar in the dtype in which it was computed; called in ``autocast``."""
     autocast: Callable[[], AbstractContextManager[Any]]
     """Returns the context of the format around forward and loss."""
     prepare: Callable[[int, float, bool], None]
@@ -141,9 +141,9 @@ class Step:
     device: torch.device
     microbatches: list[Batch]
     weights: dict[str, Tensor]
-    """By parameter: what the optimizer changes, so fp32 where there are masters."""
+    """Weights that the optimizer changes, by parameter; fp32 where there are masters."""
     stored: dict[str, Tensor]
-    """By parameter: the model's own, in the run's dtype."""
+    """The model's own weights by parameter, in the run's dtype."""
     buffers: dict[str, Tensor]
     generators: dict[str, Tensor]
     """State of all random generators from which the step starts."""
@@ -154,8 +154,8 @@ class Step:
     count: Callable[[list[Batch]], int] = len
     """Number that the losses of microbatches are divided by: theirs, or that of their targets."""
     loss_divisor: Callable[[int, Format], tuple[float, float]] = lambda count, format: (count, 1.0)
-    """From that number of the whole step and a format: the divisor of the loss before backward, and the factor that
-    gradients then still need."""
+    """Returns, for that number of the whole step and a format, the divisor of the loss before backward, and the factor
+    that gradients then still need."""
     sums_loss: bool = False
     """Whether the loss is a sum, which has to be in fp32."""
     fp32_modules: list[str] = field(default_factory=list)
@@ -166,7 +166,7 @@ class Step:
     """Name of a format with the run's numbers in which updates of fp32 weights are kept."""
     remedies: Remedies = field(default_factory=Remedies)
     moments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By parameter: the optimizer's state."""
+    """Optimizer's state by parameter."""
     eps: float = 0.0
     """Number that the optimizer adds where it divides by the size of gradients; 0: it does not, or it is not known."""
     optimized: frozenset[str] = frozenset()
@@ -296,14 +296,14 @@ class ReplayResult:
     correction: float
     """Factor that the gradients still need besides the inverse of the loss scale."""
     gradients: dict[str, Tensor]
-    """By parameter: what the optimizer is given, masters' own where there are some."""
+    """Gradients that the optimizer is given, by parameter; masters' own where there are some."""
     buffers: dict[str, Tensor]
     before: dict[str, Tensor]
     """Buffers that the step started from."""
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """What a step must not harm: the loss, the gradients and the buffers, by name."""
+        """Loss, gradients and buffers by name: all that must be finite."""
         return {"loss": self.loss} | self.gradients | self.buffers
 
     @cached_property
@@ -335,15 +335,15 @@ class Replay:
         self.model, self.masters, self.optimizer = built.model, built.masters, built.optimizer
         self.fp32_modules = built.fp32_modules
         self.weights = step.stored if as_run else step.weights
-        """What the model starts from; may be replaced."""
+        """Weights that the model starts from; may be replaced."""
         self.microbatches = step.microbatches
-        """What ``run`` takes, and by whose number a loss is divided; may be replaced."""
+        """Microbatches of ``run``, by whose number a loss is divided; may be replaced."""
         self.scale = step.scale if as_run else 1.0
         """The loss scale, which may be set."""
         self.loss_factor = 1.0
-        """What the loss is multiplied by."""
+        """Factor of the loss."""
         self.updates: AbstractContextManager[Any] | None = None
-        """In which the optimizer steps; None: in what the replay runs in."""
+        """Context in which the optimizer steps; None: that of the replay."""
         self.changed = False
         """Whether the loss has changed a batch that it was given."""
         self._wide: torch.dtype | None = None
@@ -413,7 +413,7 @@ class Replay:
         for scale in scales or self.step.scales:
             self.scale = scale
             found = self.run()
-            if not found.nonfinite or "loss" in found.nonfinite:  # no scale mends a forward pass
+            if not found.nonfinite or "loss" in found.nonfinite:  # no scale cures a forward pass
                 break
         return found
 

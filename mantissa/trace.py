@@ -106,7 +106,7 @@ class Op:
         """Number among all operators of the trace, from 0."""
         self.func, self.args, self.kwargs = func, args, kwargs
         self.result: Any = None
-        """What it returned; None: it has not run yet."""
+        """Result of the call; None: it has not run yet."""
         self._trace = trace
 
     def run(self) -> Any:

@@ -42,21 +42,21 @@ class Counts(NamedTuple):
     """What is measured of one parameter in one step: numbers of sampled elements, and two sums; fp32."""
 
     moving: Any
-    """Whose intended update is not 0."""
+    """Elements whose intended update is not 0."""
     lost: Any
-    """Whose intended update is not 0, and whose weight did not change."""
+    """Elements whose intended update is not 0, and whose weight did not change."""
     product: Any
     """The sum of intended update × real update."""
     square: Any
     """The sum of squared intended updates."""
     gradients: Any
-    """Whose gradient is not 0."""
+    """Elements whose gradient is not 0."""
     moment_zero: Any
-    """Whose gradient is not 0, and whose 16-bit second moment is 0 after the step."""
+    """Elements whose gradient is not 0, and whose 16-bit second moment is 0 after the step."""
     in_half: Any
-    """Whose gradient was computed in 16 bits."""
+    """Elements whose gradient was computed in 16 bits."""
     flushed: Any
-    """Of these: 0 or subnormal in the 16-bit format, with the loss scale."""
+    """Those of them whose gradient, with the loss scale, is 0 or subnormal in the 16-bit format."""
 
     @property
     def lost_share(self) -> float:
@@ -87,15 +87,15 @@ class Measurement(NamedTuple):
     counts: Tensor
     """A row for each parameter, with the columns of ``Counts``."""
     peak: Tensor
-    """With fp16 the largest absolute gradient as backward left it, with the loss scale, fp32 scalar."""
+    """Largest absolute gradient in fp16, with the loss scale, fp32 scalar; 0 in other formats."""
 
 
 class _Tracked(NamedTuple):
     name: str
     parameter: nn.Parameter
-    """What the optimizer updates: the model's weight, or its master."""
+    """Tensor that the optimizer updates: the model's weight, or its master."""
     weight: Tensor
-    """What is kept of it after the step."""
+    """Tensor that keeps it after the step."""
     in_half: bool
 
 
@@ -104,7 +104,7 @@ class _Sample(NamedTuple):
 
     weight: Tensor
     gradient: Tensor
-    """As backward left it, with the loss scale, fp32."""
+    """Gradient as backward left it, with the loss scale, fp32."""
     state: dict[str, Any]
     group: dict[str, Any]
 

@@ -44,13 +44,13 @@ class _Step(NamedTuple):
     flags: Tensor
     """On the host: whether the gradients are finite, whether the losses are, and whether the step was skipped."""
     event: Any
-    """After which the device is done with it; None: it is."""
+    """Event after which the device is done with it; None: it is."""
     batches: list[Any]
     versions: list[tuple[Tensor, int]]
-    """Of their tensors: how often each had been changed when it was kept."""
+    """Tensors of the batches, each with the number of changes when it was kept."""
     generators: Callable[[], dict[str, Tensor]] | None
     read: Callable[[], Measured] | None
-    """Of a measured step."""
+    """Returns the measurement; None: the step was not measured."""
 
 
 class Watch:
@@ -131,17 +131,17 @@ class Watch:
             self._weights: list[Kept] = [(each, local(each).clone(), 0) for each in self._parameters if self._later]
             self._buffers: list[Kept] = [(each, local(each).clone(), each._version) for each in self.model.buffers()]
         self.number = 0
-        """Of the last optimizer step."""
+        """Number of the last optimizer step."""
         self.skipped = 0
         self.setup: Setup | None = None
         self.history: list[Measured] = []
-        """Of every metered step."""
+        """Measurements of all metered steps."""
         self._in_a_row = 0
         self._returns_loss = False
         self._parts = False
         """Whether the losses of passes are parts of the step's, divided by the targets of all, as transformers'."""
         self._waiting: deque[_Step] = deque()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._clear()
         self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled)
         self.meters = Meters(self.model, self.optimizer, not self.compiled)
@@ -377,11 +377,11 @@ class Watch:
 
     def _warn(self, now: Measured) -> None:
         """Say what is harmful in a measurement, and was not said yet."""
-        lost = {name: counts for name, counts in now.lost.items() if counts.loses_updates and name not in self._said}
-        near = [name for name, bits in now.overflow.items() if bits < _NEAR and name not in self._said]
+        lost = {name: counts for name, counts in now.lost.items() if counts.loses_updates and name not in self._warned}
+        near = [name for name, bits in now.overflow.items() if bits < _NEAR and name not in self._warned]
         if self._scaling:  # a scaler raises its scale until gradients overflow
             near = [name for name in near if not name.endswith(".grad")]
-        self._said |= {*lost, *near}
+        self._warned |= {*lost, *near}
         for name, counts in lost.items():
             share = f"{counts.lost_share:.0%} of the updates of parameter group {name}"
             self._say(f"step {now.step}: {share} are lost, too small for the weights' dtype: keep fp32 weights.")

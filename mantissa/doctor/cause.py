@@ -406,7 +406,7 @@ class _Written(NamedTuple):
     """Storages of the operator's inputs."""
     storage: int
     lost: str
-    """What became 0 in it that is not 0 in fp64, in words; empty: nothing."""
+    """Numbers that became 0 in it and are not 0 in fp64, in words; empty: none."""
 
 
 def _flushed(passes: Replay, number: int) -> tuple[Operator, str] | None:

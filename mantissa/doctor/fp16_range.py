@@ -48,13 +48,13 @@ class Exponents:
     zeros: int = 0
     amax: float = 0.0
     counts: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
-    """From ``LOWEST`` on."""
+    """Numbers of elements with each exponent, from ``LOWEST`` on."""
     squares: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
     """The sum of the squares of the elements with each exponent."""
 
     @property
     def name(self) -> str:
-        """That of the tensor in the model."""
+        """Name of the tensor in the model."""
         return f"{self.module}.{self.tensor}".lstrip(".")
 
     def add(self, gradient: Tensor) -> None:
@@ -101,7 +101,7 @@ class Range(Examined):
     highest: int | None = None
     """The exponent of the largest scale that is safe; None: there is no gradient in fp16."""
     lowest: int | None = None
-    """That of the least scale which holds every layer."""
+    """Exponent of the least scale that holds every layer."""
 
     @property
     def proposed(self) -> float:

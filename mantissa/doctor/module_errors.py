@@ -453,11 +453,11 @@ class Value:
     """Detached."""
     differentiable: bool
     version: int
-    """How often it had been changed in place."""
+    """Number of changes in place so far."""
     low: torch.dtype
     """Its dtype in the low precision."""
     gradient: Tensor | None = None
-    """Of the loss with respect to it; of an argument: through this call alone, filled when that is evaluated."""
+    """Gradient of the loss with respect to it; of an argument through this call alone, known once that is evaluated."""
 
 
 class _Object(NamedTuple):
@@ -505,7 +505,7 @@ class Call:
 
     module: str
     number: int
-    """Of this module's calls, from 0."""
+    """Number among this module's calls, from 0."""
     given: Nested
     autocast: torch.dtype | None
     """The autocast dtype; None: off."""
@@ -518,7 +518,7 @@ class Call:
     overwritten: bool = False
     """Its results were changed in place afterwards; the evaluation in the reference restores them."""
     skipped: str = ""
-    """Why it cannot be evaluated."""
+    """Reason why it cannot be evaluated; empty: it can."""
 
     def sources(self) -> list[tuple[str, Value]]:
         """Return what its own operators get, with names: its arguments, and the results of its submodules."""
@@ -545,7 +545,7 @@ class Evaluated(NamedTuple):
     passed: list[bool]
     """Whether a target is a source as it is."""
     gradients: dict[str, Tensor]
-    """By name: those of the sources and of the parameters."""
+    """Gradients of the sources and of the parameters, by name."""
 
 
 class Recording(NamedTuple):

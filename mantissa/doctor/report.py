@@ -65,7 +65,7 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "loss_scale": replay.step.scale,
         "formats": [
             {name: getattr(trial, name) for name in ("name", "status", "scale", "why")}
-            | {"loss": _number(trial.loss), "harmed": trial.nonfinite}
+            | {"loss": _number(trial.loss), "nonfinite": trial.nonfinite}
             for trial in diagnosis.sweep
         ],
         "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},

@@ -28,7 +28,7 @@ class FormatTrial:
 
     name: str
     build: Callable[[], Replay] | None = None
-    """None: it is another trial's passes, compiled."""
+    """Returns the replay; None: it is another trial's, compiled."""
     scales: list[float] = field(default_factory=lambda: [1.0])
     """Loss scales to try in this order, until one is finite."""
     status: str = ""
@@ -36,7 +36,7 @@ class FormatTrial:
     scale: float = 1.0
     """The last one tried."""
     why: str = ""
-    """Why it was left out, or what it raised."""
+    """Reason why it was left out, or the error that it raised."""
     loss: float = math.nan
 
     def take(self) -> Replay | None:

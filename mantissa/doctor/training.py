@@ -45,7 +45,7 @@ class Divergence(Examined):
     away: list[float]
     """The distance of each step's loss from the mean of the fp32 losses."""
     limit: list[float]
-    """How much of it rounding explains."""
+    """Distance that rounding explains, of each step."""
     fixes: Callable[[Sequence[float]], bool] = field(default=lambda losses: False)
     """Whether other losses of the same steps do not diverge, nor lose half as much."""
     at: int = 0
