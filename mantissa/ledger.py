@@ -22,18 +22,6 @@ MIB = 2**20
 
 
 @dataclass
-class LargeTensor:
-    """One of the largest tensors alive at the peak."""
-
-    name: str
-    """Name of the parameter or buffer, else of the operator that made it, such as ``aten.addmm.default``."""
-    category: str
-    shape: list[int]
-    dtype: str
-    bytes: int
-
-
-@dataclass
 class Ledger:
     """Bytes by category over one optimizer step; the categories are defined at ``MemoryLedger``."""
 
@@ -47,7 +35,9 @@ class Ledger:
     """The most that each category held at any moment; the moments differ, so these add up to more."""
     half_at_peak: dict[str, int]
     """The part of ``at_peak`` that is in floating-point dtypes of at most 16 bits."""
-    largest: list[LargeTensor] = field(default_factory=list)
+    largest: list[dict[str, Any]] = field(default_factory=list)
+    """Largest tensors at that moment: ``name`` of the parameter, of the buffer or of the operator that made it, such as
+    ``aten.addmm.default``, ``category``, ``shape``, ``dtype`` and ``bytes``."""
 
     @property
     def steady(self) -> dict[str, int]:
@@ -60,18 +50,18 @@ class Ledger:
 
     def text(self) -> str:
         """Return the table, the largest tensors and the sentence as plain text."""
-        lines = [f"Peak {display.size(self.peak_bytes)}, reached in the {self.peak_phase} phase", ""]
-        lines.append(f"{'':<16}{'at the peak':>16}{'share':>9}{'highest':>16}")
+        rows = [("", "at the peak", "share", "highest")]
         for name, highest in self.highest.items():
             if highest:
-                mib, share = self.at_peak[name] / MIB, self._share(self.at_peak[name])
-                lines.append(f"{name:<16}{mib:>12.1f} MiB{share:>9.1%}{highest / MIB:>12.1f} MiB")
-        lines += ["", "Largest tensors at the peak:"]
-        for tensor in self.largest:
-            shape = " x ".join(map(str, tensor.shape))
-            what = f"{tensor.category}, {tensor.dtype} [{shape}], {tensor.name}"
-            lines.append(f"{tensor.bytes / MIB:>10.1f} MiB  {what}")
-        return "\n".join([*lines, "", self.sentence(), ""])
+                now = self.at_peak[name]
+                rows.append((name, display.size(now), f"{self._share(now):.1%}", display.size(highest)))
+        large = [
+            (display.size(each["bytes"]), each["category"], f"{each['dtype']} {each['shape']}", each["name"])
+            for each in self.largest
+        ]
+        peak = f"Peak {display.size(self.peak_bytes)}, reached in the {self.peak_phase} phase"
+        tensors = ["Largest tensors at the peak:", display.columns(large)] if large else []
+        return "\n".join([peak, "", display.columns(rows), "", *tensors, "", self.sentence(), ""])
 
     def sentence(self) -> str:
         """Return a sentence about what dominates the peak and what autocast can save there.
@@ -195,7 +185,7 @@ class MemoryLedger(TorchDispatchMode):
             at_peak=at_peak,
             highest=highest,
             half_at_peak=half,
-            largest=[LargeTensor(b.name, b.category, b.shape, display.dtype_name(b.dtype), size) for b, size in top],
+            largest=[asdict(block) | {"dtype": display.dtype_name(block.dtype), "bytes": size} for block, size in top],
         )
 
     def __torch_dispatch__(

@@ -110,76 +110,70 @@ def _builder(
 ) -> Build:
     """Return what copies a model with its optimizer once more, for a format."""
 
-    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], *, as_run: bool, recompute: bool) -> Built:
-        model, optimizer = _copy(original, trains)
+    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool, recompute: bool) -> Built:
+        model, own = _copy(original, trains)
         row = FORMATS[format]
+        half = row.half_weights
         if not as_run or format != precision:
-            cast_training(model, optimizer, row.weights)
+            cast_training(model, own, row.weights)
         for name in fp32_modules:
             parent = name.rpartition(".")[0]
             if isinstance(model.get_submodule(parent), nn.MultiheadAttention) and parent not in fp32_modules:
                 raise FormatError(f"{name} is never called: torch's attention uses its weights directly")
-        half = row.half_weights
         keep_fp32(model, fp32_modules, device.type, half)
         if half is not None:
             model.register_forward_pre_hook(
                 lambda _, args, kwargs: (cast(args, half), cast(kwargs, half)), with_kwargs=True
             )
         lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        trained = optimizer if optimizer is not None else torch.optim.SGD(model.parameters(), lr=0.0)  # they stay
+        optimizer = own if own is not None else torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay
+
+        def loss_of(batch: Batch) -> Tensor:
+            assert isinstance(batch, LoopBatch)
+            found = loss(model, batch.whole())
+            if not isinstance(found, Tensor) or found.numel() != 1:
+                tensor = isinstance(found, Tensor)
+                what = f"a tensor of shape {list(found.shape)}" if tensor else f"a {type(found).__name__}"
+                raise UsageError(f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {what}")
+            return found
+
+        def autocast() -> AbstractContextManager[Any]:
+            contexts = ExitStack()
+            contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
+            contexts.enter_context(torch.autocast(device.type, dtype=row.autocast, enabled=row.autocast is not None))
+            if fp32_ops:
+                contexts.enter_context(OperatorPolicy(device.type, dict.fromkeys(fp32_ops, torch.float32), half))
+            return contexts
+
+        def prepare(number: int, lr: float, fresh: bool) -> None:
+            if fresh:
+                optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * lr
+
+        def update(scale: float, correction: float, meter: UpdateMeter | None) -> None:
+            if scale != 1:
+                gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+                torch._foreach_mul_(gradients, 1 / scale)
+            if meter is not None:
+                meter.before()
+            optimizer.step()
+            if meter is not None:
+                meter.after(1, torch.tensor(True))
+
         return Built(
             model=model,
-            optimizer=trained,
-            loss=partial(_loss, loss, model),
-            autocast=partial(_autocast, device.type, row.autocast, half, fp32_ops),
-            prepare=partial(_prepare, trained),
-            update=partial(_update, model, trained),
+            optimizer=optimizer,
+            loss=loss_of,
+            autocast=autocast,
+            prepare=prepare,
+            update=update,
             fp32_modules=fp32_modules,
             blocks=max(lists, key=len, default=[]),
             compiled=[model],
         )
 
     return build
-
-
-def _loss(loss: Loss, model: nn.Module, batch: Batch) -> Tensor:
-    assert isinstance(batch, LoopBatch)
-    found = loss(model, batch.whole())
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise UsageError(f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {what}")
-    return found
-
-
-def _autocast(
-    device: str, dtype: torch.dtype | None, half: torch.dtype | None, fp32_ops: list[str]
-) -> AbstractContextManager[Any]:
-    contexts = ExitStack()
-    contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
-    contexts.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
-    if fp32_ops:
-        contexts.enter_context(OperatorPolicy(device, dict.fromkeys(fp32_ops, torch.float32), half))
-    return contexts
-
-
-def _prepare(optimizer: torch.optim.Optimizer, number: int, lr: float, fresh: bool) -> None:
-    if fresh:
-        optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * lr
-
-
-def _update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scale: float, correction: float, meter: UpdateMeter | None
-) -> None:
-    if scale != 1:
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        torch._foreach_mul_(gradients, 1 / scale)
-    if meter is not None:
-        meter.before()
-    optimizer.step()
-    if meter is not None:
-        meter.after(1, torch.tensor(True))
 
 
 def _free_bytes(device: torch.device) -> int:

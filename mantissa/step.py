@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,24 +103,10 @@ class Built:
     """The modules that the run compiles."""
 
 
-class Build(Protocol):
-    """Builds the model of a step in a format."""
-
-    def __call__(
-        self, format: str, fp32_modules: list[str], fp32_ops: list[str], *, as_run: bool, recompute: bool
-    ) -> Built:
-        """Return the model, and what trains it.
-
-        Args:
-            format: its name.
-            fp32_modules: name patterns of submodules that compute in fp32.
-            fp32_ops: names of operators that do.
-            as_run: whether it is the run's own, so that dtypes that a user set stay.
-            recompute: whether activations are recomputed where the run does so.
-
-        Raises:
-            FormatError: the model cannot.
-        """
+Build = Callable[[str, list[str], list[str], bool, bool], Built]
+"""Builds the model of a step from the name of a format, name patterns of submodules and names of operators that compute
+in fp32, whether it is the run's own, so that dtypes that a user set stay, and whether activations are recomputed where
+the run does so. Raises a FormatError where the model cannot."""
 
 
 @dataclass(kw_only=True)
@@ -213,15 +198,16 @@ class Step:
         half = FORMATS[format].half is not None
         modules = (self.fp32_modules if half else []) if fp32_modules is None else fp32_modules
         operators = (self.fp32_ops if half else []) if fp32_ops is None else fp32_ops
-        built = self.build(format, modules, operators, as_run=as_run, recompute=recompute)
+        built = self.build(format, modules, operators, as_run, recompute)
         return Replay(self, FORMATS[format], built, as_run)
 
     def as_run(
         self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None, recompute: bool = True
     ) -> Replay:
         """Return a replay as the run takes the step, eager; the arguments are those of ``replay``."""
-        lists = {"fp32_modules": fp32_modules, "fp32_ops": fp32_ops}
-        return self.replay(self.format.name, as_run=True, recompute=recompute, **lists)
+        return self.replay(
+            self.format.name, as_run=True, fp32_modules=fp32_modules, fp32_ops=fp32_ops, recompute=recompute
+        )
 
     def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Replay:
         """Return a replay in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
@@ -333,7 +319,7 @@ class Replay:
     def __init__(self, step: Step, format: Format, built: Built, as_run: bool) -> None:
         self.step, self.format, self.built = step, format, built
         self.model, self.masters, self.optimizer = built.model, built.masters, built.optimizer
-        self.fp32_modules = built.fp32_modules
+        self.fp32_modules, self.autocast = built.fp32_modules, built.autocast
         self.weights = step.stored if as_run else step.weights
         """Weights that the model starts from; may be replaced."""
         self.microbatches = step.microbatches
@@ -363,7 +349,8 @@ class Replay:
             if self.masters is not None:
                 for name, master in self.masters.persistent_weights():
                     master.copy_(self.step.weights[name])
-            self._clear_gradients()
+                for _, master in self.masters.named_parameters():
+                    master.grad = None
             self.restore_generators()
             _restore(self._states)
 
@@ -374,15 +361,6 @@ class Replay:
     def restore_generators(self) -> None:
         """Give all random generators the state from which the step starts."""
         set_random_state(self.step.generators, self.step.device)
-
-    def _clear_gradients(self) -> None:
-        for parameter in self._changed():
-            parameter.grad = None
-
-    def _changed(self) -> Iterable[nn.Parameter]:
-        """Return the weights of the model and their masters."""
-        masters = self.masters.named_parameters() if self.masters is not None else ()
-        return chain(self.model.parameters(), (master for _, master in masters))
 
     def widen(self, dtype: torch.dtype) -> None:
         """Compute in a wider dtype from now on, in which explicit casts to narrower ones have no effect."""
@@ -459,10 +437,6 @@ class Replay:
         self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
         return loss
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of the format around forward and loss."""
-        return self.built.autocast()
-
     def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
         """Train some steps from this one's start, as the run does; one that is skipped is taken at half the scale.
 
@@ -481,12 +455,14 @@ class Replay:
     def _train_step(self, microbatches: list[Batch]) -> float:
         self.microbatches = microbatches
         generators, states = random_state(self.step.device), _states(self.model)
-        scaled = self.format.needs_loss_scale
+        scaled, masters = self.format.needs_loss_scale, self.masters.named_parameters() if self.masters else ()
+        changed = [*self.model.parameters(), *(master for _, master in masters)]
         while True:
-            self._clear_gradients()
+            for weight in changed:
+                weight.grad = None
             with self.around():
                 loss, correction = self.gradients(microbatches)
-            sound = all(finite(weight.grad) for weight in self._changed() if weight.grad is not None)
+            sound = all(finite(weight.grad) for weight in changed if weight.grad is not None)
             if sound or not scaled or self.scale <= LEAST_SCALE or not self.step.least_scale:
                 break
             self.scale /= 2  # as a dynamic scaler would, with the same dropout

@@ -137,7 +137,7 @@ def _builder(setting: Setting, prototype: nn.Module, moments: dict[str, dict[str
         moments: of the optimizer, by parameter.
     """
 
-    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], *, as_run: bool, recompute: bool) -> Built:
+    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool, recompute: bool) -> Built:
         config = _in_format(setting.config, format, fp32_modules, fp32_ops, recompute)
         try:
             trainer = _Eager(setting._replace(config=config), prototype)
