@@ -92,11 +92,9 @@ class Meters:
         """
         named = [(name, each) for name, each in self._model.named_parameters() if measurable(each.grad)]
         self._named = [(name, each) for name, each in named if local(each).numel()]
-        if not self._named:
-            return
-        self._half = half
         if not self._named:  # the optimizer is another model's, as Watch says
             return
+        self._half = half
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device

@@ -45,10 +45,6 @@ class Equivalence:
     """Interval that decided: where tests are of 5 %, 90 % where EQUIVALENT, else 95 %."""
     p_equivalent: float
     """Larger p of the two one-sided tests: small where the difference lies within the margin."""
-    p_beyond: float
-    """p of a two-sided test against a difference of at most the margin."""
-    p_different: float
-    """p of a two-sided test against no difference: what is significant here may still be within the margin."""
     pairs_needed: int | None
     """Number of pairs that would decide what is INCONCLUSIVE, with this mean and spread, at the level of the next look,
     in a share ``POWER`` of repetitions; None: more than 1000."""
@@ -177,9 +173,8 @@ class _Tested:
             verdict = WORSE if self.p_worse < self.p_better else BETTER
         else:
             needed = self._pairs_needed(1 - later * (within if abs(self.mean) < self.margin else beyond / 2))
-        p_different = min(1.0, 2 * min(self._below(0.0), self._above(0.0)))
         interval = mean_interval(self.differences.tolist(), level)
-        return Equivalence(verdict, self.margin, interval, self.p_equivalent, self.p_beyond, p_different, needed)
+        return Equivalence(verdict, self.margin, interval, self.p_equivalent, needed)
 
     def _pairs_needed(self, level: float) -> int | None:
         """Return how many pairs of this mean and spread would decide, by a test whose one-sided error is 1 - ``level``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -197,55 +197,62 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
     """
     if not _explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
         return None
-    still = torch.tensor(step.reference().train(batches, lr=0.0), dtype=torch.float64)
+    still = _fp64(step.reference().train(batches, lr=0.0))
     explodes = _explodes(exact, still)
     if not explodes and _learned(exact, still) > _NO_PROGRESS:
         return None
-    least = 0.0 if explodes else _CLEAR_PROGRESS
     broken = (~exact.isfinite()).nonzero()
     last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in {dtype_name(dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
-
-    def trained(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> Tensor:
-        return torch.tensor(step.reference(dtype).train(steps, lr, fresh), dtype=torch.float64)
-
-    def fixes(losses: Tensor) -> bool:
-        return not _explodes(losses, still) and _learned(losses, still) > least
-
-    if step.moments and fixes(losses := trained(fresh=True)):
-        state, detail = _largest_state(step)
-        detail = f"{went}, and to {losses[-1]:.4g} with a fresh state of the optimizer; {detail}"
-        module = state.rpartition(" of ")[2].rpartition(".")[0]
-        return Finding(MOMENT, UPDATE, module, "fp32", detail=detail, cure=[step.remedies.fresh_state], tensor=state)
-    sample = find_outlier(batch for microbatches in batches for batch in microbatches) if explodes else None
-    if sample is not None and fixes(
-        losses := trained([list(map(without_outliers, microbatches)) for microbatches in batches])
-    ):
-        at = step.number + sample.batch // len(batches[0])
-        detail = f"{went}, and to {losses[-1]:.4g} with usual samples in the place of such; in step {at}, {sample}"
-        cure = [f"leave out {sample.place}, and others like it"]
-        return Finding(INPUT, UPDATE, "", "fp32", detail=detail, cure=cure, tensor=sample.place)
-    factor, line = _factor(step.reference())
-    passes = step.reference(dtype)
-    passes.loss_factor = 1 / factor
-    if explodes and factor >= _FACTOR and fixes(losses := factor * torch.tensor(passes.train(batches)).double()):
-        detail = f"{went}, and to {losses[-1]:.4g} if the gradients are not multiplied by {factor:g}, as the loss is"
-        return Finding(SCALE, UPDATE, "", "fp32", detail=detail, cure=["no factor in this line"], line=line)
     rises = False
-    for rate in RATES if explodes else RATES[:2]:
-        losses = trained(lr=rate)
-        if fixes(losses):
-            detail = f"{went}, and to {losses[-1]:.4g} with {rate:g} times the learning rate"
-            return Finding(RATE, UPDATE, "", "fp32", detail=detail, cure=[step.remedies.rate(rate)])
-        rises |= explodes and _learned(losses, still) < 0
+    for finding, losses in _explanations(step, batches, dtype, explodes):
+        if not _explodes(losses, still) and _learned(losses, still) > (0.0 if explodes else _CLEAR_PROGRESS):
+            finding.detail = f"{went}, and to {losses[-1]:.4g} {finding.detail}"
+            return finding
+        rises |= explodes and finding.kind == RATE and _learned(losses, still) < 0
     if not rises:
         return None
     detail = f"{went}, and it rises with much lower learning rates, too, as with a wrong sign, or weight decay"
     return Finding(RATE, UPDATE, "", "fp32", detail=detail)
 
 
-def _largest_state(step: Step) -> tuple[str, str]:
-    """Return which of the optimizer's tensors is the farthest from the gradient of this step, and how far it is."""
+def _explanations(
+    step: Step, batches: list[list[Batch]], dtype: torch.dtype, explodes: bool
+) -> Iterator[tuple[Finding, Tensor]]:
+    """Yield what may be the cause, and the losses of the same steps without it."""
+
+    def trained(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> Tensor:
+        return _fp64(step.reference(dtype).train(steps, lr, fresh))
+
+    def finding(kind: str, detail: str, cure: str, module: str = "", tensor: str = "", line: str = "") -> Finding:
+        return Finding(kind, UPDATE, module, "fp32", detail=detail, cure=[cure], tensor=tensor, line=line)
+
+    if step.moments:
+        state, times = _largest_state(step)
+        detail = (
+            f"with a fresh state of the optimizer; the largest, {state}, is {times:.3g} times the gradient of this step"
+        )
+        module = state.rpartition(" of ")[2].rpartition(".")[0]
+        yield finding(MOMENT, detail, step.remedies.fresh_state, module, state), trained(fresh=True)
+    sample = find_outlier(batch for microbatches in batches for batch in microbatches) if explodes else None
+    if sample is not None:
+        detail = f"with usual samples in the place of such; in step {step.number + sample.batch // len(batches[0])}, "
+        cure = f"leave out {sample.place}, and others like it"
+        usual = [list(map(without_outliers, microbatches)) for microbatches in batches]
+        yield finding(INPUT, f"{detail}{sample}", cure, tensor=sample.place), trained(usual)
+    factor, line = _factor(step.reference())
+    if explodes and factor >= _FACTOR:
+        detail = f"if the gradients are not multiplied by {factor:g}, as the loss is"
+        replay = step.reference(dtype)
+        replay.loss_factor = 1 / factor
+        yield finding(SCALE, detail, "no factor in this line", line=line), factor * _fp64(replay.train(batches))
+    for rate in RATES if explodes else RATES[:2]:
+        detail = f"with {rate:g} times the learning rate"
+        yield finding(RATE, detail, step.remedies.rate(rate)), trained(lr=rate)
+
+
+def _largest_state(step: Step) -> tuple[str, float]:
+    """Find the optimizer tensor that is the largest beside this step's gradient, and how many times as large."""
     gradients, found = step.reference().run().gradients, []
     for name, state in step.moments.items():
         if name not in gradients or gradients[name].is_sparse:
@@ -257,7 +264,7 @@ def _largest_state(step: Step) -> tuple[str, str]:
                 times = kept.norm().item() / max(gradient.double().norm().item(), 1e-30)
                 found.append((times, f"{key} of {name}"))
     times, place = max(found, default=(0.0, ""))
-    return place, f"the largest, {place}, is {times:.3g} times the gradient of this step"
+    return place, times
 
 
 def _factor(passes: Replay) -> tuple[float, str]:
