@@ -16,7 +16,7 @@ from benchmarks import bench, overhead, peers, ratios, rows
 from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job, shakespeare
 from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, PlainShape, _plain, nanogpt
 from benchmarks.rows import Bench, Row
-from evidence.turns import Block
+from evidence.turns import Block, stopwatch
 from mantissa.formats import BASIC
 from trainer.config.options import run
 from trainer.hardware import Hardware, detect
@@ -67,6 +67,13 @@ def test_rows_are_printed_and_kept_as_they_come_also_beside_a_measurement_that_f
     assert run(bench.main, None, ["device=cpu", "only=whole", "repeats=1"]) == 0  # a trial
     assert kept == dict.fromkeys(("known before", "of the others"), "python benchmarks/bench.py device=cpu")
     assert run(bench.main, None, ["only=hole"]) == 2
+
+
+def test_a_stopwatch_measures_only_its_own_steps() -> None:
+    now = [1000.0]
+    block = stopwatch(lambda steps: now.append(now.pop() + 0.5 * steps), torch.device("cpu"), lambda: now[0])
+    now[0] += 100
+    assert block(4) == 2.0
 
 
 def test_blocks_take_turns_the_first_repeat_is_not_kept_and_a_speedup_is_the_slower_over_the_faster() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ from mantissa.display import columns
 from mantissa.ledger import CATEGORIES
 from mantissa.shell import Ended
 from mantissa.statistics import EQUIVALENT, WORSE, Interval
-from tests.evidence.ended import ended
 from trainer.errors import UserError
 from trainer.files import in_use
 
@@ -31,6 +31,37 @@ TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "d
 PAIR = "arms=fp32,bf16"
 FP32, BF16 = Arm("fp32", ("precision=fp32",)), Arm("bf16", ("precision=bf16",))
 STEPS = range(50, 2001, 50)
+
+
+def ended(
+    runs: Path,
+    arm: str,
+    seed: int,
+    steps: Sequence[int],
+    losses: Sequence[float | None],
+    ledger: dict[str, int] | None = None,
+    **summary: Any,
+) -> Outcome:
+    """Write a run folder as train.py leaves it, and return its outcome; a loss of None was not finite."""
+    run = runs / f"{arm}-s{seed}"
+    (run / "profile").mkdir(parents=True)
+    lines = [{"step": step, "valid/loss": loss} for step, loss in zip(steps, losses, strict=True)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if ledger:
+        record = {"peak_bytes": sum(ledger.values()), "at_peak": ledger}
+        (run / "profile" / "ledger.json").write_text(json.dumps(record))
+    common = {
+        "status": "FINISHED",
+        "final": {"valid/loss": losses[-1]},
+        "unit": "samples",
+        "units_per_s": 100.0,
+        "peak_memory_bytes": 7_000,
+        "hardware": {"device": "cpu"},
+        "skipped_steps": 0,
+        "fp32_arithmetic": None,
+    }
+    (run / "summary.json").write_text(json.dumps(common | summary))
+    return Outcome(arm, seed, run, 0, summary=common | summary)
 
 
 # --- what is planned ---
@@ -85,7 +116,7 @@ class Launches:
         self.ran.append(name)
         folder = log.parent
         if not (code := self.codes.get(name, 0)):
-            ended(folder, *_pair(name), [10], [self.losses.get(name, 2.0)], to_disk=True)
+            ended(folder, *_pair(name), [10], [self.losses.get(name, 2.0)])
         return Ended(code, 1.0, "error: the disk is full\n" if code else "")
 
 

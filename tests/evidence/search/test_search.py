@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 from evidence.search.search import main as search
 from evidence.search.space import parse_space
-from evidence.search.study import Search, open_study, pruner_of, studies
+from evidence.search.study import DATABASE, Search, open_study, pruner_of, studies
 from trainer.errors import NonFiniteError, UserError
 from trainer.trainer import Trainer
 
@@ -28,12 +28,21 @@ BIGNET = (
 LR = "space.optimizer.lr=log(1e-4,1e-1)"
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Optuna's SQLite file without a study, to be copied: making its tables takes a second."""
+    path = tmp_path_factory.mktemp("optuna") / DATABASE
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    studies(path.parent)
+    return path
+
+
 @pytest.fixture
 def outputs(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
-    shutil.copy(empty_database, tmp_path / "outputs" / "optuna.db")
+    shutil.copy(empty_database, tmp_path / "outputs" / DATABASE)
     return tmp_path / "outputs"
 
 
