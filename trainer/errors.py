@@ -81,18 +81,12 @@ class Interrupted(KeyboardInterrupt):
         return type(self), (str(self), self.exit_code - 128)
 
 
-LARGEST = 99_999_999
-"""Of any whole number but a seed: the names of checkpoints have eight digits."""
-
-
 def check_number(key: str, value: int | str | None, least: int = 1) -> None:
     """Raise UserError where an option is neither a whole number of at least ``least``, nor ``auto``, nor left out."""
     if isinstance(value, str) and value != "auto":
         raise UserError(f"{key}={value} must be a whole number, or auto")
     if isinstance(value, int) and value < least:
         raise UserError(f"{key}={value} must be at least {least}")
-    if isinstance(value, int) and value > LARGEST:
-        raise UserError(f"{key}={value:.6g} must be at most {LARGEST}")
 
 
 def redacted(text: str) -> str:

@@ -23,7 +23,6 @@ from trainer.files import (
     is_kept,
     read_object,
     run_facts,
-    sha256,
 )
 from trainer.recipe import Decision, FirstWeights, Recipe
 from trainer.run_folder import RunFolder, run_of, to_continue
@@ -94,18 +93,14 @@ class InitFrom(FirstWeights):
         return read_object(self.path / BEST / "config.json") if self.exported else run_facts(self.path, "images")
 
     def facts(self) -> dict[str, Any]:
-        """Return what is recorded about it: the run, the step, and the hash of each file of weights."""
-        folder = self.path / BEST if self.exported else checkpoint.path_of(self.path / "checkpoints", self.step)
-        files = sorted(folder.glob("*.safetensors" if self.exported else "model*.safetensors"))
+        """Return what is recorded about it."""
         sent = read_object(self.path / TRACKING_FILE).get("run_id")
         return {
             "run": self.path.name,
             "folder": str(self.path.absolute()),
             "mlflow_run_id": sent,
-            "recipe": self.config["recipe"],
             "step": self.step,
-            "weights": str(folder.relative_to(self.path)),
-            "sha256": {file.name: sha256(file) for file in files},
+            "weights": BEST if self.exported else "checkpoints",
         }
 
 

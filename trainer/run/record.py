@@ -109,7 +109,6 @@ def open_metric_log(
         tags |= {
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }
-        tags["init_from.sha256"] = " ".join(source["sha256"].values())
     tags |= config.tags | {key: text for key in ("group", "note") if (text := getattr(config, key))}
     if config.tracking.parent:
         tags["mlflow.parentRunId"] = config.tracking.parent

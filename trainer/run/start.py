@@ -22,7 +22,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
-from trainer.files import METRICS_FILE, SAME, TOKENIZER, TRACKING_FILE, add_run_facts, final_status, in_use
+from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, final_status, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.progress import shown_by, work
@@ -33,7 +33,6 @@ from trainer.run.signals import Signals, take_start_time
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
 from trainer.tracking.log import finish_delivery
-from trainer.tracking.tracked_run import TrackedRun
 
 
 def train(
@@ -165,8 +164,6 @@ def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path |
             raise UserError(f"steps={steps}, but {folder.path} was stopped after step {saved.step}; leave steps out")
         fewer = f"steps={steps} is below that; " if saved.step > steps else ""
         return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
-    if (folder.path / TRACKING_FILE).exists():
-        TrackedRun.read(folder.path)  # raises where it is damaged
     log = folder.path / METRICS_FILE
     if (log.stat().st_size if log.exists() else 0) < saved.log_bytes:
         raise UserError(

@@ -75,7 +75,6 @@ def test_the_new_run_has_its_own_data_and_precision_and_is_resumed_without_the_f
     assert (config["init_from"], config["recipe.context"], config["data.path"]) == (str(source), 16, "two.txt")
     record = json.loads(Path("outputs/part/run.json").read_text())["init_from"]
     assert (record["run"], record["step"], record["weights"]) == ("first", 2, "best")
-    assert list(map(len, record["sha256"].values())) == [64]
     shutil.rmtree(source)
     shutil.rmtree("cache")
     assert "of first, step 2" in succeed("resume=outputs/part", "steps=4").out
