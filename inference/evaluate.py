@@ -50,18 +50,16 @@ class Measured:
     """Number of valid targets of each batch, int64."""
     sums: dict[str, np.ndarray]
     """Summed loss and the recipe's summed metrics of each batch, float64."""
-    samples: int
+    about: dict[str, Any]
+    """What evaluation.json has of the samples: description of the data, split, numbers of samples and targets, and
+    samples of a batch; the last may have fewer."""
     rest: str
     """What of the split is left out, in words."""
-    batch_size: int
-    """Samples of a batch; the last may have fewer."""
     units_per_s: float
     """Units of the recipe (images, tokens) per second from the second batch on, loading included; of a single batch,
     of that one."""
     not_timed: str | None
     """Why ``units_per_s`` is not the speed of the format; None: it is."""
-    data: str
-    """Description of the data."""
     classes: list[str]
     """Names of the classes; empty where the data has none."""
     given: list[tuple[Tensor, Tensor]]
@@ -73,7 +71,7 @@ def evaluate(arguments: list[str]) -> int:
     """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, EvaluateOptions, "overrides")
-    evaluation(options.find(), options, [each for each in overrides if each != "-m"], "-m" in overrides)
+    evaluation(options.find(), options, [override for override in overrides if override != "-m"], "-m" in overrides)
     return 0
 
 
@@ -97,8 +95,9 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     results = {label: measure(exported, run, options.split, least) for label, run in runs.items()}
     label, run = next(reversed(runs.items()))
     result, unit, mode = results[label], run.config.recipe.unit, run.config.precision.mode
-    print(f"{exported.folder}, {result.data}")
-    print(f"{result.samples:,} samples of split={options.split} in batches of {result.batch_size}{result.rest}\n")
+    about = result.about
+    print(f"{exported.folder}, {about['data']}")
+    print(f"{about['samples']:,} samples of split={options.split} in batches of {about['batch_size']}{result.rest}\n")
     folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     try:
         make_folder(folder)
@@ -110,11 +109,7 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
         "run": str(exported.run.path) if exported.run else None,
         "weights": str(exported.folder),
         "recipe": exported.recipe,
-        "data": result.data,
-        "split": options.split,
-        "samples": result.samples,
-        "targets": int(result.targets.sum()),
-        "batch_size": result.batch_size,
+        **about,
         "hardware": run.hardware.name,
         "time": time.time(),
     }
@@ -189,13 +184,17 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
     return Measured(
         values,
         np.array(targets),
-        {name: torch.stack([each[name] for each in sums]).double().cpu().numpy() for name in sums[0]},
-        samples,
+        {name: torch.stack([batch[name] for batch in sums]).double().cpu().numpy() for name in sums[0]},
+        {
+            "data": datasets.description,
+            "split": split,
+            "samples": samples,
+            "targets": count_of_targets,
+            "batch_size": size,
+        },
         _left_out(part, samples),
-        size,
         sum(units) / max(seconds, 1e-9),
         run.not_timed,
-        datasets.description,
         classes,
         given,
     )
@@ -205,8 +204,8 @@ def _left_out(part: Dataset, samples: int) -> str:
     """Return what of a split is not evaluated, in words."""
     if samples < len(part):
         return f"; {len(part) - samples:,} more are left out (eval_samples={samples})"
-    texts = [each for each in getattr(part, "datasets", [part]) if isinstance(each, TokenWindows)]
-    tokens = sum((len(each.tokens) - 1) % each.context for each in texts)
+    texts = [text for text in getattr(part, "datasets", [part]) if isinstance(text, TokenWindows)]
+    tokens = sum((len(text.tokens) - 1) % text.context for text in texts)
     return f"; the last {tokens} tokens, less than a sample, are left out" if tokens else ""
 
 
@@ -254,7 +253,7 @@ def write_classes(folder: Path, result: Measured) -> list[dict[str, Any]]:
 
     labels, given = (torch.cat(parts).cpu().numpy() for parts in zip(*result.given, strict=True))
     found = np.union1d(labels, given).tolist()  # the model may have more outputs than the data has classes
-    names = [result.classes[each] if each < len(result.classes) else str(each) for each in found]
+    names = [result.classes[index] if index < len(result.classes) else str(index) for index in found]
     scores = precision_recall_fscore_support(labels, given, labels=found, zero_division=np.nan)
     table = pd.DataFrame(dict(zip(("precision", "recall", "f1", "samples"), scores, strict=True)), names)
     table.to_csv(folder / "classes.csv", index_label="name")

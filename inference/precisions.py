@@ -74,7 +74,9 @@ def compared(results: dict[str, Measured]) -> dict[str, dict[str, Cost]]:
     The chance that any of them is said to have a cost that it has not is 5 % for each sum (Holm 1979).
     """
     first, *others = results.values()
-    costs = {name: paired(first.sums[name], [each.sums[name] for each in others], first.targets) for name in first.sums}
+    costs = {
+        name: paired(first.sums[name], [other.sums[name] for other in others], first.targets) for name in first.sums
+    }
     return {label: {name: costs[name][index] for name in costs} for index, label in enumerate(list(results)[1:])}
 
 

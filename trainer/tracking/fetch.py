@@ -137,7 +137,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             ended = {SUMMARY_FILE} if run.info.status == "FINISHED" and not is_new_run else set()
             for file in {*COMPANIONS, RUN_FILE, TOKENIZER, *ended} & sent:
                 client.download_artifacts(run_id, file, str(partial))
-            _download(given, client, run_id, [each for each in saved if each <= step], partial / CHECKPOINTS)
+            _download(given, client, run_id, [older for older in saved if older <= step], partial / CHECKPOINTS)
             add_run_facts(partial, fetched=origin, launch={})
             _describe(client, run, is_new_run, partial)
             partial.rename(target)

@@ -247,9 +247,9 @@ def publish(
 
     run, now_ms = create_run(client, experiment, name, key, started_s), int(time.time() * 1000)
     run_id, known = run.info.run_id, run.data
-    points = [Metric(valid_key(each), value, now_ms, step) for each, value in metrics.items()]
-    texts = [Param(valid_key(each), cut(str(value), LONGEST)) for each, value in params.items()]
-    marks = [RunTag(valid_key(each), cut(value, LONGEST)) for each, value in tags.items()]
+    points = [Metric(valid_key(key), value, now_ms, step) for key, value in metrics.items()]
+    texts = [Param(valid_key(key), cut(str(value), LONGEST)) for key, value in params.items()]
+    marks = [RunTag(valid_key(key), cut(value, LONGEST)) for key, value in tags.items()]
     client.log_batch(
         run_id,
         [point for point in points if known.metrics.get(point.key) != point.value],
@@ -259,8 +259,8 @@ def publish(
     for file in files:
         client.log_artifact(run_id, str(file))
     for child, own in children.items():
-        for each, text in {"mlflow.parentRunId": run_id, **own}.items():
-            client.set_tag(child, each, text)
+        for tag, text in {"mlflow.parentRunId": run_id, **own}.items():
+            client.set_tag(child, tag, text)
     if status != run.info.status:
         if status == "RUNNING":
             client.update_run(run_id, status=status)
