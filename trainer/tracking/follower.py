@@ -48,7 +48,6 @@ ARTIFACTS = (
 """Files and folders of a run that go to MLflow under their own names, beside the metrics."""
 FOLDER_TAG = "mantissa.folder"
 """The tag that holds where the run's folder was when it was trained last."""
-MODULES_FILE = "precision_modules.json"
 METRICS = "the last metrics"
 READ_BYTES = 1 << 16
 """Bytes of the metric log in one call of MLflow: some hundred lines."""
@@ -324,11 +323,6 @@ class Follower(threading.Thread):
             self._run.model = model
             if self._run.register:
                 register(client, self._run.register, model or f"runs:/{run_id}/{BEST}", run_id)
-        if path.name == PRECISION_FILE and (rows := read_object(path).get("modules")):
-            # As MLflow's log_table does it, which would append to the table when it is repeated.
-            table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
-            client.log_dict(run_id, table, MODULES_FILE)
-            client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps([{"path": MODULES_FILE, "type": "table"}]))
         self._run.sent[path.name] = changed
         self._write_record()
 
