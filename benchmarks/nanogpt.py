@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import Job, shakespeare
 from benchmarks.rows import Bench, Row
-from evidence.turns import Block, steps_of, stopwatch
+from evidence.stopwatch import Block, steps_of, stopwatch
 from mantissa.compare import interleave
 from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch

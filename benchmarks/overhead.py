@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import BIGNET, LOG_EVERY, TINY_MLP, BareLoop, Job, Workload, gpt2_job
 from benchmarks.rows import Bench, Row, Times, ratios
-from evidence.turns import Block, Clock, stopwatch
+from evidence.stopwatch import Block, Clock, stopwatch
 from mantissa.display import size
 from mantissa.ledger import MemoryLedger
 from trainer.config.schema import Config

@@ -34,7 +34,7 @@ from benchmarks.overhead import (
     stepwise,
 )
 from benchmarks.rows import Bench, Row, ratios
-from evidence.turns import Block
+from evidence.stopwatch import Block
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.hardware import Hardware, synchronise

@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
-from evidence.turns import steps_of, stopwatch
+from evidence.stopwatch import steps_of, stopwatch
 from mantissa import shell
 from mantissa.formats import BASIC
 from trainer.errors import RunError, UserError

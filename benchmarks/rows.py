@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.turns import stopwatch
+from evidence.stopwatch import stopwatch
 from mantissa import compare
 from mantissa.statistics import mean_interval, ratio_interval
 from trainer.hardware import Hardware

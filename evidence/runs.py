@@ -90,12 +90,12 @@ class Outcome:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def recorded(arguments: Sequence[str]) -> list[str]:
+def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command line as files and MLflow may have them: redacted, one by one."""
     return [redacted(argument) for argument in arguments]
 
 
-def merged(*groups: Sequence[str]) -> list[str]:
+def merge_overrides(*groups: Sequence[str]) -> list[str]:
     """Return overrides in which the last value of a key counts. Hydra itself refuses a group that is chosen twice."""
     return list({key_of(text): text for group in groups for text in group}.values())
 
@@ -124,7 +124,7 @@ class Runner:
         """Return the command line of one run."""
         own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={quoted(str(self.runs))}"]
         script = str(PROJECT / "scripts" / "train.py")
-        return [sys.executable, script, *merged(self.common, arm.overrides, own)]
+        return [sys.executable, script, *merge_overrides(self.common, arm.overrides, own)]
 
     def run_all(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Outcome]:
         """Train what is left to train of these arms, with each of these seeds; print a line for every run."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evidence.memory.fits import fitting, given, too_large
-from evidence.runs import merged
+from evidence.memory.fits import fitting, is_set, too_large
+from evidence.runs import merge_overrides
 from mantissa.display import about
 from mantissa.formats import BASIC, FORMATS
 from trainer.config.compose import compose, key_of
@@ -95,17 +95,17 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels):
         notes.append(f"the default has {why}")
     values: dict[str, Sequence[object]] = {}
-    if not given(overrides, PRECISION):
+    if not is_set(overrides, PRECISION):
         values[PRECISION] = _precisions(space, config, hardware)
     values[COMPILE] = ["default" if config.compile.mode == "off" else "off"]
-    if not given(overrides, "micro_batch_size"):
+    if not is_set(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, datasets)
     recipe = config.plan(hardware).config.recipe
     for name in ("channels_last", "chunked_loss"):
         values[f"recipe.{name}"] = ["false" if getattr(recipe, name, None) is True else "true"] * hasattr(recipe, name)
     if attention := getattr(recipe, "attention", None):
         values["recipe.attention"] = [form for form in ("sdpa", "eager") if form != attention]
-    if hardware.device.type == "cpu" and not given(overrides, "threads"):
+    if hardware.device.type == "cpu" and not is_set(overrides, "threads"):
         values["threads"] = _threads(space, hardware)
     if tight and type(recipe).blocks is not Recipe.blocks:
         now = config.activation_checkpointing.mode
@@ -114,8 +114,8 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     if optimizer.fused == "auto" and "fused" in accepted_options(optimizer_class(optimizer.name)):
         values["optimizer.fused"] = ["false"]
     for key, several in values.items():
-        for override in (f"{key}={value}" for value in several if not given(overrides, key)):
-            if why := _refusal(merged(common, [override]), hardware):
+        for override in (f"{key}={value}" for value in several if not is_set(overrides, key)):
+            if why := _refusal(merge_overrides(common, [override]), hardware):
                 space.left_out[in_words(override)] = why
             else:
                 space.choices.setdefault(key, []).append(override)
@@ -124,7 +124,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     def refused(candidate: Candidate) -> str:
         # Compiled, a model needs no more than eager; threads need none.
         own = [change for change in candidate.overrides if key_of(change) not in (COMPILE, "threads")]
-        return too_large(merged(common, own), hardware, datasets, usable_bytes)
+        return too_large(merge_overrides(common, own), hardware, datasets, usable_bytes)
 
     space.refused = refused
     return space, common

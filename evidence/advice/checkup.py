@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence.runs import merged
+from evidence.runs import merge_overrides
 from mantissa import shell
 from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
 from mantissa.doctor.report import VERDICT
@@ -40,7 +40,7 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[st
     samples = min(SAMPLES, compose(overrides).plan(hardware).batching.micro_batch_size)
     own = [f"batch_size={samples}", f"micro_batch_size={samples}", f"output_dir={quoted(str(folder))}", "run_name=null"]
     options = [f"check={','.join(CHECKS)}", f"budget_s={BUDGET_S}"]
-    command = [sys.executable, str(PROJECT / "scripts" / "doctor.py"), *merged(overrides, own), *options]
+    command = [sys.executable, str(PROJECT / "scripts" / "doctor.py"), *merge_overrides(overrides, own), *options]
     for path in folder.glob(f"doctor/*/{VERDICT}"):
         path.unlink()  # of another candidate; the one that appears is of this
     code = shell.run(command, folder / "doctor.log", limit_s=LIMIT_S).code

@@ -16,7 +16,7 @@ from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, time_candidate
 from evidence.measures import IN_USE
 from evidence.options import AdviseOptions
-from evidence.runs import cpu_share_of_others, recorded
+from evidence.runs import cpu_share_of_others, redacted_arguments
 from mantissa.display import duration
 from trainer.config.compose import compose
 from trainer.config.options import parse
@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> int:
             search,
             winner,
             config.recipe.name,
-            recorded(common),
-            shlex.join(["python", "scripts/advise.py", *recorded(arguments)]),
+            redacted_arguments(common),
+            shlex.join(["python", "scripts/advise.py", *redacted_arguments(arguments)]),
             time.monotonic() - began,
             {
                 "hardware": hardware.facts(),

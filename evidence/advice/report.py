@@ -10,7 +10,7 @@ from typing import Any
 
 from evidence.advice.candidates import Candidate
 from evidence.advice.search import NO_TIME, Entry, Search
-from evidence.runs import merged
+from evidence.runs import merge_overrides
 from mantissa.display import duration, size
 from mantissa.page import Report, Section, measured_on
 from mantissa.statistics import Interval
@@ -23,7 +23,7 @@ NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "pr
 def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
     """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
     kept = [text for text in given if re.split(r"[.=]", text.lstrip("+~"))[0] not in NOT_ADVISED]
-    return merged(kept, candidate.overrides)
+    return merge_overrides(kept, candidate.overrides)
 
 
 @dataclass

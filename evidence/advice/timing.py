@@ -14,8 +14,8 @@ import torch
 from evidence.advice.candidates import Candidate
 from evidence.isolated import answer, measure_isolated
 from evidence.memory.trial import peak_of
-from evidence.runs import merged
-from evidence.turns import steps_of, stopwatch
+from evidence.runs import merge_overrides
+from evidence.stopwatch import steps_of, stopwatch
 from trainer.config.schema import Config
 from trainer.trainer import Trainer
 
@@ -56,7 +56,7 @@ def time_candidate(candidate: Candidate, blocks: int, common: Sequence[str], fol
     """
     # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
     compiled = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
-    env, overrides = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, merged(common, candidate.overrides)
+    env, overrides = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, merge_overrides(common, candidate.overrides)
     return Times(**measure_isolated(__name__, overrides, {"blocks": blocks}, env, LIMIT_S))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from evidence.claims.claims import Claim, Criterion, load, names
 from evidence.measures import TIMED, in_use, measured
 from evidence.options import ReproduceOptions
-from evidence.runs import DIVERGED, Outcome, Runner, merged
+from evidence.runs import DIVERGED, Outcome, Runner, merge_overrides
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, equivalence, ratio_interval
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
@@ -155,7 +155,7 @@ def _check_overrides(claim: Claim, hardware: Hardware, given: list[str]) -> None
     """Refuse overrides that train.py would refuse, before anything is run."""
     for arm in claim.runs(claim.to_run(hardware), given, hardware):
         try:
-            compose(merged(arm.overrides))
+            compose(merge_overrides(arm.overrides))
         except UserError as error:
             raise UserError(f"evidence/claims/published/{claim.id}.yaml: arm {arm.label}: {error}") from None
 

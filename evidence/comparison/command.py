@@ -8,7 +8,7 @@ from evidence.comparison.compare import ComparisonPlan, Result, check_arms, comp
 from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import report, write_report
 from evidence.options import CompareOptions, margin_of, seeds_of
-from evidence.runs import Arm, check_labels, recorded
+from evidence.runs import Arm, check_labels, redacted_arguments
 from mantissa.compare import SEED_SHIFT
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
@@ -28,7 +28,7 @@ def compared(arguments: list[str]) -> Result:
     """
     plan = planned(arguments)
     configs = check_arms(plan)
-    result = compare(plan, configs, shlex.join(["python", "scripts/compare.py", *recorded(arguments)]))
+    result = compare(plan, configs, shlex.join(["python", "scripts/compare.py", *redacted_arguments(arguments)]))
     files = write_report(result)
     print(f"\n{report(result).text()}\n\nreport {files[0]}")
     tracking = configs[plan.baseline].tracking

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge, losses
-from evidence.runs import Arm, Outcome, Runner, merged, recorded
+from evidence.runs import Arm, Outcome, Runner, merge_overrides, redacted_arguments
 from mantissa.compare import Look, judge_and_keep
 from mantissa.errors import UsageError
 from trainer.config.compose import combinations, compose
@@ -72,7 +72,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         head = {key: getattr(self.plan, key) for key in ("name", "baseline", "seeds", "margin")}
-        of_arms = {"common": recorded(self.plan.common), "arms": [asdict(arm) for arm in self.arms]}
+        of_arms = {"common": redacted_arguments(self.plan.common), "arms": [asdict(arm) for arm in self.arms]}
         return head | self.facts | {"looks": self.looks} | of_arms
 
 
@@ -104,7 +104,7 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
     }
     # No checkpoints; and a memory ledger where CUDA does not count memory.
     quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
-    runner = Runner(folder, merged(quiet, plan.common))
+    runner = Runner(folder, merge_overrides(quiet, plan.common))
     begun = _begin(plan, runner, facts)
     with in_use(folder):  # a second process would remove this one's unfinished runs
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
@@ -124,7 +124,7 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
     configs: dict[str, Config] = {}
     for arm in plan.arms:
         try:
-            overrides = merged(plan.common, arm.overrides)
+            overrides = merge_overrides(plan.common, arm.overrides)
             if swept := [text for text in overrides if len(combinations([text])) > 1]:
                 raise UserError(f"{swept[0]} has several values; use one arm per value")
             composed = compose(overrides)
@@ -160,8 +160,8 @@ def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> dict[
         UserError: the folder holds another comparison, or cannot be written.
     """
     fixed = {
-        "common": recorded(runner.common),
-        "arms": [[arm.label, recorded(arm.overrides)] for arm in plan.arms],
+        "common": redacted_arguments(runner.common),
+        "arms": [[arm.label, redacted_arguments(arm.overrides)] for arm in plan.arms],
         "baseline": plan.baseline,
         "margin": plan.margin,
         "hardware": facts["hardware"]["name"],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from evidence.measures import in_use, memory, speed
-from evidence.runs import DIVERGED, LOSS, Arm, Outcome, recorded
+from evidence.runs import DIVERGED, LOSS, Arm, Outcome, redacted_arguments
 from mantissa.compare import Quality, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
 
@@ -69,7 +69,7 @@ def judge(arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality
         not_timed = _not_timed(done, against or {})
         result = ArmResult(
             label=arm.label,
-            overrides=recorded(arm.overrides),
+            overrides=redacted_arguments(arm.overrides),
             seeds=list(done),
             failures={seed: run.reason for seed, run in runs.items() if not run.finished},
             speed=_ratio(speed, done, None if not_timed else against),

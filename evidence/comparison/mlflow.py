@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from evidence.comparison.compare import Result
 from evidence.comparison.report import lead
 from evidence.mlflow import publish
-from evidence.runs import Outcome, recorded
+from evidence.runs import Outcome, redacted_arguments
 from trainer.files import TRACKING_FILE
 from trainer.tracking import store
 from trainer.tracking.sync import send
@@ -60,7 +60,7 @@ def _update_parent(
             "arms": ", ".join(arm.label for arm in plan.arms),
             "baseline": plan.baseline,
             "margin": plan.margin,
-            "common": " ".join(recorded(plan.common)),
+            "common": " ".join(redacted_arguments(plan.common)),
         },
         metrics={f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()},
         step=len(plan.seeds),

@@ -13,7 +13,7 @@ from evidence.doctor.plots import figures
 from evidence.doctor.replay import of_overrides, of_run
 from evidence.doctor.step import Setting
 from evidence.options import DoctorOptions
-from evidence.runs import recorded
+from evidence.runs import redacted_arguments
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, diagnose
 from mantissa.doctor.report import lines, opening, write_report
 from mantissa.errors import UsageError
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))
     try:
-        page = write(diagnosis, setting, shlex.join(["python", "scripts/doctor.py", *recorded(arguments)]))
+        page = write(diagnosis, setting, shlex.join(["python", "scripts/doctor.py", *redacted_arguments(arguments)]))
     except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict
         print(f"the report could not be written ({error})", file=sys.stderr)
         return diagnosis.exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evidence.runs import merged
+from evidence.runs import merge_overrides
 from mantissa.display import size
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
@@ -16,7 +16,7 @@ from trainer.parallel.world import World
 from trainer.run.memory.fit import fit_plan, needed_bytes, rough_bytes
 
 
-def given(overrides: Sequence[str], *keys: str) -> bool:
+def is_set(overrides: Sequence[str], *keys: str) -> bool:
     """Return whether the user has set one of these options, or a group's choice by ``group.mode``."""
     typed = set(map(key_of, overrides))
     return bool(typed & {*keys, *(f"{key}.mode" for key in keys)})
@@ -27,12 +27,12 @@ def fitting(
 ) -> tuple[list[str], list[str]]:
     """Return the overrides with which train.py's default fits into the memory, and what was changed for that."""
     trials: list[list[str]] = [[]]
-    if not given(overrides, "activation_checkpointing"):
+    if not is_set(overrides, "activation_checkpointing"):
         trials += [[f"activation_checkpointing={mode}"] for mode in CHECKPOINTING[:0:-1]]
     first: OutOfMemory | None = None
     for more in trials:
         try:
-            tried = merged(overrides, more)
+            tried = merge_overrides(overrides, more)
             composed = compose(tried) if more else config
             plan = composed.plan(hardware)
             fitted = fit_plan(composed, plan, hardware, World(), datasets)
@@ -45,7 +45,7 @@ def fitting(
         pinned = [f"micro_batch_size={needed}"] * (needed != auto)
         changed = [*more, *pinned]
         why = f"every candidate has {' '.join(changed)}, because train.py's default does not fit into the memory"
-        return merged(overrides, changed), [why] * bool(changed)
+        return merge_overrides(overrides, changed), [why] * bool(changed)
     assert first is not None
     raise first
 

@@ -15,7 +15,7 @@ import optuna
 import torch
 from optuna.trial import TrialState
 
-from evidence.runs import recorded
+from evidence.runs import redacted_arguments
 from evidence.search.report import AT_STEP, publish_search, report
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space
 from evidence.search.study import DATABASE, Search, open_study, pruner_of
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
         run_trials(search, overrides, parent)
         status = "FINISHED"
         facts = {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()}
-        command = shlex.join(["python", "scripts/search.py", *recorded(arguments)])
+        command = shlex.join(["python", "scripts/search.py", *redacted_arguments(arguments)])
         found = report(search, overrides, command, facts)
         files.append(found.write(search.folder))
         print(f"\n{found.text()}\n\nreport {files[0]}")

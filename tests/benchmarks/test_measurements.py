@@ -16,7 +16,7 @@ from benchmarks import bench, overhead, peers, ratios, rows
 from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job, shakespeare
 from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, PlainShape, _plain, nanogpt
 from benchmarks.rows import Bench, Row
-from evidence.turns import Block, stopwatch
+from evidence.stopwatch import Block, stopwatch
 from mantissa.formats import BASIC
 from trainer.config.options import run
 from trainer.hardware import Hardware, detect

@@ -18,7 +18,7 @@ from evidence.comparison.command import planned
 from evidence.comparison.compare import ComparisonPlan, Result, check_arms, compare
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.comparison.report import _cost, cost_rows, lead, notes, quality_rows, report, write_report
-from evidence.runs import Arm, Outcome, Runner, _last_error, merged
+from evidence.runs import Arm, Outcome, Runner, _last_error, merge_overrides
 from mantissa import compare as engine
 from mantissa.display import columns
 from mantissa.ledger import CATEGORIES
@@ -93,7 +93,7 @@ def test_an_arm_may_change_what_all_arms_have_and_is_compared_after_auto_is_reso
     configs = check_arms(planned([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"]))
     assert (configs["fp32"].precision.mode, configs["free"].precision.mode) == ("fp32", "fp16")
     assert (configs["bf16"].clip.kind, configs["free"].clip.kind) == ("norm", "none")
-    assert merged(["a=1", "+b=2"], ["b=3"], ["c=4", "a=5"]) == ["a=5", "b=3", "c=4"]
+    assert merge_overrides(["a=1", "+b=2"], ["b=3"], ["c=4", "a=5"]) == ["a=5", "b=3", "c=4"]
     chosen = configs["fp32"].steps
     with pytest.raises(UserError, match="arm b is the same as the baseline a"):
         check_arms(planned([*TINY, 'arm.a="precision=fp32"', f'arm.b="precision=fp32 steps={chosen}"']))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from evidence.doctor.replay import of_overrides
 from evidence.doctor.step import step_of as step_of_trainer
-from evidence.runs import merged
+from evidence.runs import merge_overrides
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
 from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
@@ -51,7 +51,7 @@ def overrides_of(recipe: str, mode: str) -> tuple[str, ...]:
         eager = mode in ("fp32", "fp16", "fp16_master") and recipe not in ("resnet", "bignet")
         other = ["recipe.attention=eager" if eager else "activation_checkpointing=blocks"]
     whole = [each for each in TINY[recipe] if (recipe, each) != ("llama", "recipe.size=nano")]
-    return ("device=cpu", *merged(whole, SMALLER.get(recipe, ())), f"precision={mode}", *other)
+    return ("device=cpu", *merge_overrides(whole, SMALLER.get(recipe, ())), f"precision={mode}", *other)
 
 
 def allowed(finding: Finding, mode: str) -> bool:

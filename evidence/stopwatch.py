@@ -1,4 +1,4 @@
-"""Loops that take turns, so that what is compared is measured under the same load."""
+"""The time of a training loop's steps."""
 
 from __future__ import annotations
 
