@@ -219,14 +219,6 @@ def test_pure_fp16_loses_no_gradient_that_its_loss_scale_lifted(
     assert torch.equal(weight, torch.full((4, 4), -moved, dtype=FP16))
 
 
-def test_an_optimizer_that_is_not_fused_gets_true_gradients_rounded_to_bf16() -> None:
-    """They are what it computes with; nothing is lost before. (In fp16 it is refused.)"""
-    weight, update = pure_update(Optimizer("SGD", lr=1.0, fused=False), 2.0**40, dtype=BF16)
-    weight.grad = torch.full((4, 4), 1024.0, dtype=BF16)
-    assert update.step().grad_norm.item() == 4 * 2.0**-30
-    assert torch.equal(weight, torch.full((4, 4), -(2.0**-30), dtype=BF16))
-
-
 @pytest.mark.parametrize(("dtype", "fused"), [(FP16, "auto"), (BF16, False)])
 @pytest.mark.parametrize(("clip", "clipped"), [(ClipNorm(2.0**-20), 2.0**-22), (ClipValue(2.0**-21), 2.0**-21)])
 def test_pure_16_bit_gradients_are_clipped_by_their_true_size(
