@@ -29,7 +29,7 @@ MODULES = sources(*PACKAGES)
 
 
 def imported(file: Path, typed: bool) -> set[str]:
-    """The project's modules that a file imports anywhere in it: at its top, in functions, ``typed``: for types alone."""
+    """The modules of the project that a file imports: at its top, in functions, ``typed``: for type checkers."""
     found, content = set(), ast.parse(file.read_text(encoding="utf-8"))
     for node in list(content.body):
         if not typed and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

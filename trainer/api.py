@@ -5,6 +5,7 @@ While a function of it runs, the process is set up as a run needs it; afterwards
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -143,7 +144,9 @@ def _text(key: str, value: object) -> str:
     if isinstance(value, Real):
         return repr(float(value))
     if isinstance(value, str | PathLike):
-        return quoted(fspath(value))
+        text = fspath(value)
+        plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in ("null", "true", "false", "inf", "nan")
+        return text if plain else quoted(text)
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{inner}:{_text(key, each)}' for inner, each in value.items())}}}"
     if isinstance(value, Iterable):
