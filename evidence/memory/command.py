@@ -7,10 +7,12 @@ import logging
 from evidence.memory.max_batch import largest_micro_batch, parse_budget, parse_margin
 from evidence.memory.trial import trial
 from evidence.options import MaxBatchOptions, MemoryOptions
+from mantissa.display import columns
+from mantissa.ledger import CATEGORIES, MIB, Ledger
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.hardware import detect
-from trainer.run.memory.forecast import Forecast, forecast, table
+from trainer.run.memory.forecast import forecast
 
 
 def memory(arguments: list[str]) -> int:
@@ -19,13 +21,24 @@ def memory(arguments: list[str]) -> int:
     options, overrides = parse(arguments, MemoryOptions, "overrides")
     combined = combinations(overrides)
     configs = {label: compose(own) for label, own in combined.items()}  # mistakes before any work
-    columns = [Forecast(label or "forecast", forecast(config)) for label, config in configs.items()]
-    if options.check:
-        for column, own in zip(columns, combined.values(), strict=True):
-            column.measured_bytes = trial([*own, "compile.mode=off"], ledger=True).peak_bytes
+    ledgers = {label or "forecast": forecast(config) for label, config in configs.items()}
+    measured = [trial([*own, "compile.mode=off"], ledger=True).peak_bytes for own in combined.values() if options.check]
     print("Forecast of an optimizer step, at its peak, of the model without torch.compile:\n")
-    print(table(columns))
+    print(_table(ledgers, measured))
     return 0
+
+
+def _table(ledgers: dict[str, Ledger], measured: list[int]) -> str:
+    """Return a line for each forecast: MiB by category, the peak, its ratio to the first, and what was measured."""
+    first = next(iter(ledgers.values())).peak_bytes
+    names = [name for name in CATEGORIES if any(ledger.at_peak[name] for ledger in ledgers.values())]
+    rows = [["MiB", *names, "peak", "ratio", "reached in", *(["measured", "error"] if measured else [])]]
+    for label, ledger in ledgers.items():
+        sizes = [f"{size / MIB:.1f}" for size in (*(ledger.at_peak[name] for name in names), ledger.peak_bytes)]
+        rows.append([label, *sizes, f"{ledger.peak_bytes / first:.2f}x", ledger.peak_phase])
+    for row, ledger, real in zip(rows[1:], ledgers.values(), measured, strict=False):
+        row += [f"{real / MIB:.1f}", f"{ledger.peak_bytes / real - 1:+.1%}"]
+    return columns(rows)
 
 
 def max_batch(arguments: list[str]) -> int:

@@ -21,23 +21,24 @@ from trainer.run.memory.fit import release_memory
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+def rows(text: str) -> list[dict[str, str]]:
+    """Return the lines of the table by its heading."""
+    heading, *lines = [re.split(r" {2,}", line) for line in text.splitlines()[2:]]
+    return [dict(zip(heading, line, strict=True)) for line in lines]
 
 
 def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = [*JOB, "batch_size=2048", "compile=default"]
     assert run(memory, None, [*job, "precision=fp32,bf16"]) == 0
-    both = rows(capsys.readouterr().out)
-    assert both["MiB"] == ["fp32", "bf16"]
-    assert both["weights"] == ["1.0", "1.0"]
-    assert "measured" not in both
+    fp32, bf16 = rows(capsys.readouterr().out)
+    assert (fp32["MiB"], bf16["MiB"], fp32["ratio"]) == ("fp32", "bf16", "1.00x")
+    assert fp32["weights"] == bf16["weights"] == "1.0"
+    assert (fp32["autocast_copies"], bf16["autocast_copies"]) == ("0.0", "0.4")
     assert run(memory, None, [*job, "precision=bf16", "check=true"]) == 0
-    one = rows(capsys.readouterr().out)
-    assert one["peak"] == both["peak"][1:]
-    assert one["autocast_copies"] == ["0.4"]
-    assert float(one["measured"][0]) > 10
-    assert abs(float(one["error"][0].rstrip("%"))) <= 5
+    (one,) = rows(capsys.readouterr().out)
+    assert one["peak"] == bf16["peak"]
+    assert float(one["measured"]) > 10
+    assert abs(float(one["error"].rstrip("%"))) <= 5
     assert not list(folder.iterdir())
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mantissa.display import columns
-from mantissa.ledger import CATEGORIES, MIB, Ledger, MemoryLedger
+from mantissa.ledger import Ledger, MemoryLedger
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch, Datasets
@@ -77,44 +75,6 @@ def forecast(config: Config) -> Ledger:
     ledger.at_peak["inputs"] += more
     ledger.highest["inputs"] += more
     return ledger
-
-
-@dataclass
-class Forecast:
-    """One column of ``table``."""
-
-    label: str
-    ledger: Ledger
-    measured_bytes: int | None = None
-    """The peak of a real step, where one was taken."""
-
-    def rows(self, first: Forecast) -> dict[str, str]:
-        """Return the column's cells by row; ``first`` is the column it is compared with."""
-        ledger = self.ledger
-        cells = {name: f"{ledger.at_peak[name] / MIB:.1f}" if ledger.at_peak[name] else "" for name in CATEGORIES}
-        cells["peak"] = f"{ledger.peak_bytes / MIB:.1f}"
-        cells["ratio to first"] = "" if self is first else f"{ledger.peak_bytes / first.ledger.peak_bytes:.2f}x"
-        cells["reached in"] = ledger.peak_phase
-        if self.measured_bytes is not None:
-            cells["measured"] = f"{self.measured_bytes / MIB:.1f}"
-            cells["error"] = f"{ledger.peak_bytes / self.measured_bytes - 1:+.1%}"
-        return cells
-
-
-def table(forecasts: Sequence[Forecast], width: int = 120) -> str:
-    """Return the forecasts side by side, as many as ``width`` characters hold, in MiB at the peak."""
-    every = [column.rows(forecasts[0]) for column in forecasts]
-    names = [name for name in max(every, key=len) if any(cells.get(name) for cells in every)]
-    cell = max(11, *(len(column.label) for column in forecasts))
-    margin = max(map(len, names))
-    count = max(1, (width - margin) // (cell + 2))
-    blocks = []
-    for start in range(0, len(forecasts), count):
-        part = range(start, min(start + count, len(forecasts)))
-        rows = [["MiB".ljust(margin), *(forecasts[number].label.rjust(cell) for number in part)]]
-        rows += [[name, *(every[number].get(name, "").rjust(cell) for number in part)] for name in names]
-        blocks.append(columns(rows))
-    return "\n\n".join(blocks)
 
 
 def required_bytes(config: Config, ledger: Ledger) -> int:

@@ -8,14 +8,13 @@ import pytest
 from torch import nn
 
 from evidence.memory.trial import measure
-from mantissa.ledger import CATEGORIES, Ledger
 from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.data.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
 from trainer.recipe import LossOutput
-from trainer.run.memory.forecast import Forecast, forecast, table
+from trainer.run.memory.forecast import forecast
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=512")
 RESNET = (
@@ -86,18 +85,6 @@ def test_what_cannot_be_forecast_is_reported() -> None:
         forecast(config)
     with pytest.raises(UserError, match="parallel=ddp"):
         forecast(compose(*BIGNET, "device=cpu", "parallel=ddp"))
-
-
-def test_the_table_compares_with_the_first_column_and_with_what_was_measured() -> None:
-    at_peak = dict.fromkeys(CATEGORIES, 0)
-    columns = [
-        Forecast(label, Ledger(peak, "forward", at_peak | {"weights": peak}, at_peak, at_peak), measured)
-        for label, peak, measured in (("one", 2**20, 2**21), ("two", 2**21, None))
-    ]
-    assert [line.split() for line in table(columns).splitlines() if "reached" not in line] == [
-        ["MiB", "one", "two"], ["weights", "1.0", "2.0"], ["peak", "1.0", "2.0"],
-        ["ratio", "to", "first", "2.00x"], ["measured", "2.0"], ["error", "-50.0%"],
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
