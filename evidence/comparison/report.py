@@ -148,7 +148,7 @@ def method(result: Result) -> list[str]:
         "Ratios are geometric means over the pairs, with Student's 95 % interval of the logarithms in brackets.",
         METHOD,
         f"NOT JUDGED: fewer than {PAIRS} pairs. Speed is not judged either if other processes used {IN_USE:.0%} of the "
-        "CPUs or more; the loss does not depend on them.",
+        "CPUs or more just before the runs; the loss does not depend on them.",
     ]
 
 

@@ -18,7 +18,7 @@ from evidence.comparison.command import planned
 from evidence.comparison.compare import ComparisonPlan, Result, check_arms, compare
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.comparison.report import _cost, cost_rows, lead, notes, quality_rows, report, write_report
-from evidence.runs import Arm, Outcome, Runner, _last_error, merge_overrides
+from evidence.runs import Arm, Outcome, Runner, _last_error, cpu_share_of_others, merge_overrides
 from mantissa import compare as engine
 from mantissa.display import columns
 from mantissa.ledger import CATEGORIES
@@ -197,6 +197,12 @@ def test_a_comparison_continues_and_neither_plan_nor_seeds_may_change(tmp_path: 
     assert uri in found.plan.common  # for the runs
     files = [*found.plan.folder.glob("*.json*"), *write_report(found)[:2]]
     assert all("s3cret" not in file.read_text() for file in files)
+
+
+def test_the_load_of_others_is_that_of_the_cpus_that_runs_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.runs.psutil.cpu_percent", lambda *_, **__: [90.0, 10.0, 30.0])
+    monkeypatch.setattr("evidence.runs.os.sched_getaffinity", lambda _: {1, 2})
+    assert cpu_share_of_others() == pytest.approx(0.2)
 
 
 def test_an_error_is_found_behind_what_was_still_buffered() -> None:
