@@ -103,42 +103,41 @@ class Follower(threading.Thread):
         self._stored: dict[str, int] = {}
         """The last step of each metric in MLflow when this attempt began: a resumed run logs later steps again."""
 
-    def conclude(self, status: str, timeout_s: float) -> str | None:
+    def conclude(self, status: str, timeout_s: float) -> bool:
         """Send the rest of the run; wait while there is progress, and at most ``timeout_s`` without.
 
-        A follower that was never started does only this.
+        A follower that was never started does only this. What is still missing then is warned of.
 
         Returns:
-            What is missing in MLflow, and why; None: nothing is missing.
+            Whether MLflow has the run.
         """
         self._status, self._timeout_s = status, timeout_s
         self._deadline = max(self._deadline, time.monotonic() + timeout_s)  # an upload may be on its way
         self._ending.set()
         if self.ident is None:
             self.start()
+        reason = "interrupted"
         try:
             with work("sending the run to MLflow"):
                 while self.is_alive() and time.monotonic() < self._deadline:
                     self.join(0.1)
-        except BaseException:  # a signal: the caller no longer waits
-            log.warning("%s", how_to_send(self._folder, self._missing("interrupted")))
-            raise
-        finally:
+            reason = f"no answer within {timeout_s:g} s" if self.is_alive() else ""
+            reason = first_line(self._problem) if self._problem else reason
+        finally:  # also by a signal: the caller no longer waits
             self._given_up.set()
-        if self._problem:
-            return self._missing(first_line(self._problem))
-        return self._missing(f"no answer within {timeout_s:g} s") if self.is_alive() else None
+            if reason:
+                self._warn_incomplete(reason)
+        return not reason
 
-    def abandon(self) -> str | None:
-        """Stop without sending anything more, and return what ``conclude`` would; None also if that was called."""
-        if self._ending.is_set():
-            return None
-        self._given_up.set()
-        self._ending.set()
-        return self._missing("stopped immediately")
+    def abandon(self) -> None:
+        """Stop without sending anything more, and warn of what is missing, unless ``conclude`` did."""
+        if not self._ending.is_set():
+            self._given_up.set()
+            self._ending.set()
+            self._warn_incomplete("stopped immediately")
 
     def send(self, status: str) -> str | None:
-        """Send the rest of a run that has ended, in one attempt, and return what ``conclude`` would."""
+        """Send the rest of a run that has ended, in one attempt; return what is missing and why, None: nothing."""
         self._status = status
         self._ending.set()
         try:
@@ -396,6 +395,11 @@ class Follower(threading.Thread):
         )
         self._warned = True
 
+    def _warn_incomplete(self, reason: str) -> None:
+        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
+        missing = self._missing(reason)
+        log.warning("MLflow upload incomplete (%s). Data is safe in %s; retry with: %s", missing, self._folder, command)
+
     def _missing(self, reason: str) -> str:
         return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
 
@@ -415,9 +419,3 @@ def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def how_to_send(folder: Path, missing: str) -> str:
-    """Return the warning about a run of which MLflow does not have everything."""
-    command = shlex.join(["python", "scripts/sync.py", str(folder)])
-    return f"MLflow upload incomplete ({missing}). Data is safe in {folder}; retry with: {command}"

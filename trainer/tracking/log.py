@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.errors import RunError, UserError, redacted
 from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, final_status, write_json
-from trainer.tracking.follower import Follower, how_to_send
+from trainer.tracking.follower import Follower
 from trainer.tracking.options import Tracking
 from trainer.tracking.store import configured_uri, tracking_uri, usable_uri
 from trainer.tracking.tracked_run import TrackedRun
@@ -108,15 +108,15 @@ class MetricLog:
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
                 written = _tolerate(lambda: write_json(path, countable({"status": status, **summary})), path)
         finally:
-            if self._follower and (missing := self._follower.conclude(status, self._timeout_s)):
-                log.warning("%s", how_to_send(self.folder, missing))
+            if self._follower:
+                self._follower.conclude(status, self._timeout_s)
         return written
 
     def abandon(self) -> None:
         """Stop at once. What MLflow lacks stays in the folder, and a warning has the command that sends it."""
         self._close_file()
-        if self._follower and (missing := self._follower.abandon()):
-            log.warning("%s", how_to_send(self.folder, missing))
+        if self._follower:
+            self._follower.abandon()
 
     def _write(self) -> None:
         try:
@@ -160,10 +160,7 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
     if run.delivered:
         return
     log.info("Sending the rest of this run to MLflow at %s.", redacted(uri))
-    missing = Follower(folder, uri, run).conclude(final_status(folder) or "KILLED", config.upload_timeout_s)
-    if missing:
-        log.warning("%s", how_to_send(folder, missing))
-    else:
+    if Follower(folder, uri, run).conclude(final_status(folder) or "KILLED", config.upload_timeout_s):
         log.info("MLflow now has the complete run.")
 
 

@@ -195,6 +195,7 @@ def test_a_run_with_an_upload_that_hangs_is_not_running(
     def hang(*_: object) -> None:
         hangs.set()
         released.wait()
+        raise ConnectionError("the line is down")
 
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * hangs.is_set(), time=time.time)
     with monkeypatch.context() as patch:
