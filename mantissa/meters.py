@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.setup import Listener, changed_by
-from mantissa.tensors import numbers_in
+from mantissa.tensors import finite, numbers_in
 from mantissa.updates import Counts, UpdateMeter, is_elementwise, local, measurable
 
 _SAMPLE = 4096
@@ -174,6 +174,22 @@ class Meters:
             if any(each is parameter for each in group["params"]):
                 return str(group.get("name", number))
         return "none"
+
+
+def are_finite(gradients: list[Tensor], device: torch.device, exact: bool) -> Tensor:
+    """Return whether all gradients are finite, a bool scalar on the device.
+
+    On a CPU a maximum takes 13 times as long as a sum of squares; where that overflows, ``exact`` looks again.
+    """
+    parts = [local(each) for each in gradients]
+    parts = [each for each in parts if each.numel() and each.layout == torch.strided]
+    parts = [torch.view_as_real(each) if each.is_complex() else each for each in parts]
+    if not parts:
+        return torch.ones((), dtype=torch.bool, device=device)
+    on_cpu = device.type == "cpu"
+    norms = torch._foreach_norm(parts, 2.0 if on_cpu else math.inf, dtype=torch.float32)
+    found = torch.stack([each.to(device) for each in norms]).max() < math.inf
+    return torch.tensor(all(map(finite, parts))) if on_cpu and exact and not found else found
 
 
 def _largest(tensor: Tensor) -> Tensor:

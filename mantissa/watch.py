@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from mantissa.errors import FormatError, NotFiniteError, UsageError
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.loop import Loss
-from mantissa.meters import Measured, Meters
+from mantissa.meters import Measured, Meters, are_finite
 from mantissa.setup import FirstStep, Listener, Setup, changed_by, policies, read_setup
 from mantissa.tensors import finite, freeze, numbers_in, tensors
 from mantissa.updates import local
@@ -37,6 +38,27 @@ Kept = tuple[Tensor, Tensor, int]
 """A weight or a buffer, this rank's part of it as it was, and how often it had been changed at the start."""
 
 
+@dataclass
+class _Inputs:
+    """What a step takes in, for its replay."""
+
+    batches: list[Any] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Tensors of the batches, each with the number of changes when it was kept."""
+    generators: Callable[[], dict[str, Tensor]] | None = None
+    """Returns the state of all random generators before the step; None: it has not begun."""
+
+    def add(self, batch: Any) -> None:
+        """Keep a microbatch."""
+        self.batches.append(batch)
+        self.versions += [(each, each._version) for each in tensors(batch) if not each.is_inference()]
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether a tensor of a batch was changed in place since."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+
 class _Step(NamedTuple):
     """A step whose outcome the host may not know yet."""
 
@@ -45,10 +67,7 @@ class _Step(NamedTuple):
     """On the host: whether the gradients are finite, whether the losses are, and whether the step was skipped."""
     event: Any
     """Event after which the device is done with it; None: it is."""
-    batches: list[Any]
-    versions: list[tuple[Tensor, int]]
-    """Tensors of the batches, each with the number of changes when it was kept."""
-    generators: Callable[[], dict[str, Tensor]] | None
+    inputs: _Inputs
     read: Callable[[], Measured] | None
     """Returns the measurement; None: the step was not measured."""
 
@@ -173,9 +192,7 @@ class Watch:
     _restore_call: Callable[[], None] = staticmethod(lambda: None)
 
     def _clear(self) -> None:
-        self._batches: list[Any] = []
-        self._versions: list[tuple[Tensor, int]] = []
-        self._generators: Callable[[], dict[str, Tensor]] | None = None
+        self._inputs = _Inputs()
         self._losses: list[Tensor] = []
         self._skipped: Tensor | None = None
         self._gradients_seen = self._updated = False
@@ -183,16 +200,12 @@ class Watch:
     def keep(self, batch: Any) -> Any:
         """Keep a microbatch for ``loss``, before its forward pass, and return it."""
         self._begin()
-        self._take(batch)
+        self._inputs.add(batch)
         return batch
 
-    def _take(self, batch: Any) -> None:
-        self._batches.append(batch)
-        self._versions += [(each, each._version) for each in tensors(batch) if not each.is_inference()]
-
     def _begin(self) -> None:
-        if self._generators is None:
-            self._generators = freeze(self._device)
+        if self._inputs.generators is None:
+            self._inputs.generators = freeze(self._device)
             self._save(self._buffers)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -202,7 +215,7 @@ class Watch:
             if torch.is_autocast_enabled(self._device.type) and self.number == 0:
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
             if self._loss is None:
-                self._take((args, kwargs))
+                self._inputs.add((args, kwargs))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         loss = loss_in(output) if torch.is_grad_enabled() else None
@@ -233,16 +246,8 @@ class Watch:
             self._first.before_update()
         optimizer = self.optimizer
         self._save(self._weights)
-        found = [local(each.grad) for each in self._parameters if each.grad is not None]
-        gradients = [each for each in found if each.numel() and each.layout == torch.strided]
-        gradients = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
-        # On a CPU a maximum takes 13 times as long; a sum of squares that overflows is looked at again.
-        order = 2.0 if self._device.type == "cpu" else math.inf
-        norms = torch._foreach_norm(gradients, order, dtype=torch.float32) if gradients else []
-        largest = torch.stack([each.to(self._device) for each in norms]).max() if norms else self._bad.float()
-        sound = largest < math.inf
-        if self._device.type == "cpu" and not self._later and not sound:
-            sound = torch.tensor(all(map(finite, gradients)))
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        sound = are_finite(gradients, self._device, exact=not self._later)
         scaled = self._scaling
         self._skipped = getattr(optimizer, "found_inf", None) if scaled else None  # of fused optimizers
         self._sound = sound
@@ -253,9 +258,7 @@ class Watch:
             if not self._later and not self._sound:
                 self.number += 1
                 reason = "a gradient is not finite" if known else "the loss is not finite"
-                self._fail(
-                    reason, _Step(self.number, known, None, self._batches, self._versions, self._generators, None)
-                )
+                self._fail(reason, _Step(self.number, known, None, self._inputs, None))
                 return
         if (self.number + 1) % self._every == 0 and gradients:
             left = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by
@@ -317,7 +320,7 @@ class Watch:
         syncs = getattr(self._gradient_state, "sync_gradients", True)
         if not self._hooks or not syncs or not (self._updated or self._scaling):
             return  # it failed before, or gradients are still added up
-        if self._loss is not None and not self._batches:
+        if self._loss is not None and not self._inputs.batches:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
         self.number += 1
         if not self._gradients_seen:
@@ -337,19 +340,16 @@ class Watch:
             self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
-        self._waiting.append(
-            _Step(self.number, flags, self._mark(), self._batches, self._versions, self._generators, read)
-        )
+        self._waiting.append(_Step(self.number, flags, self._mark(), self._inputs, read))
         self._clear()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._learn(self._waiting.popleft())
 
     def _mark(self) -> Any:
         """Return an event after which the device is done with this step; None: it is."""
-        if self._device.type == "cpu":
-            return None
-        event = torch.Event(self._device)
-        event.record()
+        event = None if self._device.type == "cpu" else torch.Event(self._device)
+        if event is not None:
+            event.record()
         return event
 
     def _state_setup(self) -> None:
@@ -441,8 +441,8 @@ class Watch:
             notes = {
                 "the run is compiled, and its replay is eager": self.compiled,
                 "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
-                "a batch was changed in place after it was kept, and the replay has what it holds now": any(
-                    tensor._version != version for tensor, version in step.versions
+                "a batch was changed in place after it was kept, and the replay has what it holds now": (
+                    step.inputs.overwritten
                 ),
                 "the replay has the weights of after the update": self._updated and not self._later,
             }
@@ -459,7 +459,8 @@ class Watch:
     def _replay(self, step: _Step) -> Report:
         if self._device.type != "cpu" and not self._later:
             raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
-        if not step.batches:
+        batches, generators = step.inputs.batches, step.inputs.generators
+        if not batches:
             raise FormatError("no forward pass of the model was seen; give Watch the model that the loop calls")
         with self._before_the_step():
             model = self._gathered() if self._sharded else self.model
@@ -468,12 +469,12 @@ class Watch:
             return examine(
                 model,
                 self._loss or call,
-                [tree_map_only(Tensor, Tensor.detach, batch) for batch in step.batches],
+                [tree_map_only(Tensor, Tensor.detach, batch) for batch in batches],
                 self.effective,
                 self.optimizer if whole else None,
-                accumulate=len(step.batches),
+                accumulate=len(batches),
                 number=step.number,
-                generators=step.generators() if step.generators else None,
+                generators=generators() if generators else None,
                 failed=True,
                 checks=(SWEEP, "manifest", "range", "islands"),
             )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
-from mantissa.formats import FORMATS, Format
-from mantissa.step import Batch, Build, Built, Remedies, Step
+from mantissa.formats import FORMATS
+from mantissa.step import Batch, Built, Remedies, Step
 from mantissa.tensors import random_state, set_random_state
 from mantissa.updates import UpdateMeter
 from trainer.config.schema import Config
@@ -91,20 +91,32 @@ def step_of(trainer: Trainer) -> Step:
     prototype = recipe.build_model(trainer.datasets)
     set_random_state(generators, trainer.device)  # the trainer may take the step, too, with its own dropout
 
-    def following(first: int, count: int) -> list[list[Batch]]:
-        return list(setting.steps(first - 1, count))
-
-    def count(batches: list[Batch]) -> int:
-        return max(1, sum(map(recipe.count_targets, batches)))
-
-    def loss_divisor(targets: int, format: Format) -> tuple[int, float]:
-        return Precision(mode=format.name).loss_divisor(targets)
+    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool, recompute: bool) -> Built:
+        own = _in_format(config, format, fp32_modules, fp32_ops, recompute)
+        try:
+            eager = _Eager(setting._replace(config=own), prototype)
+        except UserError as error:
+            raise FormatError(str(error)) from error
+        model, blocks = eager.model, list(eager.recipe.blocks(eager.model))
+        return Built(
+            model=model,
+            optimizer=eager.optimizer,
+            loss=lambda batch: eager.recipe.loss(model, to_device(batch, eager.device)).loss_sum,
+            autocast=partial(own.precision.autocast, eager.device),
+            prepare=partial(eager.stand_before, moments),
+            update=eager.end_step,
+            fp32_modules=eager.fp32_modules,
+            masters=eager.masters,
+            clip=own.clip,
+            blocks=blocks,
+            compiled=list(own.parallel.compiled(model, blocks)),
+        )
 
     return Step(
         number=trainer.step + 1,
         format=config.precision.format,
-        build=_builder(setting, prototype, moments),
-        batches=following,
+        build=build,
+        batches=lambda first, count: list(setting.steps(first - 1, count)),
         device=trainer.device,
         microbatches=microbatches,
         weights={name: _copy(tensor) for name, tensor in kept.named_parameters()},
@@ -113,8 +125,8 @@ def step_of(trainer: Trainer) -> Step:
         generators=generators,
         scale=trainer.loss_scale.scale.item(),
         least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
-        count=count,
-        loss_divisor=loss_divisor,
+        count=lambda batches: max(1, sum(map(recipe.count_targets, batches))),
+        loss_divisor=lambda targets, format: Precision(mode=format.name).loss_divisor(targets),
         sums_loss=True,
         fp32_modules=config.precision.fp32_modules,
         fp32_ops=config.precision.fp32_ops or [],
@@ -126,39 +138,6 @@ def step_of(trainer: Trainer) -> Step:
         round_as_eager=config.precision.rounds_as_eager,
         free_bytes=partial(available_bytes, trainer.device),
     )
-
-
-def _builder(setting: Setting, prototype: nn.Module, moments: dict[str, dict[str, Any]]) -> Build:
-    """Return what builds a trainer for a format.
-
-    Args:
-        setting: of the run.
-        prototype: the recipe's model in fp32 on the host.
-        moments: of the optimizer, by parameter.
-    """
-
-    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool, recompute: bool) -> Built:
-        config = _in_format(setting.config, format, fp32_modules, fp32_ops, recompute)
-        try:
-            trainer = _Eager(setting._replace(config=config), prototype)
-        except UserError as error:
-            raise FormatError(str(error)) from error
-        model, blocks = trainer.model, list(trainer.recipe.blocks(trainer.model))
-        return Built(
-            model=model,
-            optimizer=trainer.optimizer,
-            loss=lambda batch: trainer.recipe.loss(model, to_device(batch, trainer.device)).loss_sum,
-            autocast=partial(config.precision.autocast, trainer.device),
-            prepare=partial(trainer.stand_before, moments),
-            update=trainer.end_step,
-            fp32_modules=trainer.fp32_modules,
-            masters=trainer.masters,
-            clip=config.clip,
-            blocks=blocks,
-            compiled=list(config.parallel.compiled(model, blocks)),
-        )
-
-    return build
 
 
 def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: list[str], recompute: bool) -> Config:

@@ -392,7 +392,7 @@ def test_copies_and_files_of_the_model_are_not_watched() -> None:
     assert training.watch is not None
     for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net))):
         other(*training.batch(1))
-        assert not training.watch._batches
+        assert not training.watch._inputs.batches
         hooks = [*other._forward_pre_hooks.values(), *other._forward_hooks.values()]
         assert not any(hasattr(hook._call, "__self__") for hook in hooks)  # which would be a copy of the watch
 
@@ -404,7 +404,7 @@ def test_evaluation_and_accumulation_are_no_steps() -> None:
         training.net(*training.batch(1))
     training.watch.step()
     assert training.watch.number == 0
-    assert not training.watch._batches
+    assert not training.watch._inputs.batches
 
 
 @pytest.mark.parametrize(
