@@ -326,40 +326,43 @@ _MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "tra
 
 def _line_of(step: Step, operator: str) -> Line | None:
     """Return the first line outside of all submodules that calls an operator."""
-    found = _results(step.as_run(), "", outside=True)
-    return next((line for name, line, _ in found if SPELLED.get(name, name).strip("_") == operator), None)
+    found: list[Line | None] = []
+    passes = step.as_run()
+
+    def note(op: Op) -> None:
+        if not op.place[0] and SPELLED.get(op.bare_name, op.bare_name).strip("_") == operator:
+            found.append(op.line)
+
+    passes.forward(Trace(passes.model, note))
+    return found[0] if found else None
 
 
 SPELLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear", "_softmax": "softmax", "_log_softmax": "log_softmax"}
 
 
-def _results(passes: Replay, module: str, outside: bool) -> list[tuple[str, Line | None, Tensor]]:
+def _results(passes: Replay, module: str) -> list[tuple[str, Line | None, Tensor]]:
     """Return what the operators of a module compute in the forward pass, but for views and casts."""
     found: list[tuple[str, Line | None, Tensor]] = []
-    inside = "" if outside else f"{module}.".lstrip(".")
 
     def note(op: Op) -> None:
-        place, name = trace.module(), op.name.removeprefix("aten.")
-        if place != module and (outside or not f"{place}.".startswith(inside)):
-            return
-        if not op.is_view and name.strip("_") not in _MOVES:
+        name = op.name.removeprefix("aten.")
+        inside = not module or f"{op.place[0]}.".startswith(f"{module}.")
+        if inside and not op.is_view and name.strip("_") not in _MOVES:
             found.extend((name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
 
-    trace = Trace(passes.model, note)
-    passes.forward(trace)
+    passes.forward(Trace(passes.model, note))
     return found
 
 
-def line_of_error(step: Step, module: str, outside: bool = False) -> Line | None:
+def line_of_error(step: Step, module: str) -> Line | None:
     """Return the line of a module's forward pass at which the error against the reference jumps.
 
     Args:
         step: the step.
         module: its name; an empty string: the whole model.
-        outside: whether its submodules are left out.
     """
     exact = step.reference(torch.float32 if step.format.half is not None else torch.float64)
-    sides = [_results(passes, module, outside) for passes in (step.as_run(), exact)]
+    sides = [_results(passes, module) for passes in (step.as_run(), exact)]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:

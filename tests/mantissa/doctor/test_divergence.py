@@ -42,15 +42,6 @@ def rounded() -> nn.Module:
     return nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded())
 
 
-def large_weights() -> nn.Module:
-    """Return layers whose weights are 1 or -1: in bf16 an update of 3e-3 does not change them."""
-    model = around(nn.LayerNorm(WIDTH))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.sign())
-    return model
-
-
 def test_masters_cure_second_moments_of_0() -> None:
     case = of_overrides(["device=cpu", *TINY["bignet"], "precision=fp16_pure"], 1)[0].step
     (finding,) = found_in(case)
@@ -58,12 +49,6 @@ def test_masters_cure_second_moments_of_0() -> None:
     assert "on the loss is not finite; rounding explains" in finding.detail
     assert finding.detail.endswith("precision=fp16_master: it stays near that of fp32")
     assert finding.cure == ["precision=fp16_master"]
-
-
-def test_masters_cure_lost_updates() -> None:
-    (finding,) = found_in(case_of(large_weights, "bf16_pure"))
-    assert (finding.kind, finding.direction, finding.format) == (DIVERGENCE, UPDATE, "bf16_pure")
-    assert finding.cure == ["precision=bf16_master"]
 
 
 @pytest.mark.parametrize("mode", ["bf16_pure", "bf16"])
