@@ -99,7 +99,7 @@ class Bert(SizedRecipe):
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, cut into windows, and mask."""
         tokens, context = self.open_tokens(data), self.tokens_per_sample
-        tokenizer, known = tokens.tokenizer.with_special(SPECIAL, TEMPLATE), tokens.tokenizer.vocab_size
+        tokenizer, known = self.with_special(tokens.tokenizer, SPECIAL, TEMPLATE), tokens.tokenizer.vocab_size
         ids: list[Any] = [tokenizer.token_id(role) for role in ("cls_token", "sep_token", "mask_token")]
         about = f"samples of {context} tokens, {MASKED:.0%} of them masked"
         return self.cut(tokens, lambda part: MaskedWindows(part, context, known, *ids), about, tokenizer)

@@ -150,6 +150,12 @@ class SizedRecipe(Recipe):
         key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
         return opening(str(self.pretrained), key, failure, _REMEDY)
 
+    def with_special(self, tokenizer: Tokenizer, texts: dict[str, str], template: str) -> Tokenizer:
+        """Return the tokenizer with special tokens: a pretrained model's own, whatever their texts, or added ones."""
+        if self.pretrained and all(tokenizer.token_id(role) is not None for role in texts):
+            return tokenizer
+        return tokenizer.with_special(texts, template)
+
     def cut(
         self,
         tokens: TokenData,

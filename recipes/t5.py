@@ -127,7 +127,7 @@ class T5(SizedRecipe):
         tokens, context = self.open_tokens(data), self.tokens_per_sample
         noise, spans = _cuts(window(context))
         names = [f"<extra_id_{number}>" for number in range(spans)]
-        tokenizer = tokens.tokenizer.with_special(SPECIAL | {name: name for name in names}, TEMPLATE)
+        tokenizer = self.with_special(tokens.tokenizer, SPECIAL | {name: name for name in names}, TEMPLATE)
         eos, *sentinels = (tokenizer.token_id(role) for role in ("eos_token", *names))
         about = f"{noise} tokens in {spans} spans removed from each {window(context)}"
         return self.cut(tokens, lambda part: SpanCorruption(part, context, eos, sentinels), about, tokenizer)

@@ -215,16 +215,18 @@ def test_the_description_is_enough_for_every_constructor(arch: str) -> None:
     assert (config["image_size"], config["arch_options"]["num_classes"]) == (224, 12)
 
 
-def test_special_tokens_that_a_pretrained_tokenizer_lacks_are_added(tmp_path: Path) -> None:
+def test_special_tokens_are_added_to_a_tokenizer_that_has_others_in_their_roles(tmp_path: Path) -> None:
+    """A run's own BPE, opened for a run that starts from it, has the ids that its model was trained with."""
+    special, template = {"cls_token": "[CLS]", "eos_token": "</s>"}, "{cls_token} $A {eos_token}|$A $B"
     ours = TOKENIZERS["bpe"]
     for name in ("plain", "more"):
         (tmp_path / name).mkdir()
     ours.save(tmp_path / "plain")
-    opened = Pretrained.open(str(tmp_path / "plain"), "data.tokenizer")
-    more = opened.with_special({"cls_token": "[CLS]", "eos_token": "</s>"}, "{cls_token} $A {eos_token}|$A $B")
+    more = Pretrained.open(str(tmp_path / "plain"), "data.tokenizer").with_special(special, template)
+    assert more.vocab_size == ours.with_special(special, template).vocab_size == ours.vocab_size + 2
     more.save(tmp_path / "more")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "more")
-    assert (theirs.cls_token_id, theirs.eos_token) == (ours.vocab_size, "<|endoftext|>")
-    assert theirs("fox")["input_ids"] == [ours.vocab_size, *ours.encode("fox"), theirs.eos_token_id]
+    assert (theirs.cls_token_id, theirs.eos_token_id) == (ours.vocab_size, ours.vocab_size + 1)
+    assert theirs("fox")["input_ids"] == [ours.vocab_size, *ours.encode("fox"), ours.vocab_size + 1]
     again = Pretrained.open(str(tmp_path / "more"), "data.tokenizer")
-    assert again.with_special({"cls_token": "[CLS]"}, "") is again
+    assert again.with_special(special, template) is again

@@ -63,7 +63,7 @@ class Tokenizer:
         return found
 
     def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
-        """Return the tokenizer with the special tokens of a recipe, whose ids come after the others.
+        """Return the tokenizer with the special tokens of a recipe, in the place of others with their roles.
 
         Args:
             texts: the tokens as they are written, by role, or by text where transformers has no role for them.
@@ -295,16 +295,14 @@ class Pretrained(Tokenizer):
         return self._vocabulary.get(role)
 
     def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
-        """Return this tokenizer, which has them; one that lacks some gets them added."""
-        lacking = {role: text for role, text in texts.items() if self.token_id(role) is None}
-        if not lacking:
+        if all(self.token_id(role) == self._vocabulary.get(text, -1) for role, text in texts.items()):
             return self
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise UserError(f"the {self.label} has no {next(iter(lacking))}; use another, or data.tokenizer=bpe")
-        known = self._tokenizer.special_tokens_map
-        own = {role: str(text) for role, text in known.items() if role in self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
-        return Tokenizer(backend, self.label, self.separator, **own).with_special(lacking, template)
+            raise UserError(f"the {self.label} lacks {', '.join(texts)}; use another, or data.tokenizer=bpe")
+        roles = self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES
+        own = {role: str(text) for role, text in self._tokenizer.special_tokens_map.items() if role in roles}
+        return Tokenizer(backend, self.label, self.separator, **own).with_special(texts, template)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
