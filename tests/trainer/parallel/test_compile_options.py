@@ -63,7 +63,7 @@ def test_the_fusion_that_gives_wrong_gradients_is_off_where_torch_has_the_bug(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """pytorch issue 193061: what counts is inductor's own option, which no longer reads the environment."""
-    monkeypatch.setattr(doctor, "_gradients", lambda passes: [])
+    monkeypatch.setattr(doctor, "_without_dropout", lambda passes: {})
     monkeypatch.delenv(VARIABLE, raising=False)
     if typed is not None:
         monkeypatch.setenv(VARIABLE, typed)
@@ -82,7 +82,7 @@ def test_the_doctor_compiles_with_the_switches_of_the_run(
     given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp8 by rows rounds as eager does (pytorch issue 150859); and what backward computes in where fp32 is mixed in."""
-    monkeypatch.setattr(doctor, "_gradients", lambda passes: [])
+    monkeypatch.setattr(doctor, "_without_dropout", lambda passes: {})
     rounding = [Precision("fp8", fp8_scaling=scaling).rounds_as_eager for scaling in ("rowwise", "tensorwise")]
     for mixed, rounds in ((False, rounding[0]), (True, rounding[1])):
         Compile("default").apply([torch.nn.Linear(1, 1)], torch.device("cuda"), mixed, rounds)
