@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -14,17 +15,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mantissa.tensors import tensors
 
-_ATTENTION = "_scaled_dot_product_"
 _LOSS_IN_CHUNKS = "_linear_cross_entropy_batch_chunked"
 _FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2)}
 """The places of a matmul's two factors among an operator's arguments, where they are not the first two."""
 _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "torch_nn"}
-"""The namespaces of operators without a formula that multiply no matrices; others are of custom kernels."""
-_WITHOUT_FORMULA = (
-    *("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_grouped_mm", "_scaled_grouped_mm", "_int_mm", "addbmm"),
-    *("_addmm_activation", "_trilinear", "_cdist_forward"),
+"""Namespaces of operators without a formula that multiply no matrices, but for these; others are of custom kernels."""
+_WITHOUT_FORMULA = re.compile(
+    r".*(rnn|grouped_mm)|_?fft_|_?linalg_|_triton|_trilinear|_cdist|_int_mm|addbmm|_addmm_act"
 )
-_FAMILIES_WITHOUT_FORMULA = ("_fft_", "fft_", "linalg_", "_linalg_", "_triton")
 
 
 class ModelFlops(TorchDispatchMode):
@@ -68,18 +66,18 @@ class ModelFlops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and count it."""
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", func)
         name = str(getattr(packet, "__name__", packet))
-        formula = _formula(packet, name)
-        if formula is None and isinstance(func, torch._ops.OpOverload) and func is not torch.ops.prim.device.default:
-            with self:  # in inference mode composite operators arrive here
-                result = func.decompose(*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-        result = func(*args, **kwargs)
         needing = any(map(self._needs, tensors((args, kwargs))))
-        if formula is not None:
-            self._add(name, formula, args, kwargs, result, needing)
+        if formula := _formula(packet, name):
+            try:
+                forward = int(formula(*args, **kwargs, out_val=result))
+            except (AssertionError, ValueError, TypeError, AttributeError):  # shapes that the formula does not know
+                self.unknown.add(name)
+            else:
+                factors = tensors([args[place] for place in _FACTORS.get(name, (0, 1)) if place < len(args)])
+                self.total += forward * (1 + (2 * needing if "attention" in name else sum(map(self._needs, factors))))
         elif _is_unknown(func, name, result):
             self.unknown.add(str(packet))
         if needing and name != "detach":
@@ -87,21 +85,6 @@ class ModelFlops(TorchDispatchMode):
                 if made.is_floating_point():
                     self._depends[made] = True
         return result
-
-    def _add(
-        self, name: str, formula: Callable[..., int], args: Any, kwargs: dict[str, Any], result: Any, needing: bool
-    ) -> None:
-        try:
-            forward = formula(*args, **kwargs, out_val=result)
-        except (AssertionError, ValueError, TypeError, AttributeError):  # shapes that the formula does not know
-            self.unknown.add(name)
-            return
-        factors = [args[place] for place in _FACTORS.get(name, (0, 1)) if place < len(args)]
-        if name in _MATMULS or _LOSS_IN_CHUNKS in name:
-            backward = sum(map(self._needs, factors))
-        else:
-            backward = 2 * needing
-        self.total += int(forward) * (1 + backward)
 
     def _needs(self, tensor: Tensor) -> bool:
         """Return whether backward computes a gradient of this tensor."""
@@ -117,21 +100,14 @@ def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the FLOP of attention's two matmuls, of tensors of batch × heads × tokens × width."""
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-_MATMULS = {
-    *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution", "cudnn_convolution"),
-    *("convolution_overrideable", "_slow_conv2d_forward", "linear"),
-}
-"""Operators whose factors may need a gradient or not."""
-
-
 def _formula(packet: Any, name: str) -> Callable[..., int] | None:
-    if name.startswith(_ATTENTION) and not name.endswith("_backward"):
-        return attention  # torch 2.11's own refuses groups of queries
+    if name.startswith("_scaled_dot_product_") and not name.endswith("_backward"):
+        return _attention  # torch 2.11's own refuses groups of queries
     if _LOSS_IN_CHUNKS in name or packet is torch.ops.aten.linear:
         return _linear  # torch lacks them
     formula: Callable[..., int] | None = flop_registry.get(packet)
@@ -144,6 +120,4 @@ def _is_unknown(func: Any, name: str, result: Any) -> bool:
         return True
     if not any(made.is_floating_point() or made.is_complex() for made in tensors(result)):
         return False
-    if func.namespace not in _KNOWN:
-        return True
-    return name in _WITHOUT_FORMULA or name.startswith(_FAMILIES_WITHOUT_FORMULA)
+    return func.namespace not in _KNOWN or bool(_WITHOUT_FORMULA.match(name))
