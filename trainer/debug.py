@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -34,11 +34,11 @@ class Debug:
         """Return the context of one optimizer step."""
         return nullcontext()
 
-    def check(self, first: Callable[[], float], last: float, steps: int) -> str | None:
-        """Check the result of a complete run, and return the verdict if there is one. Every rank calls it.
+    def check(self, first: float, last: float, steps: int) -> str | None:
+        """Check the result of a complete run, and return the verdict if there is one.
 
         Args:
-            first: returns the loss of the first step, over all ranks.
+            first: loss of the first step that this process took, over all ranks.
             last: the validation loss at the end.
             steps: optimizer steps done.
 
@@ -72,15 +72,14 @@ class Overfit(Debug):
         first = FirstSamples(datasets.train, min(batch_size, len(datasets.train)))
         return replace(datasets, train=first, valid=first, test=None)
 
-    def check(self, first: Callable[[], float], last: float, steps: int) -> str | None:
-        loss = first()
-        if not last <= self.target * loss:
+    def check(self, first: float, last: float, steps: int) -> str | None:
+        if not last <= self.target * first:
             raise RunError(
-                f"debug=overfit: after {steps} steps on one batch the loss is {last:.4g}, down from {loss:.4g} at "
-                f"the first step; expected at most {self.target * loss:.4g} (debug.target={self.target}). Try more "
+                f"debug=overfit: after {steps} steps on one batch the loss is {last:.4g}, down from {first:.4g} at "
+                f"the first step; expected at most {self.target * first:.4g} (debug.target={self.target}). Try more "
                 "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained"
             )
-        return f"debug=overfit: passed, the loss of one batch fell from {loss:.4g} to {last:.4g} in {steps} steps"
+        return f"debug=overfit: passed, the loss of one batch fell from {first:.4g} to {last:.4g} in {steps} steps"
 
 
 @dataclass

@@ -67,6 +67,8 @@ class Monitor:
     skipped_steps: int = 0
     units: int = 0
     """Units trained since this process started or resumed the run."""
+    first_loss: float = math.nan
+    """Loss of the first step since then, over all ranks."""
 
     def __post_init__(self) -> None:
         self._skipped_in_a_row = 0
@@ -118,6 +120,8 @@ class Monitor:
         rows = numbers.T.tolist()
         for number, (record, (loss, norm, scale, skipped)) in enumerate(zip(records, rows, strict=True)):
             self._losses.append(loss)
+            if math.isnan(self.first_loss):
+                self.first_loss = loss
             self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
             self.units += record.units
             self._window.units += record.units

@@ -90,8 +90,8 @@ class Run:
         self.scores = Scores(self.config, trainer.metrics.lower_is_better)
         self.failure: dict[str, Any] | None = None
         """The step that was not finite, see ``record_failure``."""
-        self.first: StepRecord | None = None
-        """The first step that this process took."""
+        self.begun = False
+        """Whether this process has taken a step."""
         self.began = began or time.monotonic()
         self.before: dict[str, Any] = {}
         """What earlier processes spent on this run, see ``totals``."""
@@ -167,7 +167,7 @@ class Run:
         if self.world.all_reduce_max(len(missing)):
             raise report.unfinished(missing, step, self.folder, self.command)
         final = self.scores.final.get("valid/loss", math.nan)
-        if verdict := self.config.debug.check(self._first_loss, final, step):
+        if verdict := self.config.debug.check(self.monitor.first_loss, final, step):
             self.terminal.note(verdict)
         return summary
 
@@ -180,16 +180,12 @@ class Run:
             self.after_step()
         with closing(self.trainer.batches()) as batches:
             while not self.complete and self.stopped_by is None:
-                with self.terminal.work(beginning) if self.first is None else nullcontext():
+                with nullcontext() if self.begun else self.terminal.work(beginning):
                     self._take_step(batches)
                 self.after_step()
         self.monitor.collect()
         with self.terminal.work("writing the checkpoint"):
             self.writer.finish()
-
-    def _first_loss(self) -> float:
-        """Return the loss of the first step that this process took, over all ranks, each of which has to call this."""
-        return math.nan if self.first is None else self.world.all_reduce_sum(self.first.loss.reshape(1)).item()
 
     def summary(self, status: str) -> dict[str, Any]:
         """Return the content of summary.json so far. Overridden by runs that end for other reasons."""
@@ -222,8 +218,7 @@ class Run:
         self.diagnostics.begin(self.trainer.step + 1)
         with profiled, self.config.debug.step():
             record = self.step(microbatches)
-        if self.first is None:
-            self.first = record
+        self.begun = True
         self.log(record)
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
