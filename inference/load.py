@@ -19,8 +19,8 @@ from trainer.config.registration import groups
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.files import BEST, read_object
-from trainer.progress import work
 from trainer.recipe import Recipe
+from trainer.run.terminal import work
 from trainer.run_folder import RunFolder, run_of
 
 _CLASSES = {

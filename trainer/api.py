@@ -23,7 +23,6 @@ from trainer.config.command_line import quoted
 from trainer.config.schema import Config
 from trainer.errors import Interrupted, UserError
 from trainer.precision import kernels
-from trainer.progress import shown_by
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.memory.fit import release_memory
 from trainer.run.run import Run
@@ -177,5 +176,5 @@ def undisturbed() -> Iterator[None]:
         restore(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
         restore(kernels.clear)
         restore(set_random_state, random_state(host), host)
-        with shown_by(Terminal(logged=False).work):
+        with Terminal(logged=False).in_use():
             yield

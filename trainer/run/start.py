@@ -25,12 +25,11 @@ from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_me
 from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, final_status, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
-from trainer.progress import shown_by, work
 from trainer.run.memory.fit import fit_plan, halved, train_in_memory
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
-from trainer.run.terminal import Terminal
+from trainer.run.terminal import Terminal, work
 from trainer.run_folder import RunFolder
 from trainer.tracking.log import finish_delivery
 
@@ -61,7 +60,7 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.is_main)
         signals.tell = terminal.note
-        stack.enter_context(shown_by(terminal.work))
+        stack.enter_context(terminal.in_use())
         hardware = detect(config.device)
         try:
             with work("opening the data"):  # to count the steps of its epochs
@@ -113,7 +112,7 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
                 raise
             started(None)
             batching = plan.batching
-            retry = saved is None and world.size == 1 and (run is None or run.first is None)
+            retry = saved is None and world.size == 1 and not (run and run.begun)
             smaller = halved(config, batching, batching.micro_batch_size)
             raise MemoryRanOut(error, batching.micro_batch_size, smaller, retry) from error
 

@@ -9,7 +9,7 @@ import select
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -17,9 +17,10 @@ from rich.text import Text
 
 from mantissa.display import duration, loss, quantity
 from trainer.errors import redacted
-from trainer.progress import Advance, shown_by
 
 Rows = Iterable[tuple[str, str]]
+Advance = Callable[..., None]
+"""Takes how much is done, and how much there is where that was not known before; it may be called often."""
 _SLOW_S = 2.0
 """Seconds that work takes before a file shows its progress; and between two lines of the progress of training there."""
 _AGAIN_S = 20.0
@@ -99,8 +100,17 @@ class Terminal:
             self._progress.update(self._training, description=line)
 
     @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Show meanwhile what the function ``work`` reports."""
+        _in_use.append(self)
+        try:
+            yield
+        finally:
+            _in_use.remove(self)
+
+    @contextmanager
     def work(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
-        """Show the progress of other work, see ``progress.work``."""
+        """Show the progress of other work, see the function ``work``."""
         began = time.perf_counter()
         due = began + _SLOW_S
         task = self._begin(label) if self._in_place else None
@@ -136,6 +146,21 @@ class Terminal:
             _unless_closed(self._progress.stop)
 
 
+_in_use: list[Terminal] = []
+"""Terminals, of which the last shows. Not by thread: libraries call what they are given in threads of their own."""
+
+
+def work(label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Advance]:
+    """Show work that may take more than a moment on the terminal in use, if there is one, while the context is entered.
+
+    Args:
+        label: what is done, such as ``tokenizing``.
+        total: how much there is to do; None: not known.
+        unit: of ``total``, such as ``MB``.
+    """
+    return _in_use[-1].work(label, total, unit) if _in_use else nullcontext(lambda *_: None)
+
+
 def _unless_closed(write: Callable[[], None]) -> None:
     """Write to the terminal; where it was closed, training continues."""
     try:
@@ -147,7 +172,7 @@ def _unless_closed(write: Callable[[], None]) -> None:
 @contextmanager
 def on_error_stream() -> Iterator[None]:
     """Show the progress of work there: what a script prints may go to a file."""
-    with shown_by(Terminal(_Console(stderr=True, highlight=False), logged=False).work):
+    with Terminal(_Console(stderr=True, highlight=False), logged=False).in_use():
         yield
 
 

@@ -18,8 +18,8 @@ from recipes.data.text.tokenizers import Tokenizer, TokenizerPlan
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
-from trainer.progress import work
 from trainer.recipe import DataSource
+from trainer.run.terminal import work
 
 if TYPE_CHECKING:
     from recipes.data.text.corpus import Text

@@ -9,9 +9,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from trainer.progress import shown_by, work
 from trainer.run import terminal as module
-from trainer.run.terminal import Terminal
+from trainer.run.terminal import Terminal, work
 
 METRICS = {"loss": 2.5, "tokens_per_s": 12_300.0, "grad_norm": 1.2, "loss_scale": 65536.0, "skipped_steps": 1.0}
 
@@ -30,7 +29,7 @@ def test_progress_stays_in_place_on_a_terminal_and_is_a_line_each_in_a_file(
             advance(12, 48)
             terminal._progress.refresh()
 
-    with shown_by(terminal.work):
+    with terminal.in_use():
         thread = threading.Thread(target=tokenize)
         thread.start()
         thread.join()

@@ -21,9 +21,9 @@ from trainer.errors import MemoryRanOut, OutOfMemory, is_out_of_memory
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
-from trainer.progress import work
 from trainer.recipe import Decision, Recipe
 from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.terminal import work
 
 USABLE = 0.9
 """Share of the free memory that a run may need, since allocators waste some."""
