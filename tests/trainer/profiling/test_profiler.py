@@ -76,30 +76,32 @@ def test_no_kernel_of_another_step_lands_in_a_traced_one(tmp_path: Path, monkeyp
     assert events == ["kernels 0", *traced, "kernels 3"]
 
 
-@pytest.mark.parametrize(("steps", "profiled"), [(4, 2), (2, 0), (0, 0)])
-def test_torch_writes_what_a_short_run_left(
-    steps: int, profiled: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("profiler", "steps", "told", "files"),
+    [
+        (TorchProfiler(wait=1, warmup=1, active=5), 4, "this run made 4: 2 of 5 steps are in the profile", 2),
+        (TorchProfiler(wait=1, warmup=1, active=5), 2, "needs 7 steps (wait, warmup and active together)", 0),
+        (MemoryProfiler(at_step=3), 2, "records step 3, but this run made 2", 0),
+    ],
+)
+def test_a_run_that_was_too_short_is_told_what_is_missing(
+    profiler: Profiler, steps: int, told: str, files: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = run(TorchProfiler(wait=1, warmup=1, active=5), tmp_path, steps)
+    session = run(profiler, tmp_path, steps)
     with caplog.at_level(logging.WARNING, "mantissa"):
         session.finish()
-    assert "needs 7 steps (wait, warmup and active together)" in caplog.text
-    assert f"this run made {steps}: {profiled} of 5 steps are in the profile" in caplog.text
-    if profiled:
-        names = names_in_trace(tmp_path / "profile/trace.json")
-        assert names.count("Optimizer.step#AdamW.step") == profiled
-    else:
-        assert not (tmp_path / "profile").exists()
+    assert told in caplog.text
+    assert len(written(tmp_path)) == files
+    if files:
+        assert names_in_trace(tmp_path / "profile/trace.json").count("Optimizer.step#AdamW.step") == 2
 
 
-@pytest.mark.parametrize("fail_at", [2, 3, 4])
+@pytest.mark.parametrize("fail_at", [2, 4])
 def test_torch_profiler_can_be_finished_after_a_failed_step(fail_at: int, tmp_path: Path) -> None:
     session = run(TorchProfiler(wait=0, warmup=2, active=3), tmp_path, 5, fail_at)
     session.finish()
     assert bool(written(tmp_path)) == (fail_at > 3)
-    session.finish()
-    # The next profile in this process is not disturbed.
-    run(TorchProfiler(wait=0, warmup=1, active=1), tmp_path / "again", 2).finish()
+    run(TorchProfiler(wait=0, warmup=1, active=1), tmp_path / "again", 2).finish()  # the next profile is not disturbed
     assert written(tmp_path / "again")
 
 
@@ -108,17 +110,8 @@ def test_memory_writes_the_ledger_of_the_chosen_step(tmp_path: Path) -> None:
     assert written(tmp_path) == ["ledger.json", "ledger.txt"]
     weights = 4 * (32 * 64 + 64 + 64 * 8 + 8)
     record = json.loads((tmp_path / "profile/ledger.json").read_text())
-    assert record["step"] == 101
-    assert record["steady"]["weights"] == weights
-    assert record["steady"]["optimizer"] == 2 * weights + 4 * 4
     assert session.ledger is not None
     assert record == {"step": 101} | session.ledger.to_dict()
+    assert record["steady"]["weights"] == weights
     assert session.summary == session.ledger.sentence()
     assert session.summary in (tmp_path / "profile/ledger.txt").read_text()
-
-
-def test_memory_warns_when_the_run_was_too_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    session = run(MemoryProfiler(at_step=3), tmp_path, 2)
-    with caplog.at_level(logging.WARNING, "mantissa"):
-        session.finish()
-    assert "records step 3, but this run made 2" in caplog.text
