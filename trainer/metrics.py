@@ -160,13 +160,8 @@ class Metrics:
     def _ready(self, metric: Metric) -> Metric:
         """Return a metric on the device, with states in fp64 where there is any, and without an exchange of its own."""
         from torchmetrics import MetricCollection
-        from torchmetrics.wrappers import MetricTracker, Running
 
         for part in metric.modules():
-            if isinstance(part, MetricTracker | Running):
-                raise UserError(
-                    f"{type(part).__name__} does not fit an evaluation over all samples: give its metric alone"
-                )
             if isinstance(part, MetricCollection):  # else metrics whose first states are equal share them for ever
                 part._enable_compute_groups = False
         for part in _parts(metric):
