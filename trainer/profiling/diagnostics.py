@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mantissa.display import dtype_name, listed
 from mantissa.updates import Counts, UpdateMeter, is_elementwise, ratio
@@ -83,12 +83,8 @@ class Numerics(Diagnostics):
     def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
         if self.every > steps:
             log.warning("diagnostics.every=%d is more than steps=%d, so nothing is measured.", self.every, steps)
-        return _NumericsSession(self.every, update, meter_of(update, model, half), world)
-
-
-def meter_of(update: Update, model: nn.Module, half: torch.dtype | None) -> UpdateMeter:
-    """Return a meter for the updates of ``model``, whose layers compute in the 16-bit dtype ``half``, if any."""
-    return UpdateMeter(model, update.optimizer, half, update.masters, update.clip)
+        meter = UpdateMeter(model, update.optimizer, half, update.masters, update.clip)
+        return _NumericsSession(self.every, update, meter, world)
 
 
 class _NumericsSession(Session):
@@ -109,16 +105,12 @@ class _NumericsSession(Session):
             # Sums over the ranks: of sharded parameters these are different rows, of others the same ones again.
             rows = self._world.all_reduce_sum(counts.cpu() * self._weights).tolist()
             measured = dict(zip(self._meter.names, (Counts(*row) for row in rows), strict=True))
-            if metrics := self._metrics(measured, self._largest(peak)):
+            peaks = torch.zeros(self._world.size)
+            peaks[self._world.rank] = peak
+            if metrics := self._metrics(measured, self._world.all_reduce_sum(peaks).max().item()):
                 yield step, {f"numerics/{name}": value for name, value in metrics.items()}
             if not self._meter.stochastic:
                 self._warn(step, measured)
-
-    def _largest(self, peak: Tensor) -> float:
-        """Return the largest of the ranks' values."""
-        peaks = torch.zeros(self._world.size)
-        peaks[self._world.rank] = peak
-        return self._world.all_reduce_sum(peaks).max().item()
 
     def _metrics(self, measured: dict[str, Counts], peak: float) -> dict[str, float]:
         total = Counts(*(math.fsum(column) for column in zip(*measured.values(), strict=True)))
@@ -134,8 +126,8 @@ class _NumericsSession(Session):
 
     def _warn(self, step: int, measured: dict[str, Counts]) -> None:
         """Say which parameters do not get their updates, once for each parameter."""
-        unreported = {name: counts for name, counts in measured.items() if name not in self._reported}
-        found = {name: counts for name, counts in unreported.items() if counts.loses_updates}
+        new = measured.keys() - self._reported
+        found = {name: counts for name, counts in measured.items() if name in new and counts.loses_updates}
         if not found:
             return
         self._reported |= found.keys()

@@ -17,7 +17,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
-from trainer.errors import MemoryRanOut, OutOfMemory, is_out_of_memory
+from trainer.errors import MemoryRanOut, OutOfMemory, first_line, is_out_of_memory
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
@@ -83,7 +83,7 @@ def _fitting(
             while fitting and fitting < size and needed_bytes(config, batching, fitting) > usable:
                 fitting = halved(config, batching, fitting)
     except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
-        log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
+        log.info("the memory of a step could not be forecast (%s)", first_line(error))
         return size, "", []
     if fitting == size:
         return size, "", saving
@@ -151,7 +151,7 @@ def train_in_memory(config: Config, train: Callable[[Config], T]) -> T:
             if not is_out_of_memory(error):
                 raise
             found = re.search(r"tried to allocate (\d+) bytes", str(error))  # the CPU's, between other numbers
-            words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else str(error).partition("\n")[0]
+            words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else first_line(error)
             where, smaller, retry = "", 0, False
             if isinstance(error, MemoryRanOut):
                 where, smaller, retry = f" with {KEY}={error.micro_batch_size}", error.smaller, auto and error.retry
