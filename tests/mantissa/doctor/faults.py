@@ -567,6 +567,18 @@ FAULTS = {
         loss=lambda output, batch: mean_square(output, batch) * 1e-3,
         optimizer=adam(1e-5),
     ),
+    "a rate that explodes, and a factor that Adam divides by": Fault(
+        RATE, WHOLE, "fp32", loss=scaled(1024.0), optimizer=adam(100.0)
+    ),
+    "an update that makes weights infinite: eps is 0 in fp16, and so are small second moments": Fault(
+        DIVERGENCE,
+        "inner.bias",
+        "fp16_pure",
+        lambda: Own().half(),
+        loss=scaled(3),
+        cure="fp32 weights under torch.autocast(device, dtype=torch.float16)",
+        direction=UPDATE,
+    ),
     "one sample is infinite": Fault(
         INPUT,
         "batch['x'], sample 5",
