@@ -86,25 +86,18 @@ class RunFolder:
             )
         return cls(path)
 
-    def mark_launch(self) -> None:
-        """Note how the run is started, before ``write_config``.
-
-        That is: from which folder, and by which torchrun, whose restart finds it again by that.
-        """
-        launch: dict[str, Any] = {"launch": launch_id()} if launched_processes() else {}
-        add_run_facts(self.path, launch=launch | {"folder": str(Path.cwd())})
-
-    def write(self, name: str, content: dict[str, Any]) -> None:
-        """Write a JSON file whole or not at all."""
-        write_json(self.path / name, content)
-
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; empty if it cannot be read."""
         return read_object(self.path / SUMMARY_FILE)
 
     def write_config(self, flat: dict[str, Any]) -> None:
-        """Record the resolved config, as JSON and, for people, as YAML."""
-        self.write(CONFIG_FILE, flat)
+        """Record the config with a value for every ``auto``, as JSON and, for people, as YAML.
+
+        Before that, how the run is started: in which folder, and by which torchrun, whose restart finds it by that.
+        """
+        launch: dict[str, Any] = {"launch": launch_id()} if launched_processes() else {}
+        add_run_facts(self.path, launch=launch | {"folder": str(Path.cwd())})
+        write_json(self.path / CONFIG_FILE, flat)
         write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
 
     def config(self) -> dict[str, Any]:

@@ -38,7 +38,6 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     options = flatten(config)
     options["run_name"] = config.name
     options["tracking.uri"] = options["tracking.uri"] and redacted(options["tracking.uri"])
-    folder.mark_launch()
     folder.write_config(options)
     return options
 

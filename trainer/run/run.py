@@ -20,7 +20,7 @@ from trainer.config.step import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Watch
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
-from trainer.files import SUMMARY_FILE, read_json, read_object, write_json
+from trainer.files import PRECISION_FILE, SUMMARY_FILE, read_json, read_object, write_json
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.profiling.profiler import Profiler
@@ -118,7 +118,7 @@ class Run:
         if self.world.is_main:
             options = write_config(folder, self.config)
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
-            folder.write("precision.json", self.manifest)
+            write_json(folder.path / PRECISION_FILE, self.manifest)
             forget_failure(folder)
             resumed = saved.log_bytes if saved else None
             self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, resumed)

@@ -99,7 +99,6 @@ def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) ->
         ({"recipe.width": {"a": [1]}}, "recipe.width"),
         ({"clip": 5}, "config.json names clip=5, which"),
     ):
-        RunFolder(run).mark_launch()
         RunFolder(run).write_config(before | change)
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
