@@ -31,7 +31,7 @@ class Session:
 
     ledger: Ledger | None = None
     summary: str | None = None
-    """One line for the end of the run."""
+    """One line for the end of the run, where there is no ledger."""
     _started = 0
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
@@ -121,7 +121,6 @@ class _MemorySession(Session):
         with self._allocator_history(), self._recorder() as recorder:
             yield
         self.ledger = recorder.report()
-        self.summary = self.ledger.sentence()
         record = {"step": step_index} | self.ledger.to_dict()
         (self._folder / "ledger.json").write_text(json.dumps(record, indent=1))
         (self._folder / "ledger.txt").write_text(self.ledger.text())
