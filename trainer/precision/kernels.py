@@ -12,11 +12,10 @@ recomputation and compiled code (inductor leaves matmuls and convolutions to the
 from __future__ import annotations
 
 import functools
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from trainer.cache import cached
 from trainer.hardware import NATIVE, Hardware, processor, threads
 
 AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
-"""auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic."""
+"""auto: what is faster here; native: torch's own; fp32: fp32 arithmetic."""
 UNSEEN = "native, but fp32 for taps that see only padding"
 """torch's own kernels, but for gradients of convolutions that oneDNN computes wrongly in 16 bits: those of taps that
 lie outside of the image at every position (docs/precision.md)."""
@@ -44,8 +43,9 @@ def choose(
 ) -> str:
     """Return how 16-bit operands are multiplied on this machine: ``native``, ``fp32``, or ``UNSEEN``.
 
-    With ``auto`` a matmul is timed both ways, in milliseconds, once for this processor and torch. With
-    ``deterministic`` the processor's instructions decide instead, as a measurement may differ when it is repeated.
+    With ``auto`` the processor's instructions decide. Where oneDNN does not agree with them (it computes bf16 without
+    any, or ignores those of the processor), a matmul is timed both ways, once for this processor and torch; with
+    ``deterministic`` it is not, as a measurement may differ when it is repeated.
 
     Args:
         dtype: the 16-bit format.
@@ -56,38 +56,40 @@ def choose(
     """
     if hardware.device.type != "cpu":
         return OWN
-    if kernels == AUTO and deterministic:
-        kernels = OWN if hardware.support(_NAMES[dtype]) == NATIVE else WIDE
-    elif kernels == AUTO:
-        slow = cached("kernels", processor(hardware) | {"dtype": str(dtype)}, functools.partial(is_slow, dtype))
+    onednn = computed_by_onednn(dtype)
+    if kernels == AUTO:
+        native = hardware.support(_NAMES[dtype]) == NATIVE
+        slow = not native
+        if native != onednn and not deterministic:
+            slow = cached("kernels", processor(hardware) | {"dtype": str(dtype)}, functools.partial(is_slow, dtype))
         kernels = WIDE if slow else OWN
-    return UNSEEN if kernels == OWN and convolves and computed_by_onednn(dtype) else kernels
+    return UNSEEN if kernels == OWN and convolves and onednn else kernels
 
 
 def is_slow(dtype: torch.dtype) -> bool:
     """Return whether torch's own matmul of a layer takes clearly longer than fp32 arithmetic, by a measurement.
 
-    It is one thread's own time, in which other programs do not count, whatever the number of threads of the run.
+    It is one thread's own time, in which other programs do not count, whatever the number of threads of the run. What
+    they displace in the processor's caches does: so the two take turns, and medians are compared.
     """
     before = dict(_in_use)
     with threads(1), unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(128, 128, generator=generator, device="cpu").to(dtype) for _ in range(2))
-        best = {"native": math.inf, "fp32": math.inf}
+        x, weight = (torch.randn(256, 256, generator=generator, device="cpu").to(dtype) for _ in range(2))
+        times: tuple[list[float], list[float]] = [], []
         _in_use.clear()
         try:
-            for number in range(5):
-                for name in best:
-                    began = time.thread_time()
-                    if name == "native":
-                        torch.mm(x, weight.mT)
-                    else:
-                        torch.mm(x.float(), weight.mT.float()).to(dtype)
-                    if number:  # the first is for warming up
-                        best[name] = min(best[name], time.thread_time() - began)
+            for _ in range(9):
+                began = time.thread_time()
+                torch.mm(x, weight.mT)
+                between = time.thread_time()
+                torch.mm(x.float(), weight.mT.float()).to(dtype)
+                times[0].append(between - began)
+                times[1].append(time.thread_time() - between)
         finally:
             _in_use.update(before)
-    return best["fp32"] < _CLEARLY * best["native"]
+    native, wide = (median(each[1:]) for each in times)  # the first is for warming up
+    return wide < _CLEARLY * native
 
 
 def computed_by_onednn(dtype: torch.dtype) -> bool:
@@ -114,6 +116,14 @@ def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto") -> str 
 
 
 # --- the kernels in use ---
+
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+OPERATORS = (
+    *("mm", "mm.out", "addmm", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm.out"),
+    *("convolution", "convolution_backward", _FLASH, f"{_FLASH}_backward"),
+)
+"""What is replaced: what takes most of a step in 16 bits where the processor lacks instructions. Layer norm, batch norm
+and GELU were slower in fp32 arithmetic than in torch's own kernels."""
 
 _in_use: dict[torch.dtype, str] = {}
 """``WIDE`` or ``UNSEEN``, by the dtype of the operands."""
@@ -144,10 +154,8 @@ def use(dtype: torch.dtype, chosen: str) -> None:
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.11 warns that a kernel is replaced
-            for name in sorted(wanted):
-                for overload in OPERATORS[name].overloads:
-                    kernel = _replacement(OPERATORS[name], overload)
-                    _library.impl(overload, kernel, "CPU", with_keyset=True, allow_override=True)
+            for overload in sorted(wanted):
+                _library.impl(overload, _replacement(overload), "CPU", with_keyset=True, allow_override=True)
 
 
 def in_use(dtype: torch.dtype) -> bool:
@@ -161,24 +169,7 @@ def clear() -> None:
         use(dtype, OWN)
 
 
-@dataclass(frozen=True)
-class Operator:
-    """Overloads of ``aten`` that share a kernel.
-
-    The first ``operands`` arguments have the format, or are None. Of the results the first ``rounded`` are in the
-    format, too; others are fp32 anyway.
-    """
-
-    overloads: tuple[str, ...]
-    operands: int = 3
-    rounded: int = 3
-    layout: Callable[[Sequence[Any]], torch.memory_format] | None = None
-    """Returns the layout of the results that are images; None: no result is one."""
-    in_fp32: Callable[..., Any] | None = None
-    """What computes it on fp32 operands; None: torch's kernel. Its first argument is that kernel."""
-
-
-def _replacement(operator: Operator, overload: str) -> Callable[..., Any]:
+def _replacement(overload: str) -> Callable[..., Any]:
     """Return the kernel of one overload: torch's own, or fp32 arithmetic where the operands' dtype asks for it."""
     own = torch.library.get_kernel(f"aten::{overload}", "CPU")
     functional = torch.library.get_kernel(f"aten::{overload.removesuffix('.out')}", "CPU")
@@ -189,40 +180,44 @@ def _replacement(operator: Operator, overload: str) -> Callable[..., Any]:
         chosen = _in_use.get(dtype)
         if (
             chosen is None
-            or any(operand is not None and operand.dtype is not dtype for operand in (*args[: operator.operands], out))
+            or any(operand is not None and operand.dtype is not dtype for operand in (*args[:3], out))
             or (chosen == UNSEEN and not (overload == "convolution_backward" and has_unseen_taps(args)))
             or (is_matmul and _generates_text(*args[-2:]))
         ):
             return own.call_boxed(keyset, *args, **kwargs)
         kwargs.pop("out", None)
         with torch._C.DisableTorchFunction():  # a mode, such as an operator policy, is for what the model calls
-            result = _in_fp32(operator, functools.partial(functional.call_boxed, keyset), args, kwargs, dtype)
+            result = _in_fp32(overload, functools.partial(functional.call_boxed, keyset), args, kwargs, dtype)
             return result if out is None else out.resize_(result.shape).copy_(result)
 
     return kernel
 
 
 def _in_fp32(
-    operator: Operator, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
+    overload: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> Any:
-    """Call torch's kernel with fp32 copies of the tensors of ``dtype``, and round its first results to ``dtype``."""
+    """Call torch's kernel with fp32 copies of the tensors of ``dtype``, and round its results to ``dtype``."""
 
     def widen(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
 
-    if operator.in_fp32 is not None:
-        function = functools.partial(operator.in_fp32, function)
-    layout = torch.preserve_format if operator.layout is None else operator.layout(args)
+    wide, options = [*map(widen, args)], {key: widen(value) for key, value in kwargs.items()}
+    layout = torch.preserve_format
+    if overload.startswith("convolution"):
+        layout = _image_layout(*(args[1:10] if overload.endswith("_backward") else args))
+    elif overload == f"{_FLASH}_backward":
+        # The output of the forward pass is rounded, which can cost more than all other roundings: it is computed anew.
+        wide[4:6] = getattr(torch.ops.aten, _FLASH).default(*wide[1:4], *wide[6:], **options)
 
     def narrow(tensor: Tensor) -> Tensor:
         return tensor.to(dtype, memory_format=layout if tensor.ndim > 3 else torch.preserve_format)
 
-    result = function(*map(widen, args), **{key: widen(value) for key, value in kwargs.items()})
+    result = function(*wide, **options)
+    if overload == _FLASH:
+        return narrow(result[0]), *result[1:]  # the logarithms of sums are fp32 in any case
     if isinstance(result, Tensor):
         return narrow(result)
-    return tuple(
-        narrow(part) if part is not None and number < operator.rounded else part for number, part in enumerate(result)
-    )
+    return tuple(part if part is None else narrow(part) for part in result)
 
 
 def _generates_text(x: Tensor, y: Tensor) -> bool:
@@ -230,9 +225,9 @@ def _generates_text(x: Tensor, y: Tensor) -> bool:
     return x.ndim > 1 and x.shape[-2] < _MANY and x.stride(-1) == 1 and y.stride(-1) != 1
 
 
-def _image_layout(input: Tensor, weight: Tensor, *options: Any) -> torch.memory_format:
+def _image_layout(input: Tensor, weight: Tensor, bias: Any, *options: Any) -> torch.memory_format:
     """Return the layout of torch's own 16-bit result, and of the gradients: compiled code relies on it."""
-    backend = torch._C._select_conv_backend(input, weight, *options)
+    backend = torch._C._select_conv_backend(input, weight, None, *options)
     layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(input, weight, backend)
     return layout
 
@@ -249,34 +244,3 @@ def has_unseen_taps(args: Sequence[Any]) -> bool:
             if not any(0 <= first + position * step < image for position in range(positions)):
                 return True
     return False
-
-
-def _attention_backward_in_fp32(
-    kernel: Callable[..., Any],
-    upstream: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    *options: Any,
-    **masks: Any,
-) -> Any:
-    """Compute the output anew: that of the forward pass is rounded, which can cost more than all other roundings."""
-    output, logsumexp = getattr(torch.ops.aten, _FLASH).default(query, key, value, *options, **masks)
-    return kernel(upstream, query, key, value, output, logsumexp, *options, **masks)
-
-
-_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-OPERATORS = {
-    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out")),
-    "bmm": Operator(("bmm", "bmm.out", "baddbmm", "baddbmm.out")),
-    "convolution": Operator(("convolution",), layout=lambda args: _image_layout(*args[:2], None, *args[3:])),
-    "convolution_backward": Operator(
-        ("convolution_backward",), layout=lambda args: _image_layout(*args[1:3], None, *args[4:10])
-    ),
-    "attention": Operator((_FLASH,), rounded=1),
-    "attention_backward": Operator((f"{_FLASH}_backward",), operands=5, in_fp32=_attention_backward_in_fp32),
-}
-"""What is replaced: what takes most of a step in 16 bits where the processor lacks instructions. Layer norm, batch norm
-and GELU were slower in fp32 arithmetic than in torch's own kernels."""

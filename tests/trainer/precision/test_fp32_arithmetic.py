@@ -187,29 +187,47 @@ def test_compiled_and_recomputed_code_takes_the_same_path(backend: str, widened:
 # --- which kernels are chosen ---
 
 
+AVX512 = Hardware(torch.device("cpu"), "AVX-512", 2**34, 2)
+"""A processor without 16-bit instructions, for which oneDNN has bf16 kernels nevertheless."""
+
+
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
-    """The formats whose matmuls a measurement finds slow; changes count."""
-    found = {BF16, FP16}
-    monkeypatch.setattr(kernels, "cached", lambda kind, of, work: of["dtype"] in map(str, found))
-    monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: False)
+def slow(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The processors on which a measurement finds native matmuls slow; changes count."""
+    found: set[str] = set()
+    monkeypatch.setattr(kernels, "cached", lambda kind, of, work: of["cpu"] in found)
     return found
 
 
-def test_fp32_arithmetic_is_chosen_where_it_is_clearly_faster(slow: set[torch.dtype]) -> None:
-    assert choose(BF16, "auto", CPU) == WIDE
-    slow.remove(BF16)
-    assert (choose(BF16, "auto", CPU), choose(FP16, "auto", CPU)) == (OWN, WIDE)
-    assert choose(FP16, "native", CPU) == OWN
-    assert choose(BF16, "fp32", AMX) == WIDE
-    assert choose(FP16, "auto", Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))) == OWN
-
-
-def test_a_repeatable_run_does_not_ask_the_clock(slow: set[torch.dtype]) -> None:
-    slow.clear()
-    assert choose(BF16, "auto", CPU, deterministic=True) == WIDE
-    assert choose(BF16, "auto", AMX, deterministic=True) == OWN
-    assert choose(FP16, "auto", AMX, deterministic=True) == WIDE  # it has none for fp16
+@pytest.mark.parametrize(
+    ("dtype", "hardware", "onednn", "chosen", "measured_slow"),
+    [
+        (BF16, CPU, False, WIDE, WIDE),
+        (BF16, AMX, True, UNSEEN, UNSEEN),
+        (FP16, AMX, False, WIDE, WIDE),
+        (BF16, AVX512, True, UNSEEN, WIDE),
+        (BF16, AMX, False, OWN, WIDE),  # ONEDNN_MAX_CPU_ISA=AVX2
+        (FP16, Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0)), True, OWN, OWN),
+    ],
+)
+def test_the_clock_is_asked_only_where_onednn_and_the_processor_disagree(
+    dtype: torch.dtype,
+    hardware: Hardware,
+    onednn: bool,
+    chosen: str,
+    measured_slow: str,
+    slow: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: onednn)
+    assert choose(dtype, "auto", hardware) == chosen
+    slow.add(hardware.name)
+    assert choose(dtype, "auto", hardware) == measured_slow
+    if hardware.device.type == "cpu":  # a repeatable run never does
+        native = hardware is AMX and dtype == BF16
+        assert choose(dtype, "auto", hardware, deterministic=True, convolves=False) == (OWN if native else WIDE)
+        assert choose(dtype, "native", hardware, convolves=False) == OWN
+        assert choose(dtype, "fp32", hardware) == WIDE
 
 
 @HALVES
@@ -274,7 +292,8 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
 # --- in a run ---
 
 
-def test_why_the_speed_of_a_run_is_not_that_of_its_format(slow: set[torch.dtype]) -> None:
+def test_why_the_speed_of_a_run_is_not_that_of_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: False)
     words = "fp16 matmuls, convolutions, attention: fp32 arithmetic"
     assert not_timed_here("fp16_pure", CPU) == f"{words}, this CPU has no fp16 instructions"
     assert [not_timed_here("fp32", CPU), not_timed_here("bf16", CPU, "native")] == [None, None]
