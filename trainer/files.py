@@ -171,8 +171,11 @@ def flush(path: Path) -> None:
 def check_output_dir(output_dir: str) -> None:
     """Refuse, with a UserError, an output folder that cannot be made or written, before anything else is done."""
     path = Path(output_dir).expanduser().absolute()
-    while not os.path.exists(path):
-        path = path.parent
+    try:
+        while not path.exists():
+            path = path.parent
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"output_dir={output_dir:.60} cannot be written ({error.strerror}); choose another") from None
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
         why = "permission denied" if path.is_dir() else "it is a file"
         raise UserError(f"output_dir={output_dir} cannot be written ({path}: {why}); choose another with output_dir=…")
