@@ -25,8 +25,8 @@ from trainer.errors import RunError
 from trainer.hardware import Hardware, synchronise, threads
 from trainer.run.run import Run
 from trainer.run.signals import Signals
-from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
+from trainer.terminal import Terminal
 from trainer.trainer import Trainer
 
 MLFLOW_PATIENCE_S = 60.0

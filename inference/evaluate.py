@@ -31,7 +31,7 @@ from trainer.files import make_folder, write_json
 from trainer.hardware import synchronise
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
-from trainer.run.terminal import on_error_stream, work
+from trainer.terminal import on_error_stream, work
 
 CLASSES_SHOWN = 30
 """Classes in the terminal's table; of more, those with the lowest F1."""

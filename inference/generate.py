@@ -16,7 +16,7 @@ from inference.run_config import configure
 from recipes.data.text.tokenizers import Characters
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
-from trainer.run.terminal import on_error_stream
+from trainer.terminal import on_error_stream
 
 CAUSAL = ("gpt2", "llama")
 """Recipes whose models continue a text; t5 answers it."""

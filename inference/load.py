@@ -20,8 +20,8 @@ from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.files import BEST, read_object
 from trainer.recipe import Recipe
-from trainer.run.terminal import work
 from trainer.run_folder import RunFolder, run_of
+from trainer.terminal import work
 
 _CLASSES = {
     "gpt2": "AutoModelForCausalLM",

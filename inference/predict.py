@@ -20,7 +20,7 @@ from trainer.config.options import parse
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
-from trainer.run.terminal import on_error_stream
+from trainer.terminal import on_error_stream
 
 if TYPE_CHECKING:
     from PIL import Image

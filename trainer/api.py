@@ -24,10 +24,10 @@ from trainer.config.schema import Config
 from trainer.errors import Interrupted, UserError
 from trainer.precision import kernels
 from trainer.recipe import Recipe, UserRecipe
-from trainer.run.memory.fit import release_memory
+from trainer.run.fit import release_memory
 from trainer.run.run import Run
 from trainer.run.start import train as start
-from trainer.run.terminal import Terminal
+from trainer.terminal import Terminal
 from trainer.trainer import Trainer
 
 

@@ -23,8 +23,8 @@ from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.precision.kernels import not_timed_here
 from trainer.profiling.rates import slowdown
 from trainer.recipe import Recipe
-from trainer.run.memory.fit import USABLE
-from trainer.run.memory.forecast import meta_model
+from trainer.run.fit import USABLE
+from trainer.run.forecast import meta_model
 
 SLOWER = 1.2
 """Times as long as in fp32 that matmuls of a format may take: a little more than 1, since 16 bits move less memory."""

@@ -12,7 +12,7 @@ from mantissa.ledger import CATEGORIES, MIB, Ledger
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.hardware import detect
-from trainer.run.memory.forecast import forecast
+from trainer.run.forecast import forecast
 
 
 def memory(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from trainer.errors import OutOfMemory, UserError
 from trainer.hardware import Hardware
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World
-from trainer.run.memory.fit import fit_plan, needed_bytes, rough_bytes
+from trainer.run.fit import fit_plan, needed_bytes, rough_bytes
 
 
 def is_set(overrides: Sequence[str], *keys: str) -> bool:

@@ -13,7 +13,7 @@ from trainer.config.compose import compose, key_of
 from trainer.config.text import fraction
 from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes, detect
-from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.forecast import forecast, required_bytes
 
 MARGIN = 0.05
 _EXACT_BELOW = 32

@@ -14,7 +14,7 @@ from mantissa.ledger import MemoryLedger, tensors
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
-from trainer.run.memory.forecast import copies_on_device, meta_model
+from trainer.run.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
 
 _WARM_UP = 2**20

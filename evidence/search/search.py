@@ -29,7 +29,7 @@ from trainer.files import SAME, check_output_dir, make_folder
 from trainer.hardware import detect
 from trainer.metrics import Metrics
 from trainer.recipe import Recipe
-from trainer.run.memory.fit import release_memory
+from trainer.run.fit import release_memory
 from trainer.run.provenance import git_facts, versions
 from trainer.run.start import train
 

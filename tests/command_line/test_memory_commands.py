@@ -16,7 +16,7 @@ from evidence.memory.command import max_batch, memory
 from evidence.memory.trial import Trial, trial
 from tests import forks
 from trainer.config.options import run
-from trainer.run.memory.fit import release_memory
+from trainer.run.fit import release_memory
 
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
@@ -85,7 +85,7 @@ import ctypes, resource, sys
 import torch
 from trainer.run.command import main
 from trainer.hardware import held_bytes
-from trainer.run.memory import fit
+from trainer.run import fit
 fit.rough_bytes = lambda *given: None  # no forecast
 from recipes.bignet import BigNet
 from trainer.recipe import Sizes

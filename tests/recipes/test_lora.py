@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from recipes.lora import LoRA
 from tests.helpers import compose, fit, same_bits, trainer_of
 from trainer.errors import UserError
-from trainer.run.memory.forecast import forecast
+from trainer.run.forecast import forecast
 from trainer.trainer import Trainer
 
 SMALL = ("recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4", "eval_samples=4", "steps=3")

@@ -26,7 +26,7 @@ from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import provenance
 from trainer.run.signals import OUTSIDE, erase_loading_line
 from trainer.run.sweep import Ended, Sweep, TrainOne
-from trainer.run.terminal import leave_unread
+from trainer.terminal import leave_unread
 
 if TYPE_CHECKING:
     from trainer.run.run import Run
@@ -117,7 +117,7 @@ def _train_one(
         return Ended(_report_bug(error), {}, ends_all=launched_processes() > 1)
     finally:
         if "torch" in sys.modules:
-            from trainer.run.memory.fit import release_memory
+            from trainer.run.fit import release_memory
 
             release_memory()
 

@@ -18,8 +18,8 @@ from trainer.checkpoint.reader import load
 from trainer.data.evaluation import Watch
 from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
-from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
+from trainer.terminal import Terminal
 from trainer.trainer import Trainer
 
 

@@ -17,8 +17,8 @@ from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.manifest import warning_if_slow
 from trainer.recipe import Decision
-from trainer.run.terminal import Rows, Terminal
 from trainer.run_folder import RunFolder
+from trainer.terminal import Rows, Terminal
 from trainer.trainer import Trainer
 
 

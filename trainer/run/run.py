@@ -33,8 +33,8 @@ from trainer.run.record import forget_failure, observed, open_metric_log, record
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.summary import run_summary, summary_rows, unreadable_samples
-from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
+from trainer.terminal import Terminal
 from trainer.tracking.log import MetricLog
 from trainer.trainer import StepRecord, Trainer
 

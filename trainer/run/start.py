@@ -25,12 +25,12 @@ from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_me
 from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, final_status, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
-from trainer.run.memory.fit import fit_plan, halved, train_in_memory
+from trainer.run.fit import fit_plan, halved, train_in_memory
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
-from trainer.run.terminal import Terminal, work
 from trainer.run_folder import RunFolder
+from trainer.terminal import Terminal, work
 from trainer.tracking.log import finish_delivery
 
 

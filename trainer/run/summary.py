@@ -11,7 +11,7 @@ from trainer.hardware import peak_memory_bytes
 from trainer.precision import kernels
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.provenance import versions
-from trainer.run.terminal import Rows
+from trainer.terminal import Rows
 from trainer.trainer import Trainer
 
 if TYPE_CHECKING:

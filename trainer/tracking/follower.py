@@ -28,7 +28,7 @@ from trainer.files import (
     TOKENIZER,
     read_object,
 )
-from trainer.run.terminal import work
+from trainer.terminal import work
 from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
 from trainer.tracking.models import log_best, register

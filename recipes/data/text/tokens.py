@@ -19,7 +19,7 @@ from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
 from trainer.recipe import DataSource
-from trainer.run.terminal import work
+from trainer.terminal import work
 
 if TYPE_CHECKING:
     from recipes.data.text.corpus import Text

@@ -18,7 +18,7 @@ from torch import Tensor
 from recipes.data.images.pixels import IMAGENET_MEAN
 from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
 from trainer.errors import UserError
-from trainer.run.memory.forecast import meta_model
+from trainer.run.forecast import meta_model
 
 ARCH = "shufflenet_v2_x0_5"
 SMALL = ("recipe=resnet", f"recipe.arch={ARCH}", "batch_size=4", "steps=2", "eval_samples=8")

@@ -19,9 +19,9 @@ from trainer.errors import MemoryRanOut, OutOfMemory, RunError
 from trainer.hardware import Hardware, detect
 from trainer.parallel.world import World
 from trainer.recipe import Decision
-from trainer.run.memory import fit
-from trainer.run.memory.fit import USABLE, fit_plan, halved, needed_bytes, train_in_memory
-from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run import fit
+from trainer.run.fit import USABLE, fit_plan, halved, needed_bytes, train_in_memory
+from trainer.run.forecast import forecast, required_bytes
 from trainer.run_folder import RunFolder
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=64", "checkpoint=none"]

@@ -22,8 +22,8 @@ from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.recipe import Decision, Recipe
-from trainer.run.memory.forecast import forecast, required_bytes
-from trainer.run.terminal import work
+from trainer.run.forecast import forecast, required_bytes
+from trainer.terminal import work
 
 USABLE = 0.9
 """Share of the free memory that a run may need, since allocators waste some."""

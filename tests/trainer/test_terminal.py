@@ -1,4 +1,4 @@
-"""The progress of training and of other work (trainer/run/terminal.py)."""
+"""The progress of training and of other work (trainer/terminal.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from trainer.run import terminal as module
-from trainer.run.terminal import Terminal, work
+from trainer import terminal as module
+from trainer.terminal import Terminal, work
 
 METRICS = {"loss": 2.5, "tokens_per_s": 12_300.0, "grad_norm": 1.2, "loss_scale": 65536.0, "skipped_steps": 1.0}
 

@@ -14,7 +14,7 @@ from trainer.data.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
 from trainer.recipe import LossOutput
-from trainer.run.memory.forecast import forecast
+from trainer.run.forecast import forecast
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=512")
 RESNET = (
