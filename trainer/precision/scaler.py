@@ -21,25 +21,31 @@ _LARGEST = 3.4028234663852886e38  # of fp32
 
 
 class LossScale:
-    """The loss scale of one run. This base class is the constant 1: it multiplies, divides and updates nothing."""
+    """The loss scale of one run, a constant.
 
-    recovers: bool = False
-    """Whether training continues after a step with non-finite gradients, which is skipped."""
+    Args:
+        device: of the loss.
+        scale: None: there is none; it multiplies and divides nothing.
+    """
 
-    def __init__(self, device: torch.device, scale: float = 1.0) -> None:
-        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, scale: float | None = None) -> None:
+        self.recovers = scale is not None
+        """Whether training continues after a step with non-finite gradients, which is skipped."""
+        self.scale = torch.full((), 1.0 if scale is None else scale, dtype=torch.float32, device=device)
         # torch.amp.GradScaler computes in double; so do we, for the same bits, where the device does.
         self._wide = kind_of(device).wide
 
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, fp32 scalar."""
-        return loss
+        return loss * self.scale if self.recovers else loss
 
     def inverse(self, correction: float = 1.0) -> Tensor | None:
         """Return the factor (fp32 scalar) that turns a gradient of the scaled loss into the true one; None: it is 1.
 
         ``correction`` is a further factor that the gradient needs, see ``Precision.loss_divisor``.
         """
+        if self.recovers:
+            return (self.scale.to(self._wide).reciprocal() * correction).float()
         return None if correction == 1 else torch.full_like(self.scale, correction)
 
     def update(self, finite: Tensor) -> None:
@@ -54,19 +60,7 @@ class LossScale:
         self.scale.fill_(state["scale"])
 
 
-class StaticLossScale(LossScale):
-    """A fixed scale."""
-
-    recovers = True
-
-    def multiply(self, loss: Tensor) -> Tensor:
-        return loss * self.scale
-
-    def inverse(self, correction: float = 1.0) -> Tensor | None:
-        return (self.scale.to(self._wide).reciprocal() * correction).float()
-
-
-class DynamicLossScale(StaticLossScale):
+class DynamicLossScale(LossScale):
     """A scale that grows after ``interval`` good steps in a row and backs off at every overflow.
 
     The rule is torch.amp.GradScaler's, with a floor, and kept in device tensors: the host never waits for it,
@@ -120,11 +114,18 @@ class Scaler:
         Raises:
             UserError: fp16 without a scaler, or a scaler with a precision whose range is fp32's.
         """
-        if format.needs_loss_scale and not self.force:
+        if self.force or format.needs_loss_scale == (self.kind != Scaler.kind):
+            return
+        if format.needs_loss_scale:
             raise UserError(
                 f"scaler=none with precision={format.name} silently loses gradients below 2^-24; use scaler=auto, "
                 "or scaler.force=true to see the effect"
             )
+        reason = "every tensor has its own scale" if format.number is FP8 else f"{format.number.name} has fp32's range"
+        raise UserError(
+            f"scaler={self.kind} with precision={format.name}: {reason}, so scaling is not needed; "
+            "use scaler=auto, or scaler.force=true to measure it anyway"
+        )
 
     def build(self, format: Format, device: torch.device) -> LossScale:
         """Return the run's loss scale."""
@@ -145,16 +146,6 @@ class Scaling(Scaler):
     def skip_limit(self) -> int | None:
         return self.max_consecutive_skips
 
-    def check(self, format: Format) -> None:
-        if not format.needs_loss_scale and not self.force:
-            reason = (
-                "every tensor has its own scale" if format.number is FP8 else f"{format.number.name} has fp32's range"
-            )
-            raise UserError(
-                f"scaler={self.kind} with precision={format.name}: {reason}, so scaling is not needed; "
-                "use scaler=auto, or scaler.force=true to measure it anyway"
-            )
-
 
 @dataclass
 class StaticScaler(Scaling):
@@ -170,7 +161,7 @@ class StaticScaler(Scaling):
         super().__post_init__()
 
     def build(self, format: Format, device: torch.device) -> LossScale:
-        return StaticLossScale(device, self.scale)
+        return LossScale(device, self.scale)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import AutoScaler, LossScale, StaticLossScale
+from trainer.precision.scaler import AutoScaler, LossScale
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -178,7 +178,7 @@ def test_a_skipped_step_does_not_round_the_weights_again() -> None:
     net = nn.Linear(64, 64)
     Precision("bf16_sr").convert(net, CPU)
     masters = StochasticWeights(net, seed=0)
-    update = Update(Optimizer("SGD").build(masters, CPU), masters.parameters(), StaticLossScale(CPU), Clip(), masters)
+    update = Update(Optimizer("SGD").build(masters, CPU), masters.parameters(), LossScale(CPU, 1.0), Clip(), masters)
     before = copied(net.state_dict())
     update.backward(net(torch.ones(1, 64, dtype=BF16)).float().sum() * float("inf"))
     assert update.step().skipped
@@ -192,7 +192,7 @@ def pure_update(
     net = nn.Linear(4, 4, bias=False).to(dtype)
     nn.init.zeros_(net.weight)
     built = optimizer.build(net, CPU)
-    return net.weight, Update(built, net.parameters(), StaticLossScale(CPU, scale), clip or Clip())
+    return net.weight, Update(built, net.parameters(), LossScale(CPU, scale), clip or Clip())
 
 
 def needs_fused(name: str) -> None:

@@ -13,7 +13,7 @@ from trainer.optim.masters import MasterWeights, masters_of
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer, fused_is_sound, optimizer_class
 from trainer.optim.update import Clip, Update
-from trainer.precision.scaler import StaticLossScale
+from trainer.precision.scaler import LossScale
 
 CPU = torch.device("cpu")
 
@@ -192,7 +192,7 @@ def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name
         optimizer.build(half, CPU)
     optimizer.build(net().to(torch.bfloat16), CPU)  # which has the exponents of fp32
     masters = MasterWeights(half)
-    update = Update(optimizer.build(masters, CPU), masters.parameters(), StaticLossScale(CPU, 2.0**20), Clip(), masters)
+    update = Update(optimizer.build(masters, CPU), masters.parameters(), LossScale(CPU, 2.0**20), Clip(), masters)
     for weight in half.parameters():
         weight.data.zero_()
         weight.grad = torch.full_like(weight, 2.0**-6)

@@ -22,7 +22,7 @@ from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Clip, ClipNorm, Update
 from trainer.parallel.world import World
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import LossScale, StaticLossScale
+from trainer.precision.scaler import LossScale
 from trainer.profiling.diagnostics import Numerics
 from trainer.run.start import train
 
@@ -65,7 +65,7 @@ class Training:
         self.masters = masters_of(FORMATS[mode], self.net, 0)
         changed = self.masters or self.net
         self.optimizer = Optimizer(name, lr=lr, fused=fused, options=options).build(changed, CPU)
-        scaled = LossScale(CPU) if scale is None else StaticLossScale(CPU, scale)
+        scaled = LossScale(CPU, scale)
         self.update = Update(self.optimizer, changed.parameters(), scaled, clip or Clip(), self.masters)
         self.meter = UpdateMeter(self.net, self.optimizer, precision.half, self.masters, self.update.clip)
         self.half = FORMATS[mode].autocast
