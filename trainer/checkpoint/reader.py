@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from mantissa.display import dimensions
-from trainer.checkpoint.schema import KINDS, STATE_FILE, InvalidCheckpoint, State, files_of, read_manifest
+from trainer.checkpoint.schema import KINDS, STATE_FILE, State, files_of, read_manifest
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
 from trainer.files import read_json
@@ -39,12 +38,11 @@ class CheckpointReader:
     def __init__(self, path: Path) -> None:
         """Open the checkpoint at ``path``, which ``find_verified`` has verified."""
         self.path = path
-        with self._named():
-            manifest = read_manifest(path)
-            self._state: State = read_json(path / STATE_FILE)
-            self._files = {kind: files_of(manifest, kind) for kind in KINDS}
-            self._weights = _TensorFiles(path, self._files["model"])
-            self._moments = _TensorFiles(path, self._files["optimizer"])
+        manifest = read_manifest(path)
+        self._state: State = read_json(path / STATE_FILE)
+        self._files = {kind: files_of(manifest, kind) for kind in KINDS}
+        self._weights = _TensorFiles(path, self._files["model"])
+        self._moments = _TensorFiles(path, self._files["optimizer"])
         self.step: int = self._state["step"]
         self.progress: dict[str, Any] = self._state["progress"] | manifest.get("scores", {})
         self.totals: dict[str, Any] = manifest.get("totals", {})
@@ -65,21 +63,21 @@ class CheckpointReader:
         Raises:
             UserError: the checkpoint is not of this model and this optimizer.
         """
-        weights, tensors = model.state_dict(), weight_copies(masters, average)
-        kept = self._state["optimizer"]
-        with self._named():
-            self._check_weights(weights)
-            if optimizer is not None:
-                names = parameter_names(masters or model, optimizer)
-                if names != kept["names"] or len(optimizer.param_groups) != len(kept["groups"]):
-                    raise InvalidCheckpoint(f"{self._moments.file}: this optimizer's parameter groups differ")
+        weights = {self._state["ties"].get(name, name): tensor for name, tensor in model.state_dict().items()}
+        tensors, kept = weight_copies(masters, average), self._state["optimizer"]
+        misfit = self._weights.misfit(weights, "model")
+        if optimizer is not None and misfit is None:
+            names = parameter_names(masters or model, optimizer)
+            if names == kept["names"] and len(optimizer.param_groups) == len(kept["groups"]):
                 create_state(optimizer, masters, names, kept["stateless"])
                 tensors |= optimizer_state(masters or model, optimizer)[0]
-                _check_names(self._moments.file, tensors.keys(), self._moments.names, "optimizer")
-                for name, tensor in tensors.items():
-                    self._moments.check(name, tensor)
+                misfit = self._moments.misfit(tensors, "optimizer")
+            else:
+                misfit = f"{self._moments.file}: this optimizer's parameter groups differ"
+        if misfit:
+            raise UserError(f"the checkpoint {self.path} does not fit this run: {misfit}")
         for name, tensor in weights.items():
-            self._weights.fill(tensor, self._state["ties"].get(name, name))
+            self._weights.fill(tensor, name)
         for name, tensor in tensors.items():
             self._moments.fill(tensor, name)
         if optimizer is not None:
@@ -103,23 +101,6 @@ class CheckpointReader:
         state = self._moments.read()
         return {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in self._weights.read().items()}
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except InvalidCheckpoint as refused:
-            raise UserError(f"the checkpoint {self.path} does not fit this run: {refused}") from None
-
-    def _check_weights(self, weights: dict[str, Tensor]) -> None:
-        ties, file = self._state["ties"], self._weights.file
-        _check_names(file, weights.keys(), {*self._weights.names, *ties}, "model")
-        for alias, target in sorted(ties.items() ^ untie(weights)[1].items()):
-            if local_part(weights[alias]).numel():  # a rank without rows of a weight cannot know
-                where = "in the checkpoint" if alias in ties else "in this model"
-                raise InvalidCheckpoint(f"{file}: {alias} and {target} share their memory only {where}")
-        for name, tensor in weights.items():
-            self._weights.check(ties.get(name, name), tensor)
-
     def _restore_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         """Restore what the optimizer keeps beside the tensors of its state, in place."""
         options, kept = inspect.signature(type(optimizer)).parameters, self._state["optimizer"]
@@ -141,27 +122,24 @@ class _TensorFiles:
         self.file = files[0] if len(files) == 1 else f"{files[0]} to {files[-1]}"
         self._where: dict[str, list[Any]] = {}
         for file in files:
-            try:
-                opened = safe_open(path / file, "pt")
-            except SafetensorError as error:
-                raise InvalidCheckpoint(f"{file} cannot be read ({error})") from None
+            opened = safe_open(path / file, "pt")
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
                 self._where.setdefault(name, []).append(opened)
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._where.keys()
-
-    def check(self, name: str, like: Tensor) -> None:
-        """Refuse a tensor of another shape or type."""
-        parts = [file.get_slice(name) for file in self._where[name]]
-        shapes = [part.get_shape() for part in parts]
-        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
-        if shape != tuple(like.shape):
-            raise InvalidCheckpoint(f"{self.file}: {name} was {dimensions(shape)}, now {dimensions(like.shape)}")
-        dtype = (parts[0][:0] if shape else self.whole(name)).dtype
-        if dtype != like.dtype:
-            raise InvalidCheckpoint(f"{self.file}: {name} was {dtype}, now {like.dtype}")
+    def misfit(self, tensors: dict[str, Tensor], what: str) -> str | None:
+        """Return the first difference in names, shapes and types from a model's or an optimizer's tensors."""
+        if differs := _differing_names(tensors, self._where, what):
+            return f"{self.file}: {differs}"
+        for name, like in tensors.items():
+            parts = [file.get_slice(name) for file in self._where[name]]
+            shapes = [part.get_shape() for part in parts]
+            shape = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+            if shape != tuple(like.shape):
+                return f"{self.file}: {name} was {dimensions(shape)}, now {dimensions(like.shape)}"
+            dtype = (parts[0][:0] if shape else self.whole(name)).dtype
+            if dtype != like.dtype:
+                return f"{self.file}: {name} was {dtype}, now {like.dtype}"
+        return None
 
     def whole(self, name: str) -> Tensor:
         tensors: list[Tensor] = [file.get_tensor(name) for file in self._where[name]]
@@ -171,11 +149,11 @@ class _TensorFiles:
         """Return every tensor, whole."""
         return {name: self.whole(name) for name in self._where}
 
-    def own(self, name: str, like: Tensor) -> Tensor:
-        """Read all of a tensor, or the rows of it that this rank has of ``like``."""
-        if not is_sharded(like):
-            return self.whole(name)
-        first, count = local_rows(like)
+    def fill(self, target: Tensor, name: str) -> None:
+        """Overwrite ``target``, or the rows of it that this rank has."""
+        local_part(target).copy_(self._rows(name, *local_rows(target)) if is_sharded(target) else self.whole(name))
+
+    def _rows(self, name: str, first: int, count: int) -> Tensor:
         wanted: list[Tensor] = []
         for file in self._where[name]:
             part = file.get_slice(name)
@@ -185,10 +163,6 @@ class _TensorFiles:
                 wanted.append(part[start:stop])
             first -= length
         return torch.cat(wanted) if wanted else self._where[name][0].get_tensor(name)[:0]
-
-    def fill(self, target: Tensor, name: str) -> None:
-        """Overwrite ``target``, or the rows of it that this rank has."""
-        local_part(target).copy_(self.own(name, target))
 
 
 def load(folder: Path, step: int | None = None) -> CheckpointReader:
@@ -222,11 +196,6 @@ def fill(
         raise UserError(f"{where}: the weights do not fit: {other[0]} is {there} there and {here} here{more}; {remedy}")
     for name, tensor in found.items():
         state[name].copy_(tensor)
-
-
-def _check_names(file: str, wanted: Collection[str], found: Collection[str], what: str) -> None:
-    if differs := _differing_names(wanted, found, what):
-        raise InvalidCheckpoint(f"{file}: {differs}")
 
 
 def _differing_names(wanted: Collection[str], found: Collection[str], what: str) -> str:

@@ -22,7 +22,7 @@ KINDS = ("model", "optimizer", "rng")
 
 
 class InvalidCheckpoint(Exception):
-    """A file of a checkpoint does not hold what it should; the message begins with the file's name."""
+    """A manifest cannot be read; the message begins with the file's name."""
 
 
 class Manifest(TypedDict):
@@ -56,22 +56,16 @@ def damage(folder: Path, step: int) -> str | None:
     """Return what is wrong with the folder of a checkpoint of ``step``, the file's name first; None: it is whole."""
     try:
         manifest = read_manifest(folder)
-        hashes = manifest["sha256"]
-        known = {MANIFEST_FILE, *hashes}
-        for name in sorted(path.name for path in folder.iterdir()):
-            if name not in known and not name.startswith("."):  # such as .DS_Store, which file managers leave
-                return f"{name} is not in the manifest; move it out of the checkpoint"
-        for name in sorted(known):
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-        for name in sorted(hashes):
-            if sha256(folder / name) != hashes[name]:
+        for name, expected in sorted(manifest["sha256"].items()):
+            if sha256(folder / name) != expected:
                 return f"{name} does not match its SHA-256"
-        return None if manifest["step"] == step else f"{MANIFEST_FILE} is of step {manifest['step']}"
     except InvalidCheckpoint as refused:
         return str(refused)
+    except FileNotFoundError:
+        return f"{name} is missing"
     except OSError as error:
-        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
+        return f"{name} cannot be read ({error.strerror})"
+    return None if manifest["step"] == step else f"{MANIFEST_FILE} is of step {manifest['step']}"
 
 
 def rank_file(kind: str, rank: int, ranks: int) -> str:
@@ -116,9 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         content: Manifest = read_json(folder / MANIFEST_FILE)
-    except OSError as error:
-        raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
     if content.get("format") != FORMAT:
         raise InvalidCheckpoint(f"{MANIFEST_FILE} was written by another version; this one reads format {FORMAT}")

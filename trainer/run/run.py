@@ -53,7 +53,6 @@ class Run:
     """
 
     trainer_class: ClassVar[type[Trainer]] = Trainer
-    writer_class: ClassVar[type[CheckpointWriter]] = CheckpointWriter
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Run:
         self.before: dict[str, Any] = {}
         """What earlier processes spent on this run, see ``totals``."""
         masks = infinite_buffers(trainer.model)
-        self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
+        self.writer = CheckpointWriter(self.config.checkpoint, folder.checkpoints, self.world, masks)
         self.monitor = Monitor(
             log_every=self.config.log_every,
             last_step=self.plan.steps,
