@@ -18,7 +18,6 @@ import pytest
 from tests.command_line.conftest import Start, Train
 from tests.helpers import CONF, PROJECT
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.writer import CheckpointWriter
 from trainer.trainer import Trainer
 
 TEXT = "recipe=gpt2 data=text"
@@ -232,7 +231,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
 def test_a_disk_that_fills_up_leaves_the_last_weights(
     best: int, train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CheckpointWriter, "flush", no_space)
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
     options = f"{BIGNET} steps=2 eval_every=1 optimizer.lr={1e-3 if best == 2 else 100}".split()
     done = train(*options)
     for step in (1, 2):

@@ -14,7 +14,6 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Snapshot
 from trainer.errors import UserError
-from trainer.files import flush
 from trainer.hardware import detect
 from trainer.parallel.shards import is_sharded
 from trainer.profiling.diagnostics import Diagnostics, Numerics
@@ -79,7 +78,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     trainer.update.meter = None
     records += fit(trainer, 3)
     folder = Path(sys.argv[2]) / f"{mode}-{name.replace(' ', '-')}"
-    checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world, flush)
+    checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world)
     saved = load(folder)
     saved.progress["loss_scale"] = trainer.loss_scale.state_dict()
     other.restore(saved)

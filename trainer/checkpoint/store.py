@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mantissa.display import size
+from trainer import files
 from trainer.checkpoint.schema import (
     FORMAT,
     MANIFEST_FILE,
@@ -42,8 +43,6 @@ from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded, local_part
 from trainer.parallel.world import World
 
-Flush = Callable[[Path], None]
-"""Writes what the system still buffers of a file or folder to the disk."""
 SPARE_BYTES = 1 << 20
 """Disk space that a checkpoint leaves free for the JSON files and the metric log."""
 
@@ -123,13 +122,8 @@ class Snapshot:
         state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
         return cls(step, files, json.dumps(state), run or {})
 
-    @property
-    def bytes(self) -> int:
-        """The size of the tensors."""
-        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
-
-def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, flush: Flush) -> Path:
+def write(folder: Path, snapshot: Snapshot, score: float | None, world: World) -> Path:
     """Write a checkpoint below ``folder``, each rank its own files, and return its path.
 
     Args:
@@ -137,7 +131,6 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
         snapshot: of this rank.
         score: of the weights at this step (the lowest is the best); None if they were not evaluated.
         world: the processes that save together.
-        flush: called for every file and folder that was written.
 
     Raises:
         CheckpointNotWritten: on every rank, if one of them failed; nothing is left behind.
@@ -146,10 +139,10 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     temporary = folder / f".{target.name}.partial"
     on_all_ranks = partial(_on_all_ranks, world, temporary)
     on_all_ranks(partial(_prepare, folder, temporary) if world.is_main else None)
-    parts = on_all_ranks(partial(_write_tensors, snapshot, temporary, flush))
+    parts = on_all_ranks(partial(_write_tensors, snapshot, temporary))
     hashes = {name: value for part in parts for name, value in part.items()}
     manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes} | snapshot.run
-    on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest, flush) if world.is_main else None)
+    on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest) if world.is_main else None)
     return target
 
 
@@ -211,28 +204,32 @@ def _prepare(folder: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write_tensors(snapshot: Snapshot, temporary: Path, flush: Flush) -> dict[str, str]:
+def _write_tensors(snapshot: Snapshot, temporary: Path) -> dict[str, str]:
     """Write this rank's files; return their hashes."""
-    _check_space(temporary.parent, snapshot.bytes)
+    needed = sum(tensor.nbytes for tensors in snapshot.files.values() for tensor in tensors.values())
+    free = shutil.disk_usage(temporary).free
+    if free < needed + SPARE_BYTES:
+        spare = f"and {size(SPARE_BYTES)} for the metric log"
+        raise OSError(f"{size(needed)} are needed, {spare}; {size(free)} are free in {temporary.parent}")
     hashes = {}
     for name, tensors in snapshot.files.items():
         save_file(tensors, temporary / name, {"step": str(snapshot.step)})
-        flush(temporary / name)
+        files.flush(temporary / name)
         hashes[name] = sha256(temporary / name)
     return hashes
 
 
-def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any], flush: Flush) -> None:
+def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any]) -> None:
     """Write the state and the manifest, to which the hash of the state is added, and give the folder its name."""
     (temporary / STATE_FILE).write_text(state, encoding="utf-8")
     manifest["sha256"] = {STATE_FILE: sha256(temporary / STATE_FILE)} | manifest["sha256"]
     write_json(temporary / MANIFEST_FILE, manifest)
     for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
-        flush(path)
+        files.flush(path)
     if target.is_dir() and not (target / MANIFEST_FILE).exists():  # copied in part, for example: no checkpoint
         shutil.rmtree(target)
     temporary.rename(target)  # an OSError where the step is saved already
-    flush(target.parent)
+    files.flush(target.parent)
 
 
 def _clear_up(folder: Path) -> None:
@@ -240,13 +237,6 @@ def _clear_up(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if _PARTIAL.fullmatch(path.name):
             shutil.rmtree(path)
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed + SPARE_BYTES:
-        spare = f"and {size(SPARE_BYTES)} for the metric log"
-        raise OSError(f"{size(needed)} are needed, {spare}; {size(free)} are free in {folder}")
 
 
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:

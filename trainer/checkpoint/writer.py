@@ -112,10 +112,6 @@ class CheckpointWriter:
             error, self._error = self._error, None
             raise error
 
-    def flush(self, path: Path) -> None:
-        """Write what the system still buffers of a checkpoint's file or folder to the disk."""
-        files.flush(path)
-
     def facts(self) -> dict[str, Any]:
         """Return the entries of summary.json about checkpoints."""
         return {"saved": self.saved, "failed": self.failed, "stall_s": self.stall_s, "write_s": self.write_s}
@@ -161,7 +157,7 @@ class CheckpointWriter:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             self._flush_log(snapshot.run)
-            checkpoint.write(self.folder, snapshot, score, self.world, self.flush)
+            checkpoint.write(self.folder, snapshot, score, self.world)
             self.saved += 1
             self.prune()
         except CheckpointNotWritten as error:

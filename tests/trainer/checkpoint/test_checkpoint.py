@@ -71,7 +71,7 @@ def steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: in
 
 def save(folder: Path, step: int, net: nn.Module, optimizer: Any, progress: Any, score: float | None = None) -> Path:
     snapshot = Snapshot.of(training_state(step, net, optimizer, None, {}, random_state(CPU)), progress, World())
-    return checkpoint.write(folder, snapshot, score, World(), files.flush)
+    return checkpoint.write(folder, snapshot, score, World())
 
 
 def write(folder: Path, step: int = 1, net: nn.Module | None = None, **progress: Any) -> Path:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from mantissa.tensors import random_state
 from tests.helpers import copied, same_bits
-from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Snapshot
@@ -55,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         optimizer.step()
         optimizer.zero_grad()
     state = training_state(6, model, optimizer, None, {"scale": 1.0}, random_state(torch.device("cpu")))
-    checkpoint.write(folder, Snapshot.of(state, {"losses": [6]}, World()), 0.5, World(), files.flush)
+    checkpoint.write(folder, Snapshot.of(state, {"losses": [6]}, World()), 0.5, World())
     return folder, copied((dict(model.state_dict()), optimizer.state_dict()))
 
 
