@@ -26,8 +26,8 @@ class Muon(torch.optim.Optimizer):
     (``match_rms_adamw``; Liu et al., "Muon is Scalable for LLM Training", Moonshot AI, 2025).
 
     Args:
-        params: parameters, or groups; a group's ``muon`` decides (of parameters without groups: all have two
-            dimensions), and its ``transposed`` says that its matrices are inputs × outputs.
+        params: groups; ``muon`` decides which of the two takes one, and ``transposed`` says that its matrices are
+            inputs × outputs.
         lr: of both.
         weight_decay: decoupled, of both.
         momentum: of Muon.
@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[dict[str, Any]],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -55,10 +55,6 @@ class Muon(torch.optim.Optimizer):
         fused: bool | None = None,
     ) -> None:
         groups = list(params)
-        if not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        for group in groups:
-            group.setdefault("muon", all(parameter.ndim == 2 for parameter in group["params"]))
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
         muon |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps}

@@ -37,22 +37,6 @@ class Schedule:
 
 
 @dataclass
-class Cosine(Schedule):
-    """``schedule=cosine``: half a cosine from the peak down toward ``final`` (Loshchilov and Hutter, SGDR, 2017)."""
-
-    kind: ClassVar[str] = "cosine"
-    final: float = 0.1
-    """Learning rate at the end, one step after the last, as a fraction of the peak."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_fraction("final", self.final)
-
-    def after_warmup(self, step: int, steps: int) -> float:
-        return self.final + (1 - self.final) * _half_cosine(min(1.0, step / steps))
-
-
-@dataclass
 class Linear(Schedule):
     """``schedule=linear``: a straight line from the peak to ``final`` (Devlin et al., BERT, 2019)."""
 
@@ -66,6 +50,17 @@ class Linear(Schedule):
 
     def after_warmup(self, step: int, steps: int) -> float:
         return 1.0 + (self.final - 1.0) * min(1.0, step / steps)
+
+
+@dataclass
+class Cosine(Linear):
+    """``schedule=cosine``: half a cosine from the peak down toward ``final`` (Loshchilov and Hutter, SGDR, 2017)."""
+
+    kind: ClassVar[str] = "cosine"
+    final: float = 0.1
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        return self.final + (1 - self.final) * _half_cosine(min(1.0, step / steps))
 
 
 @dataclass
@@ -109,19 +104,16 @@ class OneCycle(Schedule):
 
 
 @dataclass
-class WarmupStableDecay(Schedule):
+class WarmupStableDecay(Linear):
     """``schedule=wsd``: the peak, then a linear decay over the last ``decay`` of the run (Hu et al., MiniCPM, 2024)."""
 
     kind: ClassVar[str] = "wsd"
     decay: float = 0.2
     """Fraction of the steps after warm-up in which the learning rate falls."""
-    final: float = 0.0
-    """Learning rate at the end, one step after the last, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_fraction("decay", self.decay)
-        _check_fraction("final", self.final)
 
     def after_warmup(self, step: int, steps: int) -> float:
         start = steps * (1 - self.decay)

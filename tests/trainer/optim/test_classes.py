@@ -121,7 +121,7 @@ def test_muon_iterates_in_fp32_where_the_cpu_emulates_bf16(
         exact = 3.4445 * exact + (-4.775 * square + 2.0315 * square @ square) @ exact
     weight = nn.Parameter(torch.zeros(24, 40))
     weight.grad = gradient.clone()
-    Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original").step()
+    Muon([{"params": [weight], "muon": True}], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original").step()
     update = -weight.detach().double()  # "original" leaves a matrix with more columns than rows as it is
     assert least <= ((update - exact).norm() / exact.norm()).item() < most
     assert torch.equal(weight.grad, gradient)
