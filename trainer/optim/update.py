@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -201,20 +201,17 @@ class Update:
 
         A norm above 1.8e19, whose square no fp32 holds, counts as not finite: training is lost by then.
         """
-        norm = self._total_norm(gradients, None if self._unscales_in_place else torch.float32)
+        # Torch's own norm would add up squares of 16-bit gradients in fp32, and round each tensor's norm to 16 bits,
+        # which is infinite beyond fp16's range.
+        dtype = None if self._unscales_in_place else torch.float32
+        if self._sharded:  # DTensors know no dtype for many at once
+            norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
+        else:
+            norms = list(torch._foreach_norm(gradients, 2.0, dtype=dtype))
+        norm: Any = torch.linalg.vector_norm(torch.stack(norms))
+        norm = norm.full_tensor() if self._sharded else norm  # that of all rows on all ranks
         norm = norm if factor is None else norm * factor
         return norm, ~(norm < math.inf)  # true for NaN too, and two kernels where isfinite takes four
-
-    def _total_norm(self, gradients: list[Tensor], dtype: torch.dtype | None) -> Tensor:
-        """Return the 2-norm of all gradients as one vector, computed in ``dtype``; None: in theirs, as torch does."""
-        # Torch's own would add up squares of 16-bit gradients in fp32, and round each tensor's norm to 16 bits, which
-        # is infinite beyond fp16's range.
-        if not self._sharded:
-            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
-        # DTensors know no dtype for many at once. The norm over the rows on all ranks is one, too.
-        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).full_tensor()
-        return norm
 
     def _give_scale_to_optimizer(self, gradients: list[Tensor], factor: Tensor | None) -> None:
         """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to bf16 once.

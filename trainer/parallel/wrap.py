@@ -53,10 +53,6 @@ class Parallel:
             UserError: they do not.
         """
 
-    def effective(self) -> dict[str, Any]:
-        """Return the entries of precision.json about this choice."""
-        return {}
-
     def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """Return the modules that torch.compile compiles: the model as a whole."""
         return [model]
@@ -151,11 +147,7 @@ class ProcessWorld(World):
 
     def main_first(self, work: Callable[[], T]) -> T:
         results: list[T] = []
-
-        def prepare() -> None:  # its result stays on rank 0, and need not be picklable
-            results.append(work())
-
-        self.run_on_main(prepare)
+        self.run_on_main(lambda: results.append(work()))  # a result that stays on rank 0 need not be picklable
         return results[0] if self.is_main else work()
 
 
@@ -256,9 +248,6 @@ class FSDP(SeveralProcesses):
                 f"precision={precision.mode} rounds whole weights, but parallel=fsdp shards them; "
                 "use precision=bf16_master, or parallel=ddp"
             )
-
-    def effective(self) -> dict[str, Any]:
-        return {"gathered_weights_dtype": "16-bit operands of autocast; others as weights_dtype"}
 
     def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """Return the blocks: gathering their weights happens between them, outside of what is compiled."""

@@ -39,7 +39,7 @@ _CLEARLY = 0.8
 
 
 def choose(
-    dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: bool = False, convolves: bool = True
+    dtype: torch.dtype | None, kernels: str, hardware: Hardware, deterministic: bool = False, convolves: bool = True
 ) -> str:
     """Return how 16-bit operands are multiplied on this machine: ``native``, ``fp32``, or ``UNSEEN``.
 
@@ -48,13 +48,13 @@ def choose(
     ``deterministic`` it is not, as a measurement may differ when it is repeated.
 
     Args:
-        dtype: the 16-bit format.
+        dtype: the 16-bit format; None: of fp32.
         kernels: of ``KERNELS``.
         hardware: where it runs; other devices than CPUs keep their kernels.
         deterministic: whether a repeated run must have the same bits.
         convolves: whether the model may have convolutions.
     """
-    if hardware.device.type != "cpu":
+    if dtype is None or hardware.device.type != "cpu":
         return OWN
     onednn = computed_by_onednn(dtype)
     if kernels == AUTO:
@@ -111,8 +111,7 @@ def not_timed(mode: str, chosen: str, hardware: Hardware) -> str | None:
 
 def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto") -> str | None:
     """Return the same of runs in ``mode`` on this machine, with this ``precision.kernels``."""
-    dtype = FORMATS[mode].half
-    return None if dtype is None else not_timed(mode, choose(dtype, kernels, hardware), hardware)
+    return not_timed(mode, choose(FORMATS[mode].half, kernels, hardware), hardware)
 
 
 # --- the kernels in use ---

@@ -129,11 +129,7 @@ class Precision:
 
     def kernels_here(self, hardware: Hardware, deterministic: bool = False, convolves: bool = True) -> str:
         """Return how 16-bit operands are multiplied here, see ``kernels.choose``."""
-        return (
-            kernels.OWN
-            if self.half is None
-            else kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
-        )
+        return kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
 
     def apply(self, chosen: str = OWN) -> None:
         """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands (see ``kernels_here``).

@@ -48,7 +48,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     found = manifest_of(config.precision, trainer.hardware, trainer.fp32_modules)
     effective, formats = found["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
     effective["matmul_tflops"] = trainer.world.run_on_main(lambda: matmul_rates(trainer.hardware, tuple(formats)))
-    effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
+    effective |= dtypes_in_use(trainer.model, trainer.optimizer)
     effective |= {"sdpa_allowed": allowed_attention()} | config.precision.operator_overrides
     effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
@@ -149,7 +149,7 @@ def record_failure(
         monitor |= {key: monitor[key] - 1 for key in ("skipped_steps", "skipped_in_a_row")}  # without the failed step
         snapshot = Snapshot.of(training, progress | {"monitor": monitor}, world)
         try:
-            saved = checkpoint.write(folder.path / FAILURE, snapshot, None, world, files.flush)
+            saved = checkpoint.write(folder.path / FAILURE, snapshot, None, world)
             facts |= {"checkpoint": f"{FAILURE}/{saved.name}", "generators": f"of step {trainer.step}"}
         except CheckpointNotWritten as problem:
             log.warning("the weights before step %d were not saved (%s)", error.failure["step"], problem)
