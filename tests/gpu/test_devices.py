@@ -103,7 +103,7 @@ def test_muon_in_stacks_takes_torchs_step(device: str, monkeypatch: pytest.Monke
     updated = []
     for cls in (Muon, torch.optim.Muon):
         weights = [nn.Parameter(start.clone()) for start in starts]
-        optimizer = cls(weights, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        optimizer = cls([{"params": weights, "muon": True}], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
         optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[union-attr]
         for weight, move in zip(weights, moves, strict=True):
             weight.grad = move.clone()

@@ -134,15 +134,8 @@ def _policy(selective: bool, context: Any, operator: Any, *args: Any, **kwargs: 
     """Keep the results of expensive operators if ``selective``, else none."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    keep = selective and _keeps(operator) and not _dropout_of(operator, args, kwargs)
+    keep = selective and _keeps(operator)
+    if keep:  # attention with dropout is recomputed, so that later random numbers match
+        names = [argument.name for argument in operator._schema.arguments]
+        keep = not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p")
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the dropout of an attention operator. With dropout they are recomputed: random numbers must match."""
-    names = [argument.name for argument in operator._schema.arguments]
-    if "dropout_p" not in names:
-        return 0.0
-    position = names.index("dropout_p")
-    dropout: float = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-    return dropout
