@@ -103,18 +103,13 @@ class Scaler:
         """The scale at which a further overflow ends the run, see ``Monitor``."""
         return 0.0
 
-    @property
-    def skip_limit(self) -> int | None:
-        """How many consecutive skipped steps are allowed; None if no step is ever skipped."""
-        return None
-
     def check(self, format: Format) -> None:
         """Check that the scaler fits the precision, unless ``force``.
 
         Raises:
             UserError: fp16 without a scaler, or a scaler with a precision whose range is fp32's.
         """
-        if self.force or format.needs_loss_scale == (self.kind != Scaler.kind):
+        if self.force or self.kind == AutoScaler.kind or format.needs_loss_scale == (self.kind != Scaler.kind):
             return
         if format.needs_loss_scale:
             raise UserError(
@@ -141,10 +136,6 @@ class Scaling(Scaler):
 
     def __post_init__(self) -> None:
         check_number("scaler.max_consecutive_skips", self.max_consecutive_skips)
-
-    @property
-    def skip_limit(self) -> int | None:
-        return self.max_consecutive_skips
 
 
 @dataclass
@@ -207,9 +198,6 @@ class AutoScaler(DynamicScaler):
     """``scaler=auto``: dynamic where gradients are computed in fp16, none for every other precision."""
 
     kind: ClassVar[str] = "auto"
-
-    def check(self, format: Format) -> None:
-        pass
 
     def build(self, format: Format, device: torch.device) -> LossScale:
         return DynamicLossScale(device, self) if format.needs_loss_scale else LossScale(device)

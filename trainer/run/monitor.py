@@ -14,7 +14,7 @@ import torch
 from trainer.errors import NonFiniteError
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.parallel.world import World
-from trainer.precision.scaler import Scaler
+from trainer.precision.scaler import Scaler, Scaling
 from trainer.profiling.utilisation import Utilisation
 from trainer.trainer import StepRecord
 
@@ -204,23 +204,24 @@ class Monitor:
         if not skipped:
             self._skipped_in_a_row = 0
             return None
-        limit = self.scaler.skip_limit
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
-        if limit is None or not self.recovers:
+        if not self.recovers:
             return (
                 f"the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was not applied "
                 "and the weights are those before this step"
             )
+        assert isinstance(self.scaler, Scaling)
         if scale <= self.scaler.floor:
             return (
                 f"the gradients overflow at the smallest loss scale allowed "
                 f"(scaler.floor_scale={self.scaler.floor:g}); lower the learning rate or use precision=bf16"
             )
-        if self._skipped_in_a_row > limit:
+        if self._skipped_in_a_row > self.scaler.max_consecutive_skips:
             return (
                 f"{self._skipped_in_a_row} steps in a row were skipped for non-finite gradients "
-                f"(scaler.max_consecutive_skips={limit}, loss {loss:g}); lower the learning rate or use precision=bf16"
+                f"(scaler.max_consecutive_skips={self.scaler.max_consecutive_skips}, loss {loss:g}); "
+                "lower the learning rate or use precision=bf16"
             )
         return None
 

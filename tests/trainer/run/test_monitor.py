@@ -9,7 +9,7 @@ import torch
 
 from trainer.errors import NonFiniteError
 from trainer.parallel.world import World
-from trainer.precision.scaler import DynamicScaler, Scaler
+from trainer.precision.scaler import DynamicScaler
 from trainer.run import monitor as module
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.trainer import StepRecord
@@ -108,7 +108,7 @@ def test_an_overflow_at_the_floor_ends_the_run(floor: float) -> None:
 
 
 def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
-    monitor = watch(log_every=10, scaler=Scaler())
+    monitor = watch(log_every=10, recovers=False)
     for step in range(1, 10):
         monitor.add(record(step, loss=float("nan") if step == 4 else 1.0, skipped=step >= 4))
     with pytest.raises(NonFiniteGradients, match="step 4") as raised:
@@ -128,7 +128,7 @@ class TwoRanks(World):
 
 
 def test_the_ranks_whose_loss_was_not_finite_are_named() -> None:
-    monitor = watch(log_every=1, scaler=Scaler(), world=TwoRanks())
+    monitor = watch(log_every=1, recovers=False, world=TwoRanks())
     with pytest.raises(NonFiniteGradients, match=r"loss nan") as raised:
         monitor.add(record(1, skipped=True))
     assert raised.value.failure["rank"] == [1]
