@@ -78,6 +78,18 @@ def test_a_models_own_parameters_are_judged_by_role_also_through_masters(mode: s
     chosen = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
     found = [name for name, parameter in (masters or model).named_parameters() if id(parameter) in chosen]
     assert found == ["mixing", "gru.weight_ih_l0", "gru.weight_hh_l0"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_frozen_parameters_are_left_out_and_tied_ones_are_there_once() -> None:
+    model = net()
+    model[3].weight.requires_grad_(False)
+    model.append(nn.Linear(4, 4))
+    model.append(nn.Linear(4, 4))
+    model[5].weight = model[6].weight
+    decayed = Optimizer().build(model, CPU).param_groups[0]["params"]
+    assert names(model, decayed) == ["0.weight", "5.weight"]
+    assert len(decayed) == 2
 
 
 @pytest.mark.parametrize(
