@@ -2,7 +2,7 @@
 
   port=5000          port of the page; if it is in use, the next free port
   uri=…              where the runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-Exit code: MLflow's, 2 for a user error. Ctrl-C stops it.
+Exit code: 0 where Ctrl-C stopped it, 2 for a user error; else MLflow's.
 """
 
 from __future__ import annotations
