@@ -162,7 +162,7 @@ class DecodedImages(Images):
         """Decode an image.
 
         Raises:
-            UserError: that cannot be done; the message says of which one.
+            UserError: an image cannot be read; the message names it.
         """
         from PIL import Image
 
