@@ -17,7 +17,7 @@ import pytest
 from mantissa.__main__ import main
 from mantissa.compare import NOT_JUDGED, Look, Losses, Quality, judge, with_look
 from mantissa.errors import UsageError
-from mantissa.printed import last_number
+from mantissa.commands.compare import last_number
 from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE
 from tests.mantissa.test_shell import ends
 
