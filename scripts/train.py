@@ -2,7 +2,7 @@
 
 import sys
 
-from trainer.run.signals import begin_program
+from trainer.run.signals import begin_program, end_program
 
 if __name__ == "__main__":
     begin_program(sys.argv[1:])  # before the imports below, which take seconds
@@ -10,4 +10,4 @@ if __name__ == "__main__":
 from trainer.run.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

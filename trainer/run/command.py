@@ -115,11 +115,6 @@ def _train_one(
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
         return Ended(_report_bug(error), {}, ends_all=launched_processes() > 1)
-    finally:
-        if "torch" in sys.modules:
-            from trainer.run.fit import release_memory
-
-            release_memory()
 
 
 def _report(error: RunError | Interrupted) -> int:
