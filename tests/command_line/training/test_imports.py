@@ -14,7 +14,7 @@ WATCHED = """
 import atexit, gc, sys
 from trainer.run.signals import begin_program, end_program
 
-begin_program(sys.argv[1:])
+begin_program()
 from trainer.run.command import main
 from trainer.run.run import Run
 
