@@ -15,7 +15,7 @@ import torch
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import Text, TokenizedText, split
-from recipes.data.text.tokenizers import hub_reachable
+from recipes.data.text.pretrained import hub_reachable, local_path
 from trainer.errors import UserError, first_line
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
@@ -118,23 +118,27 @@ class Hub(TokenizedText, ImageSource):
 
     def _text(self, key: str, choice: str) -> Text:
         """Return the column of text of a split. Whether its rows are lines is that of the training split's."""
-        end = self._line_end
-        note = "each row a document" if end is None else "rows are lines: joined, without a token between them"
-        name, column = self._text_column(key, choice)
+        empty, (name, column) = self._empty_line, self._text_column(key, choice)
+        # The fingerprint follows the files' contents or, for local ones, their modification times.
+        source = [self.name, choice, name, self._splits[choice]._fingerprint, empty]
+        size = max(len(column), column.data.nbytes)
+        if empty is not None:
+            note = f"rows are lines: joined, without a token between them (data.rows={self.rows})"
+            text = JoinedRows(column, name, empty)
+            return Text(np.array([size]), lambda _: iter([text]), source, range(1), note=note)
 
         def read(rows: Sequence[int]) -> Iterator[list[str]]:
             for batch in column.select(rows).iter(1000):
                 yield from ((text or "").splitlines(keepends=True) for text in batch[name])
 
-        # The fingerprint follows the files' contents or, for local ones, their modification times.
-        source = [self.name, choice, name, self._splits[choice]._fingerprint]
-        sizes = np.full(len(column), max(1, column.data.nbytes // len(column)))
-        note = f"{note} (data.rows={self.rows})"
-        return Text(sizes, read, source, range(len(column)), line_end=end, note=note)
+        sizes = np.full(len(column), size // len(column))
+        return Text(sizes, read, source, range(len(column)), note=f"each row a document (data.rows={self.rows})")
 
     @cached_property
-    def _line_end(self) -> str | None:
-        """What ends each row of a text, where they are lines: nothing where they have their line ends already."""
+    def _empty_line(self) -> str | None:
+        """What a row without text stands for: a blank line, or nothing where rows bring line ends; None: rows are no
+        lines, but documents.
+        """
         name, column = self._text_column("train_split", self.train_split)
         some = np.linspace(0, len(column) - 1, min(len(column), 1000)).astype(int).tolist()
         rows = column[some][name]
@@ -158,17 +162,13 @@ class Hub(TokenizedText, ImageSource):
 
     def _local_path(self) -> Path | None:
         """Return the file or folder that ``name`` means, or None for a hub id."""
-        path = Path(self.name).expanduser()
-        if path.is_file() and path.suffix not in BUILDERS:
+        path = local_path(self.name, f"data.name={self.name}", "give a hub id, or one that exists")
+        if path and path.is_file() and path.suffix not in BUILDERS:
             raise UserError(
                 f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}; "
                 f"any file of text opens with data=text data.path={self.name}"
             )
-        if path.exists():
-            return path
-        if self.name.startswith(("/", ".", "~")) or self.name.count("/") > 1:
-            raise UserError(f"data.name={self.name}: there is no such file or folder")
-        return None
+        return path
 
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
@@ -291,3 +291,21 @@ class HubImages(DecodedImages):
         stored = self.encoded[row][self.column] or {"path": None, "bytes": b""}  # of a row without an image
         file = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
         return file, f"{self.where}: the image of row {row}"
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows that are lines of one text, which can be read again."""
+
+    column: Any
+    """The dataset with the column of text alone."""
+    name: str
+    """The name of the column."""
+    empty: str
+    """What a row without text stands for."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the rows with their line ends."""
+        for batch in self.column.iter(1000):
+            for row in batch[self.name]:
+                yield row if row and row.endswith("\n") else f"{row}\n" if row else self.empty

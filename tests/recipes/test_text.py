@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.data.text import tokens as token_store
 from recipes.data.text.corpus import PythonDocs, Text, TextFiles, split
-from recipes.data.text.tokenizers import BytePairs, Pretrained
+from recipes.data.text.pretrained import Pretrained
+from recipes.data.text.tokenizers import BytePairs
 from recipes.data.text.tokens import TokenData
 from trainer.errors import UserError
 
@@ -259,7 +260,7 @@ def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(UserError, match=rf"{name}=nobody/nothing is not in .* cannot be reached; data.tokenizer"):
             TextFiles(path=str(file), tokenizer="bpe" if override else "nobody/nothing").tokens(override)
     for name in ("./nowhere", "/no/such/tokenizer", "a/b/c"):
-        with pytest.raises(UserError, match=f"data.tokenizer={name}: there is no such folder"):
+        with pytest.raises(UserError, match=f"data.tokenizer={name}: there is no such file or folder"):
             TextFiles(path=str(file), tokenizer=name).tokens(None)
 
 

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mantissa.display import quantity
-from recipes.data.text.tokenizers import OWN_BPE, plan
+from recipes.data.text.pretrained import open_tokenizer
+from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
@@ -38,9 +39,6 @@ class Text:
     """Numbers of the selected documents."""
     share: tuple[float, float] = (0.0, 1.0)
     """Beginning and end of the part that is taken of each document."""
-    line_end: str | None = None
-    """End of every document, where they are lines of one text, to be joined: empty where they bring their own; None:
-    they are documents."""
     note: str = ""
     """How they are read, for the start block."""
     origin: str = ""
@@ -56,24 +54,16 @@ class Text:
     def identity(self) -> Any:
         """JSON that changes whenever the selected text does."""
         rows = hashlib.sha256(np.asarray(self.rows, dtype=np.int64).tobytes()).hexdigest()
-        return [self.source, self.line_end, rows, self.share]
+        return [self.source, None, rows, self.share]
 
     def __iter__(self) -> Iterator[Iterable[str]]:
-        """Yield the documents, each as lines; lines are the one text that they make."""
-        if self.line_end is not None:
-            yield map(self._line, self.read(self.rows))
-            return
+        """Yield the documents, each as lines."""
         for document in self.read(self.rows):
             if self.share == (0.0, 1.0):
                 yield document
             else:
                 length = sum(map(len, document))
                 yield _between(document, *(int(length * place) for place in self.share))
-
-    def _line(self, row: Iterable[str]) -> str:
-        line = "".join(row)
-        ended = line.endswith("\n") or not (line or self.line_end)
-        return line if ended else line + "\n"
 
 
 def _between(lines: Iterable[str], first: int, last: int) -> Iterator[str]:
@@ -87,13 +77,9 @@ def split(text: Text, fraction: float) -> tuple[Text, Text]:
     """Divide into training and validation, always in the same way.
 
     Of many documents, whole ones are set aside, so that none is known in part. Where they are too few or
-    too unequal for that (one file, for instance), the last part of each is, as in nanoGPT. Of lines the last ones are.
+    too unequal for that (one file, for instance), the last part of each is, as in nanoGPT.
     """
     count = len(text.sizes)
-    if text.line_end is not None:
-        first = count - round(count * fraction)
-        origin = f"the last {count - first:,} of {count:,} rows"
-        return replace(text, rows=range(first)), replace(text, rows=range(first, count), origin=origin)
     budget = fraction * text.sizes.sum()
     chosen, filled = set(), 0
     for row in np.random.default_rng(0).permutation(count).tolist():
@@ -102,7 +88,8 @@ def split(text: Text, fraction: float) -> tuple[Text, Text]:
             chosen.add(row)
             filled += size
     if filled < budget / 2:
-        cut, origin = 1 - fraction, f"the last {fraction:.3g} of each document"
+        cut, of = 1 - fraction, "the text" if count == 1 else "each document"
+        origin = f"the last {fraction:.3g} of {of}"
         return replace(text, share=(0.0, cut)), replace(text, share=(cut, 1.0), origin=origin)
     train = replace(text, rows=[row for row in range(count) if row not in chosen])
     return train, replace(text, rows=sorted(chosen), origin="whole documents")
@@ -158,9 +145,14 @@ class TokenizedText(TextSource):
         one = self.whole and train.source == valid.source
         if one:
             parts = {"train": replace(train, rows=range(len(train.sizes)), share=(0.0, 1.0))}
-        key = f"data.tokenizer={self.tokenizer}" if tokenizer is None else f"init_from={tokenizer}"
-        how = plan(tokenizer or self.tokenizer, key, self.vocab_size)
-        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, how)
+        if tokenizer is None and self.tokenizer in OF_TEXT:
+            known = None
+        elif tokenizer is None:
+            known = open_tokenizer(self.tokenizer, f"data.tokenizer={self.tokenizer}")
+        else:
+            known = open_tokenizer(tokenizer, f"init_from={tokenizer}")
+        how = (known, self.tokenizer, self.vocab_size)
+        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, *how)
         counts = f"{quantity(len(ids['train']))} tokens"
         counts += "" if one else f" and {quantity(len(ids['valid']))} for validation ({valid.origin})"
         counts += f" and {quantity(len(ids['test']))} for testing" if "test" in ids else ""

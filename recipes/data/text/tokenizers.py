@@ -1,26 +1,22 @@
-"""Tokenizers of the text data: characters, bytes, a byte-pair encoding trained on the text, and pretrained ones."""
+"""Tokenizers of the text data: characters, bytes, and a byte-pair encoding trained on the text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError
 
 OWN_BPE = "bpe"
 """The default of ``data.tokenizer``."""
 
 END = "<|endoftext|>"
 """What GPT-2 puts between two documents."""
-
-_answered: set[str] = set()
-"""Addresses of the hub that have answered in this process."""
 
 _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
@@ -33,15 +29,19 @@ class Tokenizer:
         backend: the library's own (which has no type stubs).
         label: name for the start block, such as ``own BPE of 4096``.
         separator: ids between two documents.
-        settings: of transformers' tokenizer, such as ``eos_token``.
+        roles: texts of special tokens, by transformers' names of their roles, such as ``eos_token``.
     """
 
     special: Mapping[int, str] = {}
     """Special tokens by id, as they are written: where a text has one, it becomes the id, which is no text."""
 
-    def __init__(self, backend: Any, label: str, separator: Sequence[int] = (), **settings: str) -> None:
-        self._backend, self.label, self.separator, self._settings = backend, label, list(separator), settings
+    def __init__(self, backend: Any, label: str, separator: Sequence[int] = (), **roles: str) -> None:
+        self._backend, self.label, self.separator, self._roles = backend, label, list(separator), roles
         self.vocab_size: int = backend.get_vocab_size()
+
+    def identity(self) -> str:
+        """Return everything that decides how it encodes."""
+        return str(self._backend.to_str())
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``."""
@@ -50,7 +50,7 @@ class Tokenizer:
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
         """Return the ids of each text, encoded on all cores: a list or one-dimensional array of integers."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids that exist, special tokens shown; bytes that are not UTF-8 are U+FFFD."""
@@ -59,28 +59,30 @@ class Tokenizer:
 
     def token_id(self, role: str) -> int | None:
         """Return the id of a special token, by transformers' name of its role (``cls_token``) or by its text."""
-        found: int | None = self._backend.token_to_id(self._settings.get(role, role))
+        found: int | None = self._backend.token_to_id(self._roles.get(role, role))
         return found
 
     def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
-        """Return the tokenizer with the special tokens of a recipe, in the place of others with their roles.
+        """Return a tokenizer with the special tokens of a recipe; this one, where it has all of them in other words.
 
         Args:
             texts: the tokens as they are written, by role, or by text where transformers has no role for them.
             template: what is encoded elsewhere for one text and, after a ``|``, for two, as in tokenizers'
                 TemplateProcessing, with ``{role}`` for a special token.
         """
+        if all(self.token_id(role) is not None for role in texts):
+            return self
         import tokenizers
         from tokenizers import AddedToken, processors
 
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts.values()])
-        names = self._settings | texts
+        names = self._roles | texts
         single, pair = (part.strip().format(**names) for part in template.split("|"))
         used = [(text, backend.token_to_id(text)) for role, text in names.items() if f"{{{role}}}" in template]
         backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
         roles = {role: text for role, text in texts.items() if role.endswith("_token")}
-        return Tokenizer(backend, self.label, self.separator, **self._settings | roles)
+        return Tokenizer(backend, self.label, self.separator, **self._roles | roles)
 
     def save(self, folder: Path) -> None:
         """Write a folder that AutoTokenizer opens, with the same ids."""
@@ -91,52 +93,7 @@ class Tokenizer:
             # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
             "model_input_names": ["input_ids", "attention_mask"],
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | self._settings, indent=2))
-
-
-class TokenizerPlan(NamedTuple):
-    """How to make or load the tokenizer of a corpus."""
-
-    identity: Any
-    """JSON of what its ids depend on beside the text."""
-    task: str
-    """The log message while the user waits, such as ``training a BPE of 4096``."""
-    make: Callable[[Iterable[str]], Tokenizer]
-    """Takes the pieces of the text."""
-    load: Callable[[Path], Tokenizer]
-    """Opens the folder that the tokenizer's ``save`` wrote to."""
-    from_training: bool = False
-    """Whether it is made of the training text alone."""
-
-
-def plan(choice: str, key: str, vocab_size: int) -> TokenizerPlan:
-    """Return how to make the tokenizer that ``data.tokenizer`` means.
-
-    Args:
-        choice: bpe, chars, bytes, or a hub id or folder.
-        key: the option that the user set, for messages.
-        vocab_size: of a BPE.
-
-    Raises:
-        UserError: there is no such tokenizer, or no network.
-    """
-    if choice == OWN_BPE:
-        from tokenizers import __version__
-
-        identity = ["bpe", vocab_size, __version__]
-        task = f"training a BPE of {vocab_size}"
-        return TokenizerPlan(identity, task, lambda texts: BytePairs.train(texts, vocab_size), BytePairs.load, True)
-    if choice == "chars":
-        return TokenizerPlan("chars", "collecting its characters", Characters.collect, Characters.load)
-    if choice == "bytes":
-        return TokenizerPlan("bytes", "storing its bytes", lambda _: Bytes(), lambda _: Bytes())
-    folder = Path(choice).expanduser()
-    if (folder / Characters.file).is_file():
-        known = Characters.load(folder)
-        task = f"encoding with {known.label}"
-        return TokenizerPlan(["chars", known.characters], task, lambda _: known, Characters.load)
-    opened = Pretrained.open(choice, key)
-    return TokenizerPlan(opened.identity(), f"encoding with {opened.label}", lambda _: opened, lambda _: opened)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | self._roles, indent=2))
 
 
 def word_level(ids: dict[str, int], pattern: str) -> Any:
@@ -182,8 +139,8 @@ class Characters(Tokenizer):
         super().__init__(word_level(self._ids, r"[\s\S]"), f"{len(characters)} characters", [self._ids["\n"]])
 
     @classmethod
-    def collect(cls, texts: Iterable[str]) -> Characters:
-        """Collect the characters of all texts, and the line end, which separates documents."""
+    def train(cls, texts: Iterable[str], vocab_size: int = 0) -> Characters:
+        """Collect the characters of all texts, however many, and the line end, which separates documents."""
         return cls("".join(sorted({"\n"}.union(*texts))))
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
@@ -240,7 +197,7 @@ class BytePairs(Tokenizer):
         """Open what ``save`` wrote."""
         import tokenizers
 
-        return cls(tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8")))
+        return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
 def _at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -251,116 +208,5 @@ def _at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
         characters -= len(text)
 
 
-class Pretrained(Tokenizer):
-    """Any tokenizer that ``AutoTokenizer`` opens, without the special tokens it would add by itself."""
-
-    def __init__(self, name: str, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
-        self.vocab_size = max(len(tokenizer), 1 + max(self._vocabulary.values()))
-        path = Path(name)
-        label = path.parent.name if path.name in ("tokenizer", "best") and path.is_dir() else path.name  # of a run
-        self.label = f"tokenizer {label} of {self.vocab_size}"
-        self.separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-
-    @classmethod
-    def open(cls, name: str, key: str) -> Pretrained:
-        """Open a folder, or a hub id.
-
-        Raises:
-            UserError: beginning with ``key``, the option that the user set: there is no such tokenizer, or no network.
-        """
-        from transformers import AutoTokenizer
-
-        remedy = "data.tokenizer=bpe, chars or bytes need no network"
-        if Path(name).expanduser().is_dir():
-            remedy = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
-        with opening(name, key, "has no tokenizer that opens", remedy) as place:
-            tokenizer = AutoTokenizer.from_pretrained(**place)
-            # Transformers makes up an empty one where there is only a model's config.
-            if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-                raise ValueError("it has special tokens only")
-        return cls(name, tokenizer)
-
-    def identity(self) -> str:
-        """Return everything that decides how it encodes."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return str(backend.to_str()) if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-
-    def token_id(self, role: str) -> int | None:
-        if role in self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
-            found: int | None = getattr(self._tokenizer, f"{role}_id")
-            return found
-        return self._vocabulary.get(role)
-
-    def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
-        if all(self.token_id(role) == self._vocabulary.get(text, -1) for role, text in texts.items()):
-            return self
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise UserError(f"the {self.label} lacks {', '.join(texts)}; use another, or data.tokenizer=bpe")
-        roles = self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES
-        own = {role: str(text) for role, text in self._tokenizer.special_tokens_map.items() if role in roles}
-        return Tokenizer(backend, self.label, self.separator, **own).with_special(texts, template)
-
-    def encode_many(self, texts: list[str]) -> list[list[int]]:
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids that exist, special tokens shown."""
-        known = [id for id in ids if 0 <= id < self.vocab_size]
-        text: str = self._tokenizer.decode(known, clean_up_tokenization_spaces=False)
-        return text
-
-    def save(self, folder: Path) -> None:
-        self._tokenizer.save_pretrained(str(folder))
-
-
-@contextmanager
-def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str, Any]]:
-    """Give the arguments of ``from_pretrained`` for a folder or a hub id, and turn its errors into the user's.
-
-    Without a network an id is opened from the local cache.
-
-    Args:
-        name: the folder, or the hub id.
-        key: the option that named it, for messages.
-        failure: what is wrong with one that does not open, for messages.
-        remedy: what to do about it.
-
-    Raises:
-        UserError: it does not open, or the hub cannot be reached and it is not in the local cache.
-    """
-    folder = Path(name).expanduser()
-    local = folder.is_dir()
-    if not local and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise UserError(f"{key}: there is no such folder; {remedy}")
-    offline = not local and not hub_reachable()
-    try:
-        yield {
-            "pretrained_model_name_or_path": str(folder) if local else name,
-            "local_files_only": local or offline,
-        }
-    except (OSError, ValueError, ImportError) as error:
-        if offline:
-            failure = "is not in the local cache and the Hugging Face hub cannot be reached"
-            raise UserError(f"{key} {failure}; {remedy}") from error
-        raise UserError(f"{key} {failure} ({first_line(error)}); {remedy}") from error
-
-
-def hub_reachable(timeout_s: float = 8) -> bool:
-    """Return whether the Hugging Face hub answers: the downloads of a machine without a network retry for minutes."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if constants.ENDPOINT not in _answered:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=timeout_s)  # an error status is an answer, too
-        except Exception:  # of whichever library the hub's client is built on
-            return False
-        _answered.add(constants.ENDPOINT)
-    return True
+OF_TEXT: dict[str, type[BytePairs] | type[Characters]] = {OWN_BPE: BytePairs, "chars": Characters}
+"""The values of ``data.tokenizer`` that are made of the text."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipes.data.text.tokenizers import Tokenizer, TokenizerPlan
+from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, Tokenizer
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
@@ -82,7 +82,7 @@ class TextSource(DataSource):
 
 
 def open_or_build(
-    cache: Path, name: str, splits: Mapping[str, Text], plan: TokenizerPlan
+    cache: Path, name: str, splits: Mapping[str, Text], tokenizer: Tokenizer | None, choice: str, vocab_size: int
 ) -> tuple[dict[str, np.ndarray], dict[str, int], Tokenizer]:
     """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``), memory-mapped, and the tokenizer.
 
@@ -90,14 +90,25 @@ def open_or_build(
     tokens written in it.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
-    for the first; one that is killed leaves nothing that looks complete. ``name`` begins the folder's name.
+    for the first; one that is killed leaves nothing that looks complete.
 
     (The cache of ``datasets`` would do, but its import alone takes a second, which every start would wait for.)
+
+    Args:
+        cache: the folder of all caches.
+        name: begins the folder's name.
+        splits: the text.
+        tokenizer: None: it is made of the text.
+        choice: of ``OF_TEXT``, how it is made.
+        vocab_size: of a BPE that is made.
 
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
     """
-    key = json.dumps([FORMAT, *(part.identity for part in splits.values()), plan.identity], sort_keys=True)
+    from tokenizers import __version__
+
+    how = tokenizer.identity() if tokenizer else [choice, vocab_size, __version__]
+    key = json.dumps([FORMAT, *(part.identity for part in splits.values()), how], sort_keys=True)
     parent = cache / "text"
     folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.exists():
@@ -112,25 +123,27 @@ def open_or_build(
             ) from None
         with locked(lock):
             if not folder.exists():  # another process may have built it while this one waited
-                log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
-                _build(folder, splits, plan)
+                log.info("tokenizing %s; later runs load it from %s", name, folder)
+                _build(folder, splits, tokenizer, choice, vocab_size)
     meta = read_json(folder / "meta.json")
     ids: dict[str, np.ndarray] = {
         part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
     }
-    return ids, meta["text_bytes"], plan.load(folder)
+    return ids, meta["text_bytes"], tokenizer or OF_TEXT[choice].load(folder)
 
 
-def _build(folder: Path, splits: Mapping[str, Text], plan: TokenizerPlan) -> None:
+def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None, choice: str, vocab_size: int) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
-        with work(plan.task):
-            read = [splits["train"]] if plan.from_training else splits.values()
-            tokenizer = plan.make(piece for part in read for document in part for piece in pieces(document))
+        if not tokenizer:
+            read = [splits["train"]] if choice == OWN_BPE else splits.values()
+            with work(f"making the tokenizer ({choice})"):
+                texts = (piece for part in read for document in part for piece in pieces(document))
+                tokenizer = OF_TEXT[choice].train(texts, vocab_size)
+            tokenizer.save(partial)
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-        tokenizer.save(partial)
         text_bytes = dict.fromkeys(splits, 0)
         for part, documents in splits.items():
             tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
