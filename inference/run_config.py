@@ -134,7 +134,6 @@ def _of_folder(exported: Exported, with_data: bool) -> dict[str, Any]:
         options = config["options"]
     elif is_images:
         options = {"arch": config["arch"], "image_size": config["image_size"]}
-        options["classes"] = config["arch_options"]["num_classes"]
     elif longest is not None and exported.recipe != "t5":  # whose positions are relative
         options = {"context": min(longest, _LONGEST)}
     found = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}

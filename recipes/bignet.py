@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.synthetic import Synthetic
-from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import UserError
-from trainer.files import read_object
 from trainer.hardware import Hardware
-from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
+from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 
 _BLOCK = 4
 """Linear layers in a block; about √20, where recomputing blocks of 20 layers saves most (Chen et al. 2016)."""
@@ -30,8 +26,6 @@ class BigNet(Recipe):
     name: ClassVar[str] = "bignet"
     unit: ClassVar[str] = "samples"
     architecture: ClassVar[tuple[str, ...]] = ("layers", "width")
-    pretrained: str | None = None
-    """What ``init_from`` sets where it is no run: an exported folder, which also sets layers and width."""
     layers: int = 20
     """Linear layers."""
     width: int = 1000
@@ -45,32 +39,14 @@ class BigNet(Recipe):
         if not self.loss_weight > 0:
             raise UserError(f"recipe.loss_weight={self.loss_weight} must be above 0")
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
-        """Refuse data that is not vectors."""
-        if not isinstance(data, Synthetic):
-            raise UserError(f"recipe=bignet cannot read data={data.kind}; use data=synthetic")
-        return self._as_pretrained() if self.pretrained else (self, [])
-
-    def _as_pretrained(self) -> tuple[Self, list[Decision]]:
-        assert self.pretrained
-        about = read_object(Path(self.pretrained).expanduser() / "config.json")
-        if about.get("recipe") != self.name:
-            raise UserError(f"init_from={self.pretrained} is not the best/ of a run of recipe=bignet; give one")
-        decisions: list[Decision] = []
-        for name in self.architecture:
-            now, there = getattr(self, name), about["options"][name]
-            if now not in (there, getattr(type(self), name)):
-                raise UserError(f"recipe.{name}={now}, but init_from={self.pretrained} has {there}; leave it out")
-            decisions.append(Decision(f"recipe.{name}", there, "of the pretrained model"))
-        return self.chosen(decisions), decisions
-
     def sizes(self, hardware: Hardware) -> Sizes:
         """Batch 512 in one piece, long enough to see the loss fall."""
         return Sizes(steps=60 if not hardware.is_gpu else 500, batch_size=512, micro_batch_size=512)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Vectors and the outputs of a fixed teacher network."""
-        assert isinstance(data, Synthetic)
+        if not isinstance(data, Synthetic):
+            raise UserError(f"recipe=bignet cannot read data={data.kind}; use data=synthetic")
         return data.vectors(self.width)
 
     def build_model(self, datasets: Datasets) -> nn.Module:
@@ -82,10 +58,7 @@ class BigNet(Recipe):
             nn.init.zeros_(linear.bias)
             layers += [linear, nn.ReLU()] if left else [linear]
         size = 2 * _BLOCK  # with the ReLUs
-        model = nn.Sequential(*(nn.Sequential(*layers[i : i + size]) for i in range(0, len(layers), size)))
-        if self.pretrained and torch.get_default_device().type != "meta":
-            fill(model, self.exported(Path(self.pretrained).expanduser()), f"init_from={self.pretrained}")
-        return model
+        return nn.Sequential(*(nn.Sequential(*layers[i : i + size]) for i in range(0, len(layers), size)))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())

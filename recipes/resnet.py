@@ -53,8 +53,6 @@ class ResNet(Recipe):
     the data."""
     std: list[float] | None = None
     """Standard deviation of each channel, likewise."""
-    classes: int | str = "auto"
-    """Outputs of the head; auto: one for each class in the data."""
     channels_last: bool = True
     """Keep weights and images in NHWC order, which tensor cores prefer."""
     label_smoothing: float = 0.0
@@ -70,10 +68,9 @@ class ResNet(Recipe):
     the same if the weights have a mean of 1 over the images, as ``balanced`` ones do."""
 
     def __post_init__(self) -> None:
-        sizes = (("image_size", self.image_size, 1), ("train_image_size", self.train_image_size, 1))
-        for key, value, least in (*sizes, ("classes", self.classes, 2)):
-            if value not in ("auto", None) and (isinstance(value, str) or value < least):
-                raise UserError(f"recipe.{key}={value} must be auto or a whole number of at least {least}")
+        for key, value in (("image_size", self.image_size), ("train_image_size", self.train_image_size)):
+            if value not in ("auto", None) and (isinstance(value, str) or value < 1):
+                raise UserError(f"recipe.{key}={value} must be auto or a whole number of at least 1")
         if (self.mean is None) != (self.std is None):
             raise UserError("recipe.mean and recipe.std normalise images together; set both or neither of them")
         for key, colours, above in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
@@ -123,16 +120,13 @@ class ResNet(Recipe):
         """Open the images, and check that the head and the architecture can take them."""
         # The options stay as the user set them: a resumed run is compared by them.
         datasets = _image_source(data).images(self.image_size if isinstance(self.image_size, int) else None)
-        found, outputs = len(datasets.classes), self._outputs(datasets)
-        if found > outputs:
-            raise UserError(f"recipe.classes={outputs}, but the data has {found} classes; use recipe.classes=auto")
-        objective.class_weights(self.class_weights, datasets, outputs)
-        architectures.check_size(self.arch, datasets.image_size, outputs)
+        objective.class_weights(self.class_weights, datasets)
+        architectures.check_size(self.arch, datasets.image_size, len(datasets.classes))
         if self.train_image_size is not None:
-            self._set_train_size(datasets, outputs)
+            self._set_train_size(datasets)
         if self.pretrained is not None:  # opened before the other ranks do, and normalised as the weights need it
             weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
-            new_head = pretrained.new_head(weights.state, weights.classes, self.arch, datasets, outputs)
+            new_head = pretrained.new_head(weights.state, weights.classes, self.arch, datasets)
             datasets = replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
         if self.mean is None or self.std is None:
             return datasets
@@ -143,15 +137,14 @@ class ResNet(Recipe):
         if self.pretrained is None:
             return []
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
-        new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
+        new = f"a new head for {len(datasets.classes)} classes ({', '.join(datasets.new_head)})"
         why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised with {colours}; "
         why += "set recipe.mean and recipe.std where the weights need others"
         return [Decision("init_from", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
         """Build the classifier, random or pretrained. Its attribute ``normalise`` makes its input of pixels."""
-        outputs = self._outputs(datasets)
-        model: Any = architectures.build(self.arch, datasets.image_size, outputs)
+        model: Any = architectures.build(self.arch, datasets.image_size, len(datasets.classes))
         if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
             found = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
             weights, _ = self.adapt_weights(found.state, model, datasets, {"classes": found.classes})
@@ -159,7 +152,7 @@ class ResNet(Recipe):
             fill(model, weights, f"init_from={self.pretrained}", remedy)
         model.normalise = Normalise(datasets.mean, datasets.std)
         # No buffer, which would be saved, and converted with the weights.
-        model.class_weights = objective.class_weights(self.class_weights, datasets, outputs)
+        model.class_weights = objective.class_weights(self.class_weights, datasets)
         classifier: nn.Module = model.to(memory_format=torch.channels_last) if self.channels_last else model
         return classifier
 
@@ -202,23 +195,22 @@ class ResNet(Recipe):
         self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights, but a new head where the classes are others."""
-        outputs, own = self._outputs(datasets), model.state_dict()
+        own = model.state_dict()
         counts = {name: own[name] for name in own.keys() - weights.keys() if name.endswith("num_batches_tracked")}
         weights = weights | counts  # which old files lack
-        head = pretrained.new_head(weights, about.get("classes"), self.arch, datasets, outputs)
+        head = pretrained.new_head(weights, about.get("classes"), self.arch, datasets)
         if not head:
             return weights, []
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
-        return weights | {name: own[name] for name in head}, [Decision("recipe.classes", outputs, why)]
+        return weights | {name: own[name] for name in head}, [Decision("init_from", "all but the head", why)]
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what the model's library needs to build it again, and how images become its input."""
-        outputs = self._outputs(datasets)
         return {
             **architectures.library(self.arch),
             "torch": torch.__version__,
             "arch": self.arch,
-            "arch_options": architectures.options(self.arch, datasets.image_size, outputs),
+            "arch_options": architectures.options(self.arch, datasets.image_size, len(datasets.classes)),
             "classes": datasets.classes,
             "image_size": datasets.image_size,
             "mean": list(datasets.mean),
@@ -231,18 +223,15 @@ class ResNet(Recipe):
 
     def summary_fields(self, model: nn.Module, datasets: ImageDatasets) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""
-        facts = {"size": self.arch, "image_size": datasets.image_size, "classes": self._outputs(datasets)}
+        facts = {"size": self.arch, "image_size": datasets.image_size, "classes": len(datasets.classes)}
         return facts if self.pretrained is None else facts | {"pretrained": self.pretrained}
 
-    def _set_train_size(self, datasets: ImageDatasets, outputs: int) -> None:
+    def _set_train_size(self, datasets: ImageDatasets) -> None:
         size = self.train_image_size
         if not isinstance(getattr(datasets.train, "image_size", None), int):
             raise UserError(f"recipe.train_image_size={size} has no effect on this data; leave it out")
-        architectures.check_size(self.arch, datasets.image_size, outputs, size)
+        architectures.check_size(self.arch, datasets.image_size, len(datasets.classes), size)
         datasets.train.image_size = size  # type: ignore[attr-defined]
-
-    def _outputs(self, datasets: ImageDatasets) -> int:
-        return self.classes if isinstance(self.classes, int) else len(datasets.classes)
 
 
 class Normalise:

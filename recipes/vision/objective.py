@@ -66,25 +66,27 @@ def check_class_weights(weights: Any) -> None:
         )
 
 
-def class_weights(weights: Any, datasets: ImageDatasets, outputs: int) -> Tensor | None:
-    """Return the factors of the classes, fp32, one for each output; None: all are 1.
+def class_weights(weights: Any, datasets: ImageDatasets) -> Tensor | None:
+    """Return the factors of the classes, fp32; None: all are 1.
 
     ``balanced`` is images / (classes × images of the class), as in scikit-learn: their mean over the training images
-    is 1. Outputs without images have 1.
+    is 1. Classes without images have 1.
 
     Raises:
-        UserError: not one number for each output; ``balanced`` for data that does not say its labels.
+        UserError: not one number for each class; ``balanced`` for data that does not say its labels.
     """
     if weights is None:
         return None
     if weights != BALANCED:
-        if len(weights) != outputs:
-            raise UserError(f"recipe.class_weights has {len(weights)} numbers, but there are {outputs} classes")
+        if len(weights) != len(datasets.classes):
+            raise UserError(
+                f"recipe.class_weights has {len(weights)} numbers, but there are {len(datasets.classes)} classes"
+            )
         return torch.tensor(weights, dtype=torch.float32, device="cpu")
     labels = getattr(datasets.train, "labels", None)
     if not isinstance(labels, Tensor):
         raise UserError("recipe.class_weights=balanced needs labels before training; set a list, such as [1,2.5]")
-    counts = torch.bincount(labels, minlength=outputs).to(torch.float64)
+    counts = torch.bincount(labels, minlength=len(datasets.classes)).to(torch.float64)
     present = counts > 0
     factors = counts.sum() / (present.sum() * counts.clamp(min=1))
     return torch.where(present, factors, 1.0).to(torch.float32)

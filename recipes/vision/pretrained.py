@@ -95,12 +95,11 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     return Weights(state, *_normalisation(arch), None)
 
 
-def new_head(
-    state: dict[str, Tensor], classes: list[str] | None, arch: str, datasets: ImageDatasets, outputs: int
-) -> list[str]:
+def new_head(state: dict[str, Tensor], classes: list[str] | None, arch: str, datasets: ImageDatasets) -> list[str]:
     """Return the names of the head's weights where weights of ``classes`` (None: not known) need a new head."""
-    shapes = architectures.shapes(arch, datasets.image_size, outputs)
-    other = architectures.shapes(arch, datasets.image_size, outputs + 1)
+    count = len(datasets.classes)
+    shapes = architectures.shapes(arch, datasets.image_size, count)
+    other = architectures.shapes(arch, datasets.image_size, count + 1)
     head = [name for name, shape in shapes.items() if shape != other[name]]
     fits = all(name in state and state[name].shape == shapes[name] for name in head)
     return [] if fits and classes in (None, datasets.classes) else head

@@ -34,8 +34,6 @@ ROWS = {
     "resnet recipe.arch=timm/resnet5O": "timm/resnet5O is not a model of timm .*did you mean 'timm/resnet50'",
     "resnet recipe.arch=timm/resnet50.a1_in1": r"has no weights of that tag; did you mean 'timm/resnet50\.a1_in1k'",
     "resnet recipe.image_size=0": "recipe.image_size=0 must be auto or a whole number",
-    "resnet recipe.classes=ten": "recipe.classes=ten must be auto or a whole number of at least 2",
-    "resnet recipe.classes=9": "recipe.classes=9, but the data has 10 classes",
     "resnet recipe.std=[1,1,0] recipe.mean=[0,0,0]": r"recipe.std=\[1.0, 1.0, 0.0\] must be three numbers, each",
     "resnet recipe.label_smoothing=1": "recipe.label_smoothing=1.0 must be at least 0 and below 1",
     "resnet recipe.class_weights=[1,2]": "recipe.class_weights has 2 numbers, but there are 10 classes",

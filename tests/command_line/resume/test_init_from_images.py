@@ -77,7 +77,7 @@ def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_s
     assert (typed.mean, typed.std) == ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
     data: Any = start(composed([*new, "recipe.mean=null", "recipe.std=null"])).datasets
     assert data.mean == (0.485, 0.456, 0.406)  # of a folder of images: ImageNet's
-    assert not [choice for choice in trainer.decisions if choice.key == "recipe.classes"]
+    assert not [choice for choice in trainer.decisions if choice.key == "init_from"]
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_new_classes_get_a_new_head_and_the_same_ones_do_not(
     before = load_file("outputs/first/best/model.safetensors")
     same = start(compose(*images, "init_from=outputs/first/best"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in same.model.state_dict().items())
-    assert not [choice for choice in same.decisions if choice.key == "recipe.classes"]
+    assert not [choice for choice in same.decisions if choice.key == "init_from"]
     (folder / "images" / "class1").rename(folder / "images" / "other")
     other = start(compose(*images, "init_from=outputs/first"))
     kept = {name: torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items()}
     assert [name for name, same in kept.items() if not same] == ["fc.weight", "fc.bias"]
     done = train(*images, "init_from=outputs/first", "run_name=second")
-    assert "recipe.classes=2" in done.out
+    assert "init_from=all but the head" in done.out
     assert "a new head (fc.weight, fc.bias): the run it starts from has other classes" in done.out

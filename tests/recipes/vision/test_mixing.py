@@ -214,12 +214,12 @@ def test_balanced_weights_are_scikit_learns_and_reach_the_training_loss_only() -
     data = Digits().images(32)
     labels = data.train.labels  # type: ignore[attr-defined]
     data.train.labels = labels = torch.where(labels == 3, 4, labels)  # type: ignore[attr-defined]
-    weights = objective.class_weights("balanced", data, 12)
+    weights = objective.class_weights("balanced", data)
     assert weights is not None
     present = np.unique(labels.numpy())
     expected = compute_class_weight("balanced", classes=present, y=labels.numpy())
     torch.testing.assert_close(weights[present].double(), torch.from_numpy(expected), rtol=1e-6, atol=0)
-    assert weights[[3, 10, 11]].tolist() == [1, 1, 1]
+    assert weights[3] == 1
     assert weights[labels].mean() == pytest.approx(1)
 
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ def test_balanced_weights_are_scikit_learns_and_reach_the_training_loss_only() -
     assert evaluated == replace(recipe, class_weights=None).loss(model, batch).loss_sum
     logits = torch.randn(8, 10, generator=torch.Generator().manual_seed(0))
     model.train().forward = lambda images: logits  # type: ignore[method-assign]
-    expected_loss = F.cross_entropy(logits, batch["label"], weights[:10], reduction="sum")
+    expected_loss = F.cross_entropy(logits, batch["label"], weights, reduction="sum")
     torch.testing.assert_close(recipe.loss(model, batch).loss_sum, expected_loss)
     bce = replace(recipe, criterion="bce")
     assert bce.loss(model, batch).loss_sum < recipe.loss(model, batch).loss_sum
