@@ -23,13 +23,6 @@ from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder, run_of
 from trainer.terminal import work
 
-_CLASSES = {
-    "gpt2": "AutoModelForCausalLM",
-    "llama": "AutoModelForCausalLM",
-    "bert": "AutoModelForMaskedLM",
-    "t5": "AutoModelForSeq2SeqLM",
-}
-
 
 @dataclass(frozen=True)
 class Exported:
@@ -80,11 +73,12 @@ class Exported:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
+        cls: Any = groups()["recipe"][self.recipe]
         level = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # what is missing is reported here
         try:
             with work("loading the model"):
-                model, found = getattr(transformers, _CLASSES[self.recipe]).from_pretrained(
+                model, found = getattr(transformers, cls.model_class).from_pretrained(
                     self.folder,
                     dtype=torch.float32,
                     attn_implementation=attention,

@@ -79,6 +79,7 @@ class Bert(SizedRecipe):
     """The ``recipe=bert`` config. A target is a masked token."""
 
     name: ClassVar[str] = "bert"
+    model_class = "BertForMaskedLM"
     unit: ClassVar[str] = "tokens"
     architecture = ("size", "pretrained")
     adjustable = ("context", "dropout")
@@ -99,34 +100,26 @@ class Bert(SizedRecipe):
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, cut into windows, and mask."""
         tokens, context = self.open_tokens(data), self.tokens_per_sample
-        tokenizer, known = self.with_special(tokens.tokenizer, SPECIAL, TEMPLATE), tokens.tokenizer.vocab_size
+        tokenizer, known = tokens.tokenizer.with_special(SPECIAL, TEMPLATE), tokens.tokenizer.vocab_size
         ids: list[Any] = [tokenizer.token_id(role) for role in ("cls_token", "sep_token", "mask_token")]
         about = f"samples of {context} tokens, {MASKED:.0%} of them masked"
         return self.cut(tokens, lambda part: MaskedWindows(part, context, known, *ids), about, tokenizer)
 
-    def new_model(self, datasets: TextDatasets) -> Any:
-        """Return transformers' BERT in fp32: the pretrained one, or a new one.
+    def config_options(self) -> dict[str, Any]:
+        """Return the dropouts."""
+        return dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), self.dropout)
 
-        A new one has four token ids more than the text, for [CLS], [SEP], padding and [MASK].
-        """
-        from transformers import BertConfig, BertForMaskedLM
-
-        dropouts = {"hidden_dropout_prob": self.dropout, "attention_probs_dropout_prob": self.dropout}
-        if self.pretrained:
-            return self.open_pretrained(BertForMaskedLM, datasets.vocabulary, **dropouts)
+    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
+        """Return the size, and four token ids more than the text has: [CLS], [SEP], padding and [MASK]."""
         shape = SHAPES[self.size]
-        config = BertConfig(
-            vocab_size=datasets.vocabulary,
-            hidden_size=shape.width,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=4 * shape.width,
-            max_position_embeddings=max(512, self.tokens_per_sample),
-            **{f"{role}_id": datasets.tokenizer.token_id(role) for role in SPECIAL if role != "mask_token"},
-            attn_implementation=self.attention,
-            **dropouts,
-        )
-        return BertForMaskedLM(config)
+        ids = {f"{role}_id": datasets.tokenizer.token_id(role) for role in SPECIAL if role != "mask_token"}
+        return ids | {
+            "hidden_size": shape.width,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "intermediate_size": 4 * shape.width,
+            "max_position_embeddings": max(512, self.tokens_per_sample),
+        }
 
     def blocks(self, model: Any) -> list[nn.Module]:
         return list(model.bert.encoder.layer)

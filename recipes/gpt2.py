@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import nn
 
-from mantissa.formats import BF16, FP32
+from mantissa.formats import BF16
+from recipes.data.text.tokens import TextDatasets
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.errors import UserError
-from trainer.hardware import NATIVE, Hardware, threads
-from trainer.profiling.rates import matmul_rates
+from trainer.hardware import NATIVE, Hardware
 from trainer.recipe import Sizes
 
 
@@ -36,9 +35,8 @@ SHAPES = {
     "1558M": Shape(48, 25, 1600, 1024),
 }
 
-FAST_TFLOPS = 0.2
-"""From this rate of a CPU's matmuls on, 200 steps of 16 samples take minutes. Of two cores those with instructions for
-bf16 were above it, others below."""
+MANY_CORES = 8
+"""With so many, 200 steps of 16 samples take minutes; with two, where the CPU has instructions for bf16."""
 
 # In one kernel each, where transformers' gelu_new, the name that GPT-2's own config has, takes eight.
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
@@ -49,13 +47,14 @@ class GPT2(LanguageRecipe):
     """The ``recipe=gpt2`` config."""
 
     name: ClassVar[str] = "gpt2"
+    model_class = "GPT2LMHeadModel"
     architecture = ("size", "pretrained", "context")
     adjustable = ("gelu",)
     shapes = SHAPES
     on_cpu = "mini"
     on_gpu = "124M"
     cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes, where matmuls are fast
-    slow_cpu_sizes = Sizes(steps=200, batch_size=4, micro_batch_size=16)  # a few minutes, where they are not
+    slow_cpu_sizes = Sizes(200, 4, 16, why="for a CPU of few cores without instructions for bf16")  # the same there
     gpu_sizes = Sizes(steps=2000, batch_size=480, micro_batch_size=16)  # the published half a million tokens a step
     longest = 1024
     size: str = "auto"
@@ -73,45 +72,31 @@ class GPT2(LanguageRecipe):
             raise UserError(f"recipe.gelu={self.gelu} has no effect with init_from, which has its own; remove it")
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        """Return those of the device; for the CPU's own model those that suit the measured rate of its matmuls.
-
-        That is bf16's, or fp32's where bf16 uses fp32 arithmetic, of one thread's own time: what else runs here does
-        not count. It is the same in all precisions, so that all train the same.
-        """
+        """Return those of the device; of the CPU's own model the same in all precisions, so that all train the same."""
         if hardware.device.type != "cpu" or self.pretrained or self.size != self.on_cpu:
             return super().sizes(hardware)
-        name = BF16.name if hardware.support(BF16.name) == NATIVE else FP32.name
-        count = torch.get_num_threads()
-        with threads(1):
-            rate = count * matmul_rates(hardware, [name])[name]
-        sizes, found = (self.slow_cpu_sizes, "less than") if rate < FAST_TFLOPS else (self.cpu_sizes, "at least")
-        why = f"for a CPU that multiplies at {found} {FAST_TFLOPS} TFLOP/s: {rate:.2g} in {name}"
-        return replace(sizes, why=why)
+        fast = hardware.support(BF16.name) == NATIVE or hardware.cpu_cores >= MANY_CORES
+        return self.cpu_sizes if fast else self.slow_cpu_sizes
 
-    def network(self, vocabulary: int, context: int) -> Any:
-        """Return transformers' GPT-2 in fp32: with random weights, or the pretrained one."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
+    def config_options(self) -> dict[str, Any]:
+        """Return the dropouts and the activation: the option's, or a pretrained model's own."""
         activation = ACTIVATIONS[self.gelu]
-        if self.pretrained:
-            own = self.pretrained_config().activation_function
-            activation = activation if own == "gelu_new" else own  # the same function
-            return self.open_pretrained(GPT2LMHeadModel, vocabulary, activation_function=activation, **dropouts)
+        if self.pretrained and (own := self.pretrained_config().activation_function) != "gelu_new":  # which is tanh
+            activation = own
+        return dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout) | {
+            "activation_function": activation
+        }
+
+    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
         shape = SHAPES[self.size]
-        config = GPT2Config(
-            vocab_size=vocabulary,
-            n_positions=context,
-            n_embd=shape.width,
-            n_layer=shape.layers,
-            n_head=shape.heads,
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation=self.attention,
-            activation_function=activation,
-            **dropouts,
-        )
-        return GPT2LMHeadModel(config)
+        return {
+            "n_positions": self.tokens_per_sample,
+            "n_embd": shape.width,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
 
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
         return list(model.network.transformer.h)

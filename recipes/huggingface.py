@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.tokenizers import OWN_BPE, Tokenizer, opening
+from recipes.data.text.pretrained import opening
+from recipes.data.text.tokenizers import OWN_BPE, Tokenizer
 from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
@@ -41,6 +43,8 @@ class SizedRecipe(Recipe):
     """
 
     convolves = False
+    model_class: ClassVar[str] = ""
+    """Name of transformers' class of the model."""
     shapes: ClassVar[Mapping[str, Any]] = {}
     """Shapes by name, in ascending order."""
     on_cpu: ClassVar[str] = ""
@@ -54,6 +58,8 @@ class SizedRecipe(Recipe):
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     least_context: ClassVar[int] = 2
+    vocabulary_multiple = 1
+    """The vocabulary is padded to a multiple of this."""
 
     size: str = "auto"
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
@@ -150,12 +156,6 @@ class SizedRecipe(Recipe):
         key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
         return opening(str(self.pretrained), key, failure, _REMEDY)
 
-    def with_special(self, tokenizer: Tokenizer, texts: dict[str, str], template: str) -> Tokenizer:
-        """Return the tokenizer with special tokens: a pretrained model's own, whatever their texts, or added ones."""
-        if self.pretrained and all(tokenizer.token_id(role) is not None for role in texts):
-            return tokenizer
-        return tokenizer.with_special(texts, template)
-
     def cut(
         self,
         tokens: TokenData,
@@ -183,9 +183,27 @@ class SizedRecipe(Recipe):
             vocabulary=max(tokenizer.vocab_size, own),
         )
 
-    def new_model(self, datasets: TextDatasets) -> Any:
-        """Return the model in fp32, with random weights or the pretrained ones, without adapters."""
+    def config_options(self) -> dict[str, Any]:
+        """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""
+        return {}
+
+    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
+        """Return the other options of the config of a new model: its size, its special tokens."""
         raise NotImplementedError
+
+    def new_model(self, datasets: TextDatasets) -> Any:
+        """Return transformers' model in fp32, without adapters: the pretrained one, or one of random weights."""
+        import transformers
+
+        cls = getattr(transformers, self.model_class)
+        if self.attention == "sdpa" and not cls._supports_sdpa:
+            raise UserError(f"the {cls.__name__} of this transformers has no recipe.attention=sdpa; use eager")
+        vocabulary = math.ceil(datasets.vocabulary / self.vocabulary_multiple) * self.vocabulary_multiple
+        options = self.config_options()
+        if self.pretrained:
+            return self.open_pretrained(cls, vocabulary, **options)
+        options |= self.new_config(datasets)
+        return cls(cls.config_class(vocab_size=vocabulary, attn_implementation=self.attention, **options))
 
     def build_model(self, datasets: TextDatasets) -> Any:
         """Build the model, and put the adapters into it."""
@@ -283,7 +301,8 @@ class SizedRecipe(Recipe):
         folder.mkdir(parents=True, exist_ok=True)
         datasets.tokenizer.save(folder)
         save_model(_network(model), folder, datasets.vocabulary, datasets.tokenizer.token_id("eos_token"))
-        self.lora.save(_network(model), self.name, self.pretrained, folder / "adapter")
+        if self.lora.rank:
+            _network(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them
 
     def _text(self, data: DataSource) -> TextSource:
         if not isinstance(data, TextSource):

@@ -176,10 +176,6 @@ class LanguageRecipe(SizedRecipe):
         if self.vocabulary_multiple < 1:
             raise UserError(f"recipe.vocabulary_multiple={self.vocabulary_multiple} must be at least 1, such as 64")
 
-    def network(self, vocabulary: int, context: int) -> Any:
-        """Return transformers' model in fp32, for so many token ids and positions."""
-        raise NotImplementedError
-
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Choose the size, the context and the form of the loss."""
         resolved, decisions = super().resolve(hardware, data)
@@ -199,10 +195,8 @@ class LanguageRecipe(SizedRecipe):
         return self.cut(tokens, lambda part: TokenWindows(part, context), f"samples of {context} tokens")
 
     def new_model(self, datasets: TextDatasets) -> LanguageModel:
-        """Return the model with its vocabulary padded."""
-        multiple, vocabulary = self.vocabulary_multiple, datasets.vocabulary
-        network = self.network(math.ceil(vocabulary / multiple) * multiple, self.tokens_per_sample)
-        return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary)
+        """Return the model with the loss inside of forward."""
+        return LanguageModel(super().new_model(datasets), self.name, self.chunked_loss is True, datasets.vocabulary)
 
     def count_targets(self, batch: Batch) -> int:
         """Every token but each sample's first is predicted."""

@@ -44,6 +44,7 @@ class Llama(LanguageRecipe):
     """The ``recipe=llama`` config: a size, any number of which can be replaced."""
 
     name: ClassVar[str] = "llama"
+    model_class = "LlamaForCausalLM"
     architecture = ("size", "pretrained", *NUMBERS)
     adjustable = ("context",)
     longest = 8192
@@ -93,29 +94,21 @@ class Llama(LanguageRecipe):
             )
         return decisions
 
-    def network(self, vocabulary: int, context: int) -> Any:
-        """Return transformers' Llama in fp32: with random weights, or the pretrained one."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        if self.pretrained:
-            return self.open_pretrained(LlamaForCausalLM, vocabulary)
+    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
         shape = self.shape
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=shape.width,
-            intermediate_size=shape.ffn,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=context,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
-            tie_word_embeddings=shape.tied,
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation=self.attention,
-        )
-        return LlamaForCausalLM(config)
+        return {
+            "hidden_size": shape.width,
+            "intermediate_size": shape.ffn,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "max_position_embeddings": self.tokens_per_sample,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
+            "tie_word_embeddings": shape.tied,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
 
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
         return list(model.network.model.layers)

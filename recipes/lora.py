@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.errors import UserError, nearest
@@ -62,40 +60,19 @@ class LoRA:
         """
         if not self.rank:
             return
-        from peft import inject_adapter_in_model
-
-        _check_targets(network, self.targets(kind))
-        inject_adapter_in_model(self._peft(kind), network)
-        for name, parameter in network.named_parameters():
-            parameter.requires_grad_(".lora_" in name)
-
-    def save(self, network: Any, kind: str, base: str | None, folder: Path) -> None:
-        """Write the adapters alone, as ``PeftModel.from_pretrained`` reads them; ``base`` is what they belong to."""
-        if not self.rank:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        config = self._peft(kind)
-        config.base_model_name_or_path, config.inference_mode = base, True
-        config.save_pretrained(str(folder))
-        own = {
-            f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor.detach().contiguous()
-            for name, tensor in network.named_parameters()
-            if ".lora_" in name
-        }
-        save_file(own, folder / "adapter_model.safetensors", {"format": "pt"})
-
-    def _peft(self, kind: str) -> Any:
         from peft import LoraConfig
 
-        task = {"bert": None, "t5": "SEQ_2_SEQ_LM"}.get(kind, "CAUSAL_LM")
-        return LoraConfig(
-            task_type=task,
+        targets = self.targets(kind)
+        _check_targets(network, targets)
+        config = LoraConfig(
+            task_type={"bert": None, "t5": "SEQ_2_SEQ_LM"}.get(kind, "CAUSAL_LM"),
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=self.targets(kind),
+            target_modules=targets,
             fan_in_fan_out=kind == "gpt2",  # whose linear layers are transposed
         )
+        network.add_adapter(config)
 
 
 def merged_state(network: nn.Module) -> dict[str, Tensor]:

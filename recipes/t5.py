@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +14,6 @@ from torch import nn
 from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.errors import UserError
 from trainer.recipe import DataSource, LossOutput, Sizes
 
 NOISE, SPAN = 0.15, 3
@@ -23,8 +21,6 @@ NOISE, SPAN = 0.15, 3
 SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
 """Beside the sentinels; the first is the start, too."""
 TEMPLATE = "$A {eos_token} | $A {eos_token} $B {eos_token}"
-VOCABULARY_MULTIPLE = 128
-"""As in the published 32,128."""
 
 
 class Shape(NamedTuple):
@@ -106,6 +102,8 @@ class T5(SizedRecipe):
     """The ``recipe=t5`` config."""
 
     name: ClassVar[str] = "t5"
+    model_class = "T5ForConditionalGeneration"
+    vocabulary_multiple = 128  # as in the published 32,128
     architecture = ("size", "pretrained", "context")
     adjustable = ("dropout",)
     shapes = SHAPES
@@ -127,41 +125,32 @@ class T5(SizedRecipe):
         tokens, context = self.open_tokens(data), self.tokens_per_sample
         noise, spans = _cuts(window(context))
         names = [f"<extra_id_{number}>" for number in range(spans)]
-        tokenizer = self.with_special(tokens.tokenizer, SPECIAL | {name: name for name in names}, TEMPLATE)
+        tokenizer = tokens.tokenizer.with_special(SPECIAL | {name: name for name in names}, TEMPLATE)
         eos, *sentinels = (tokenizer.token_id(role) for role in ("eos_token", *names))
         about = f"{noise} tokens in {spans} spans removed from each {window(context)}"
         return self.cut(tokens, lambda part: SpanCorruption(part, context, eos, sentinels), about, tokenizer)
 
-    def new_model(self, datasets: TextDatasets) -> Any:
-        """Return transformers' T5 in fp32: the pretrained one, or a new one.
+    def config_options(self) -> dict[str, Any]:
+        """Return the dropout."""
+        return {"dropout_rate": self.dropout}
 
-        A new one has token ids for its start, EOS and sentinels beside the text's, and padding.
-        """
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        if self.attention == "sdpa" and not T5ForConditionalGeneration._supports_sdpa:
-            raise UserError("the T5 of this version of transformers has no recipe.attention=sdpa; use eager")
-        if self.pretrained:
-            return self.open_pretrained(T5ForConditionalGeneration, datasets.vocabulary, dropout_rate=self.dropout)
+    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
+        """Return the size, and token ids beside the text's: start, EOS and sentinels."""
         shape, start = SHAPES[self.size], datasets.tokenizer.token_id("pad_token")
-        config = T5Config(
-            vocab_size=math.ceil(datasets.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
-            d_model=shape.width,
-            d_kv=shape.head_width,
-            d_ff=shape.ffn,
-            num_layers=shape.layers,
-            num_heads=shape.heads,
-            dropout_rate=self.dropout,
-            pad_token_id=start,
-            decoder_start_token_id=start,
-            eos_token_id=datasets.tokenizer.token_id("eos_token"),
-            attn_implementation=self.attention,
-        )
-        return T5ForConditionalGeneration(config)
+        return {
+            "d_model": shape.width,
+            "d_kv": shape.head_width,
+            "d_ff": shape.ffn,
+            "num_layers": shape.layers,
+            "num_heads": shape.heads,
+            "pad_token_id": start,
+            "decoder_start_token_id": start,
+            "eos_token_id": datasets.tokenizer.token_id("eos_token"),
+        }
 
-    def build_model(self, datasets: TextDatasets) -> Any:
-        """Build the model, which knows how many of its rows are token ids; the others pad the vocabulary."""
-        model: Any = super().build_model(datasets)
+    def new_model(self, datasets: TextDatasets) -> Any:
+        """Return the model, which knows how many of its rows are token ids; the others pad the vocabulary."""
+        model: Any = super().new_model(datasets)
         model.vocabulary = datasets.vocabulary
         return model
 

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from recipes.data.images.arrays import Digits
 from recipes.data.synthetic import Synthetic
-from recipes.data.text.tokenizers import BytePairs, Bytes, Characters, Pretrained, Tokenizer
+from recipes.data.text.pretrained import Pretrained
+from recipes.data.text.tokenizers import BytePairs, Bytes, Characters, Tokenizer
 from recipes.resnet import ResNet
 from tests.helpers import PROJECT, trainer_of
 from trainer.data.contract import SampleId
@@ -25,7 +26,7 @@ TEXT = "The quick (brown) fox — naïve, “quoted” 😀 e\u0301.\r\n\tIt's 5
 STRANGE = "\x00 <|endoftext|> [UNK] \u2028 日本 \ufffd"
 SMALL = ("batch_size=2", "steps=2", "eval_samples=2", "recipe.context=64")
 TOKENIZERS: dict[str, Tokenizer] = {
-    "chars": Characters.collect([TEXT, STRANGE]),
+    "chars": Characters.train([TEXT, STRANGE]),
     "bytes": Bytes(),
     "bpe": BytePairs.train([TEXT * 20], 300),
 }
@@ -46,7 +47,7 @@ def test_a_tokenizer_opens_elsewhere_with_the_same_ids_and_decodes_exactly(name:
 
 def test_text_that_has_no_ids_is_an_error_elsewhere_too(tmp_path: Path) -> None:
     for name, tokenizer in {
-        "chars": Characters.collect(["abc"]),
+        "chars": Characters.train(["abc"]),
         "numbers": Synthetic(vocab_size=7).tokens(None).tokenizer,
     }.items():
         (tmp_path / name).mkdir()
@@ -203,7 +204,7 @@ def test_the_description_is_enough_for_every_constructor(arch: str) -> None:
     import torchvision
 
     with torch.device("meta"):
-        recipe = ResNet(arch=arch, image_size=224, classes=12)
+        recipe = ResNet(arch=arch, image_size=224)
         datasets = recipe.datasets(Digits(), seed=0)
         model = recipe.build_model(datasets)
         config = json.loads(json.dumps(recipe.description(datasets)))
@@ -212,7 +213,7 @@ def test_the_description_is_enough_for_every_constructor(arch: str) -> None:
         (name, tensor.shape) for name, tensor in model.state_dict().items()
     ]
     assert config["classes"] == [str(digit) for digit in range(10)]
-    assert (config["image_size"], config["arch_options"]["num_classes"]) == (224, 12)
+    assert (config["image_size"], config["arch_options"]["num_classes"]) == (224, 10)
 
 
 def test_special_tokens_are_added_to_a_tokenizer_that_has_others_in_their_roles(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipes.gpt2 import GPT2, SHAPES, Shape
 from recipes.language import LossHead, TokenWindows, torch_can_chunk
@@ -151,12 +152,12 @@ def test_gelu_is_the_function_that_the_option_names(kind: str, approximate: str)
 
 def test_a_pretrained_gelu_takes_one_kernel_and_stays_the_same_function(tmp_path: Path) -> None:
     for name, opened in (("gelu_new", "gelu_pytorch_tanh"), ("relu", "relu")):
-        config = GPT2(size="tiny").network(90, 16).config
-        config.activation_function = name
-        before = GPT2LMHeadModel(config)
+        shape = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        before = GPT2LMHeadModel(GPT2Config(vocab_size=64, activation_function=name, **shape))
         before.save_pretrained(tmp_path)
-        after = GPT2(pretrained=str(tmp_path)).network(90, 16)
+        datasets: Any = SimpleNamespace(vocabulary=64)
+        after = GPT2(pretrained=str(tmp_path)).new_model(datasets).network
         assert after.config.activation_function == opened
-        tokens = torch.randint(90, (2, 16))
+        tokens = torch.randint(64, (2, 16))
         with torch.no_grad():
             assert torch.allclose(before.eval()(tokens).logits, after.eval()(tokens).logits, atol=1e-5)

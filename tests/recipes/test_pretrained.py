@@ -188,17 +188,3 @@ def test_token_ids_of_model_and_tokenizer_may_differ(known: int, folder: tuple[s
     assert own_loss(trainer) < 2 * math.log(WORDS)
     trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
     assert trainer_of(*options(recipe, tmp_path / "best")).model.gpt2.lm_head.vocabulary == vocabulary
-
-
-def test_bignet_opens_the_best_of_a_run(tmp_path: Path) -> None:
-    tiny = ("recipe=bignet", "data.samples=32", "batch_size=8", "steps=3", "profiler=none", "eval_samples=8")
-    before = trainer_of(*tiny, "recipe.width=8", "recipe.layers=3")
-    fit(before)
-    before.recipe.export(before.model, before.datasets, tmp_path / "best")
-    after = trainer_of(*tiny, f"init_from={tmp_path / 'best'}")
-    assert (after.recipe.layers, after.recipe.width) == (3, 8)
-    assert after.evaluate() == before.evaluate()
-    with pytest.raises(UserError, match=r"recipe.width=9, but init_from=.* has 8; leave it out"):
-        trainer_of(*tiny, f"init_from={tmp_path / 'best'}", "recipe.width=9")
-    with pytest.raises(UserError, match="is not the best/ of a run of recipe=bignet; give one"):
-        trainer_of(*tiny, "init_from=nowhere")
