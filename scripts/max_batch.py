@@ -1,7 +1,7 @@
 """Find the largest microbatch that fits: ``python scripts/max_batch.py recipe=gpt2 precision=bf16 budget=8GiB``.
 
-  budget=8GiB or device     memory for the model and its training (default: device: all of a GPU, or what is free now)
-  margin=5%                 the part of the budget that is left free
+  budget=8GiB or device     memory for the model and its training (default: device: all of a GPU, or what is free now);
+                            5 % of it are left free
 All other arguments are as for train.py. Each trial takes two optimizer steps in a fresh process, in which allocations
 beyond the budget fail. Paste the last line: it has the same batch_size, in microbatches that fit.
 Exit code: 0, 2 for a user error, 1 when a trial fails for another reason, 130 when interrupted.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from evidence.memory.max_batch import largest_micro_batch, parse_budget, parse_margin
+from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
 from evidence.memory.trial import trial
 from evidence.options import MaxBatchOptions, MemoryOptions
 from mantissa.display import columns
@@ -45,10 +45,9 @@ def max_batch(arguments: list[str]) -> int:
     """Search for the largest microbatch, and print it with the overrides to paste."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, MaxBatchOptions, "overrides")
-    margin = parse_margin(options.margin)
     budget_bytes = parse_budget(options.budget, detect(compose(overrides).device))
-    found = largest_micro_batch(overrides, budget_bytes, margin, print)
-    print(f"\nlargest micro_batch_size in {options.budget}, {options.margin} of it left free: ", end="")
+    found = largest_micro_batch(overrides, budget_bytes, print)
+    print(f"\nlargest micro_batch_size in {options.budget}, {MARGIN:.0%} of it left free: ", end="")
     print(f"{found.micro_batch_size} ({found.trials} trials)")
     print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; paste:")
     print(found.overrides)

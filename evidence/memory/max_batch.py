@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from evidence.memory.trial import trial
 from mantissa.display import size
 from trainer.config.compose import compose, key_of
-from trainer.config.text import fraction
 from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.run.forecast import forecast, required_bytes
 
 MARGIN = 0.05
+"""Part of the budget that is left free."""
 _EXACT_BELOW = 32
 """Above, the answer is found to within 1/32 of itself."""
 _LARGEST = 2**20
@@ -48,10 +48,7 @@ class LargestBatch:
 
 
 def largest_micro_batch(
-    overrides: Sequence[str],
-    budget_bytes: int,
-    margin: float = MARGIN,
-    report: Callable[[str], None] = lambda text: None,
+    overrides: Sequence[str], budget_bytes: int, report: Callable[[str], None] = lambda text: None
 ) -> LargestBatch:
     """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget.
 
@@ -63,13 +60,12 @@ def largest_micro_batch(
     Args:
         overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
         budget_bytes: for the model and its training; on a CPU the process itself comes on top.
-        margin: the part of the budget that is left free.
         report: called with a line about each trial.
 
     Raises:
         UserError: the overrides, or a budget in which not even one sample fits.
     """
-    limit_bytes = int(budget_bytes * (1 - margin))
+    limit_bytes = int(budget_bytes * (1 - MARGIN))
     config = compose(overrides)
     plan = config.plan(detect(config.device))
     config = plan.config
@@ -149,15 +145,3 @@ def parse_budget(text: str, hardware: Hardware) -> int:
         held = "has" if hardware.is_gpu else "has free now"
         raise UserError(f"budget={text} is more than {hardware.name} {held}, {size(there)}; use budget=device")
     return budget
-
-
-def parse_margin(text: str) -> float:
-    """Return the fraction of the budget that ``5%`` or ``0.05`` means.
-
-    Raises:
-        UserError: not a fraction from 0 to 0.9.
-    """
-    margin = fraction(text)
-    if margin is None or not 0 <= margin < 0.9:
-        raise UserError(f"margin={text} is not a valid part of the budget; write, for example, margin=5%")
-    return margin

@@ -160,7 +160,6 @@ IN_OTHERS = {
     "lr_range recipe=gpt2 parallel=ddp": "parallel=ddp has no effect: each run has one process",
     "max_batch recipe=bignet budget=8": "budget=8 is not an amount of memory; write budget=8GiB",
     "max_batch recipe=bignet budget=900TiB": "has free now",
-    "max_batch recipe=bignet margin=5": "margin=5 is not a valid part of the budget; write, for example, margin=5%",
     "max_batch recipe=gpt2 micro_batch_size=4": "micro_batch_size=4 has no effect: it is what this command finds",
     "predict run=run path=nowhere": "path=nowhere: there is no such file or folder",
     "reproduce claim=bignet_memory all=true": "claim=… and all=true exclude each other",

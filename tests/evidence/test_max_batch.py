@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evidence.memory import max_batch
-from evidence.memory.max_batch import LargestBatch, largest_micro_batch, parse_budget, parse_margin, search
+from evidence.memory.max_batch import LargestBatch, largest_micro_batch, parse_budget, search
 from evidence.memory.trial import Trial
 from trainer.errors import is_out_of_memory
 from trainer.hardware import Hardware
@@ -87,10 +87,9 @@ def test_trials_are_steps_as_training_takes_them(
     assert not [micro for micro, _ in seen if micro % multiple or micro > 455]
 
 
-def test_a_budget_is_an_amount_of_memory_and_a_margin_a_part_of_it() -> None:
+def test_a_budget_is_an_amount_of_memory() -> None:
     budgets = {"8GiB": 2**33, "1.5MiB": 3 * 2**19, "500MB": 5 * 10**8, "device": 2**33}
     assert {text: parse_budget(text, GPU) for text in budgets} == budgets
-    assert (parse_margin("5%"), parse_margin("0.1"), parse_margin("0")) == (0.05, 0.1, 0)
 
 
 def test_out_of_memory_is_recognised_on_every_device() -> None:
