@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mantissa.compare import SEED_SHIFT
 from trainer.config.compose import combinations
-from trainer.config.options import ONE_PROCESS, Overriding, check_choice, check_keys
+from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
 from trainer.errors import UserError, nearest
@@ -91,13 +91,11 @@ class DoctorOptions(Overriding):
     resume: str = ""
     step: int = 0
     check: list[str] = field(default_factory=lambda: ["all"])
-    reference: str = "auto"
     budget_s: int = 60
 
     def __post_init__(self) -> None:
         from mantissa.doctor.diagnosis import CHECKS
 
-        check_choice("reference", self.reference, ("auto", "fp32", "fp64"))
         if unknown := [name for name in self.check if name not in (*CHECKS, "all")]:
             near = nearest(unknown[0], CHECKS)
             raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(CHECKS)})")
@@ -112,7 +110,6 @@ class MaxBatchOptions(Overriding):
     fixed = dict.fromkeys(("micro_batch_size",), "it is what this command finds")
 
     budget: str = "device"
-    margin: str = "5%"
 
 
 @dataclass

@@ -87,3 +87,5 @@ class Examined:
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+    """What was measured, for a table."""

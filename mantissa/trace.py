@@ -129,6 +129,13 @@ class Op:
         return getattr(self.func, "is_view", False)
 
     @property
+    def computes(self) -> bool:
+        """Whether it makes new values: it is no view, copy, cast or fill, and no exchange between ranks."""
+        space, _, name = self.name.partition(".")
+        moves = space in _EXCHANGES or name in _MOVES | _FILLS or name.startswith("new_")
+        return not self.is_view and not moves
+
+    @property
     def is_mutable(self) -> bool:
         """Whether it changes an input in place."""
         return bool(self.func._schema.is_mutable)
@@ -311,7 +318,7 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         """Operator's name as in ``torch.nn.functional``."""
-        return self.op.removeprefix("aten.").removeprefix("_safe").removeprefix("native").strip("_")
+        return functional_name(self.op)
 
 
 class DtypeRecorder(Trace):
@@ -339,7 +346,7 @@ class DtypeRecorder(Trace):
         name, given, dtypes = op.name, numbers_in(op.inputs), _names(results)
         module, direction = op.place
         self._calls[module, direction, name, _names(given), dtypes] += 1
-        if given and direction == FORWARD and _computes(name):
+        if given and direction == FORWARD and op.computes:
             # An operator in fp8 has a result in another dtype.
             dtype = given[0].dtype if given[0].itemsize == 1 else results[0].dtype
             self._computed[module if self.inside else LOSS][dtype] += 1
@@ -374,9 +381,9 @@ class DtypeRecorder(Trace):
         return rows
 
 
-def _computes(operator: str) -> bool:
-    space, _, name = operator.partition(".")
-    return space not in _EXCHANGES and name not in _MOVES | _FILLS and not name.startswith("new_")
+def functional_name(operator: str) -> str:
+    """Return the name of an operator as in ``torch.nn.functional``."""
+    return operator.removeprefix("aten.").removeprefix("_safe").removeprefix("native").strip("_")
 
 
 def _names(found: list[Tensor]) -> str:

@@ -6,23 +6,20 @@ import shlex
 import sys
 from pathlib import Path
 
-import torch
-
 from evidence.doctor.mlflow import publish
 from evidence.doctor.plots import figures
 from evidence.doctor.replay import of_overrides, of_run
-from evidence.doctor.step import Setting
 from evidence.options import DoctorOptions
 from evidence.runs import redacted_arguments
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, diagnose
 from mantissa.doctor.report import lines, opening, write_report
 from mantissa.errors import UsageError
 from trainer.config.options import parse
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import remove_folder
+from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
-
-REFERENCES = {"auto": None, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def main(arguments: list[str]) -> int:
@@ -31,22 +28,18 @@ def main(arguments: list[str]) -> int:
     checks = CHECKS if "all" in options.check else tuple(options.check)
     try:
         if options.resume:
-            taken, setting = of_run(options.resume, overrides, options.step)
+            taken, config = of_run(options.resume, overrides, options.step)
         else:
-            taken, setting = of_overrides(overrides, options.step)
+            taken, config = of_overrides(overrides, options.step)
     except UsageError as error:  # of a step that cannot be replayed
         raise UserError(str(error)) from error
-    reference = REFERENCES[options.reference]
-    if reference == taken.step.format.number.dtype:
-        name = taken.precision
-        raise UserError(f"reference=fp32 is no reference for precision={name}; use reference=fp64, or leave it out")
     print(opening(taken))
-    diagnosis = diagnose(taken, checks, options.budget_s, reference, _progress)
+    diagnosis = diagnose(taken, checks, options.budget_s, say=_progress)
     if diagnosis.budget.spent:
         print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))
     try:
-        page = write(diagnosis, setting, shlex.join(["python", "scripts/doctor.py", *redacted_arguments(arguments)]))
+        page = write(diagnosis, config, shlex.join(["python", "scripts/doctor.py", *redacted_arguments(arguments)]))
     except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict
         print(f"the report could not be written ({error})", file=sys.stderr)
         return diagnosis.exit_code
@@ -58,7 +51,7 @@ def _progress(part: str) -> None:
     print(part, end=" … ", file=sys.stderr, flush=True)
 
 
-def write(diagnosis: Diagnosis, setting: Setting, command: str) -> Path:
+def write(diagnosis: Diagnosis, config: Config, command: str) -> Path:
     """Write the report in the place of that of an earlier examination, and return its page.
 
     It is below the run's folder, or where there is no run below ``output_dir``.
@@ -66,10 +59,10 @@ def write(diagnosis: Diagnosis, setting: Setting, command: str) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    config, folder, step = setting.config, diagnosis.taken.folder, f"step-{diagnosis.step.number}"
-    recipe = config.recipe.name
+    folder, step, recipe = diagnosis.taken.folder, f"step-{diagnosis.step.number}", config.recipe.name
     if folder is None:
         folder, step = Path(config.output_dir).expanduser(), f"{recipe}-{diagnosis.taken.precision}-{step}"
-    record = {"recipe": recipe, "hardware": setting.hardware.facts(), "versions": versions(), "git": git_facts()}
+    hardware = detect(config.device).facts()
+    record = {"command": command, "recipe": recipe, "hardware": hardware, "versions": versions(), "git": git_facts()}
     remove_folder(folder / "doctor" / step)
-    return write_report(diagnosis, folder / "doctor" / step, recipe, record | {"command": command}, figures(diagnosis))
+    return write_report(diagnosis, folder / "doctor" / step, recipe, record, figures(diagnosis))

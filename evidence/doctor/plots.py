@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from typing import Any
 
@@ -42,21 +43,17 @@ def figures(diagnosis: Diagnosis) -> list[Plot]:
 
 
 def _errors(direction: str, rows: list[LocalError]) -> Plot:
-    """Draw the local error of each module beside its bound, of the row that is nearest to it."""
+    """Draw the local error of each module beside its bound, of the row that is nearest to it; red: beyond it."""
     worst: dict[str, LocalError] = {}
-    for row in sorted(rows, key=lambda row: (row.ratio, row.e / row.bound)):
-        worst.pop(row.module, None)
-        worst[row.module] = row
-    nearest = list(worst.values())[-MOST:]
-    order = list(dict.fromkeys(row.module for row in rows))
-    shown = sorted(nearest, key=lambda row: order.index(row.module))
+    for row in rows:
+        if row.ratio >= worst.setdefault(row.module, row).ratio:
+            worst[row.module] = row
+    nearest = heapq.nlargest(MOST, worst.values(), key=lambda row: row.ratio)
+    shown = [row for row in worst.values() if row in nearest]
     figure, axes = _by_name([row.module or "(the model itself)" for row in shown])
-    for label, color, marker, values in (
-        ("error", COLORS[0], "o", [row.e if row.ratio <= 1 else math.nan for row in shown]),
-        ("error beyond its bound", ALARM, "o", [row.e if row.ratio > 1 else math.nan for row in shown]),
-        ("bound", INK, "|", [row.bound for row in shown]),
-    ):
-        axes.plot(values, range(len(shown)), marker, color=color, markersize=7, label=label)
+    places, colors = range(len(shown)), [ALARM if row.ratio > 1 else COLORS[0] for row in shown]
+    axes.scatter([row.e for row in shown], places, c=colors, label="error")
+    axes.plot([row.bound for row in shown], places, "|", color=INK, markersize=7, label="bound")
     axes.set_xscale("log")
     axes.grid(axis="x", color=RULE)
     axes.set_xlabel("relative error", color=QUIET)

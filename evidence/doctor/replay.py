@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import islice
 from typing import Any
 
-from evidence.doctor.step import Setting, step_of
+from evidence.doctor.step import step_of
 from mantissa.doctor.diagnosis import TakenStep
 from mantissa.examination import take
 from trainer.checkpoint import store
@@ -18,7 +18,6 @@ from trainer.config.registration import flatten
 from trainer.config.resume import check_same, options_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.wrap import Parallel
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
@@ -29,7 +28,7 @@ _MAY_CHANGE = ("device", "loader", "loader.workers")
 """Overrides that a run may be examined with."""
 
 
-def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Setting]:
+def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Config]:
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
     config = replace(compose(overrides), parallel=Parallel())
     trainer = Trainer.from_config(config)
@@ -38,10 +37,10 @@ def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Settin
         raise UserError(
             f"step={wanted}: the run has {trainer.plan.steps} steps; set steps={wanted}, or a smaller step="
         )
-    return _take(config, trainer, wanted, None), Setting.of(trainer)
+    return _take(config, trainer, wanted, None), config
 
 
-def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep, Setting]:
+def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep, Config]:
     """Replay a step of a run: ``step``, or 0 for the one that failed, or one more where the run is complete.
 
     Raises:
@@ -74,7 +73,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     if taken.failed and failure.get("loss_scale"):
         taken.step.scale = float(failure["loss_scale"])
     taken.step.ranks = int(summary.get("processes", 1))
-    return taken, Setting.of(trainer)
+    return taken, config
 
 
 def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> TakenStep:
@@ -86,49 +85,34 @@ def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | Non
         wanted: the number of the step.
         folder: of the run, with its checkpoints; None: there is no run yet.
     """
-    began, reached, losses = _go_to(trainer, wanted, folder)
+    began, reached = _go_to(trainer, wanted, folder)
     notes = []
     if reached < wanted:
         notes = [f"the loss is already not finite at step {reached}: that step is examined instead of step {wanted}"]
         trainer = Trainer.from_config(config)
-        began, _, losses = _go_to(trainer, reached, folder)
+        began, _ = _go_to(trainer, reached, folder)
     taken = take(step_of(trainer), began=began)
-    taken.before = losses
-    taken.retrained = partial(_retrained, config, reached, folder)
     taken.notes = notes + taken.notes
     taken.folder = folder.path if folder is not None else None
     return taken
 
 
-def _retrained(config: Config, step: int, folder: RunFolder | None, rate: float) -> list[float]:
-    """Return the losses of the replayed steps, ``step`` with them, with ``rate`` times the learning rates."""
-    trainer = Trainer.from_config(config)
-    _restore(folder, trainer, step)
-    for group in trainer.optimizer.param_groups:
-        group[LR_FACTOR] *= rate
-    batches = Setting.of(trainer).steps(trainer.step, step - trainer.step)
-    return [trainer.train_step(microbatches).loss.item() for microbatches in batches]
-
-
-def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int, list[float]]:
+def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int]:
     """Restore the newest checkpoint before a step, and take plain steps up to it.
 
     Returns:
-        Where that began; the number of the next step: ``step``, or an earlier one, whose loss was not finite; and the
-        losses of those before it.
+        Where that began, and the number of the next step: ``step``, or an earlier one, whose loss was not finite.
     """
     began = _restore(folder, trainer, step)
     left = step - 1 - trainer.step
     if left:
         print(f"replaying {left} step{'s' * (left > 1)} from {began} …")
-    losses: list[float] = []
-    for microbatches in Setting.of(trainer).steps(trainer.step, left):
+    for microbatches in islice(trainer.batches(), left):
         record = trainer.train_step(microbatches)
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
         if not math.isfinite(record.loss.item()) and not passed_over:
-            return began, record.step, losses
-        losses.append(record.loss.item())
-    return began, step, losses
+            return began, record.step
+    return began, step
 
 
 def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
 from mantissa.formats import FORMATS
-from mantissa.step import Batch, Built, Remedies, Step
+from mantissa.step import Built, Remedies, Step
 from mantissa.tensors import random_state, set_random_state
 from mantissa.updates import UpdateMeter
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
-from trainer.data.loader import DataOrder, to_device
+from trainer.data.loader import to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes
 from trainer.optim.groups import LR_FACTOR
@@ -57,30 +57,12 @@ class Overrides(Remedies):
         return f"scaler=dynamic scaler.init={value:.10g}"
 
 
-class Setting(NamedTuple):
-    """What all trainers of a run have in common; it holds no weights."""
-
-    config: Config
-    plan: Plan[Config]
-    hardware: Hardware
-    datasets: Datasets
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> Setting:
-        """Return that of a trainer."""
-        return cls(trainer.config, trainer.plan, trainer.hardware, trainer.datasets)
-
-    def steps(self, first: int, count: int) -> Generator[list[Batch], None, None]:
-        """Yield the microbatches of ``count`` steps, from index ``first`` on, also of those after the run's last."""
-        order = DataOrder(len(self.datasets.train), self.config.seed)
-        return self.config.loader.steps(self.datasets.train, order, self.plan.batching, first, count, self.hardware)
-
-
 def step_of(trainer: Trainer) -> Step:
     """Copy what the next step of a trainer starts from."""
-    setting, masters, recipe = Setting.of(trainer), trainer.masters, trainer.recipe
-    config = setting.config
-    (microbatches,) = setting.steps(trainer.step, 1)  # data may draw from the generators, before the step does
+    config, plan, recipe, masters = trainer.config, trainer.plan, trainer.recipe, trainer.masters
+    hardware, datasets = trainer.hardware, trainer.datasets
+    steps = partial(config.loader.steps, datasets.train, trainer.order, plan.batching, hardware=hardware)
+    (microbatches,) = steps(trainer.step, 1)  # data may draw from the generators, before the step does
     kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
     names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
     moments = {
@@ -88,13 +70,13 @@ def step_of(trainer: Trainer) -> Step:
         for parameter, state in trainer.optimizer.state.items()
     }
     generators = random_state(trainer.device)
-    prototype = recipe.build_model(trainer.datasets)
+    prototype = recipe.build_model(datasets)
     set_random_state(generators, trainer.device)  # the trainer may take the step, too, with its own dropout
 
     def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool, recompute: bool) -> Built:
         own = _in_format(config, format, fp32_modules, fp32_ops, recompute)
         try:
-            eager = _Eager(setting._replace(config=own), prototype)
+            eager = _Eager(replace(plan, config=own), hardware, datasets, prototype)
         except UserError as error:
             raise FormatError(str(error)) from error
         model, blocks = eager.model, list(eager.recipe.blocks(eager.model))
@@ -116,7 +98,7 @@ def step_of(trainer: Trainer) -> Step:
         number=trainer.step + 1,
         format=config.precision.format,
         build=build,
-        batches=lambda first, count: list(setting.steps(first - 1, count)),
+        batches=lambda first, count: list(steps(first - 1, count)),
         device=trainer.device,
         microbatches=microbatches,
         weights={name: _copy(tensor) for name, tensor in kept.named_parameters()},
@@ -160,10 +142,9 @@ def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: l
 class _Eager(Trainer[Config]):
     """A trainer of one process whose model is a copy of a prototype, and whose gradients come from elsewhere."""
 
-    def __init__(self, setting: Setting, prototype: nn.Module) -> None:
+    def __init__(self, plan: Plan[Config], hardware: Hardware, datasets: Datasets, prototype: nn.Module) -> None:
         self._prototype = prototype
-        plan = replace(setting.plan, config=setting.config)
-        super().__init__(plan, setting.hardware, World(), setting.datasets)
+        super().__init__(plan, hardware, World(), datasets)
 
     def first_model(self) -> nn.Module:
         return copy.deepcopy(self._prototype).to(self.device)

@@ -140,8 +140,7 @@ def table(reports: dict[str, Report]) -> str:
         islands, names, cost = report.diagnosis.islands, "-", "-"
         if islands is not None:
             more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
-            names = islands.modules[0] + more if islands.cured else "none found"
-            cost = islands.cost if islands.cured else "-"
+            names, cost = islands.modules[0] + more, islands.cost
         where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
         rows.append((precision, report.verdict, where, names, cost))
     return columns(rows)

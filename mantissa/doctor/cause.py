@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -398,41 +399,31 @@ def _kind(passes: Replay, number: int) -> tuple[str, str]:
     return DOMAIN, "the operator could not be computed again in fp64"
 
 
-class _Written(NamedTuple):
-    """A result before the operator whose cause is sought."""
-
-    operator: Operator
-    read: set[int]
-    """Storages of the operator's inputs."""
-    storage: int
-    lost: str
-    """Numbers that became 0 in it and are not 0 in fp64, in words; empty: none."""
-
-
 def _flushed(passes: Replay, number: int) -> tuple[Operator, str] | None:
     """Return the last operator before this one, and behind it, in whose result something became 0, and what."""
-    written: list[_Written] = []
+    behind: dict[int, tuple[int, Operator, str] | None] = {}
+    """Such an operator behind what a storage holds, after its number."""
+    found: tuple[int, Operator, str] | None = None
 
     def visit(op: Op) -> None:
-        if not number - _DEPTH <= op.number <= number or op.bare_name in UNWRITTEN:
+        nonlocal found
+        if not number - _DEPTH <= op.number <= number:
             return
-        read = {storage(tensor) for tensor in op.inputs}
-        wide = [] if op.is_mutable or op.number == number else _in_fp64(op)
+        unwritten = op.bare_name in UNWRITTEN
+        read = {storage(tensor) for tensor in op.inputs if not unwritten}
+        last = max((each for key in read if (each := behind.get(key))), key=itemgetter(0), default=None)
+        if op.number == number:
+            found = last
+            return
+        wide = [] if op.is_mutable or unwritten else _in_fp64(op)
         for result, exact in zip_longest(numbers_in(op.result), wide):
-            if result is None or (storage(result) in read and not op.is_mutable):  # a view has no new values
-                continue
-            written.append(_Written(Operator.of(op, result), read, storage(result), _zeros(result, exact)))
+            if result is not None and (op.is_mutable or storage(result) not in read):  # a view has no new values
+                lost = _zeros(result, exact)
+                behind[storage(result)] = (op.number, Operator.of(op, result), lost) if lost else last
 
     with Trace(passes.model, visit, lines=True):
         passes.run()
-    *before, last = written
-    needed = last.read
-    for result in reversed(before):
-        if result.storage in needed:
-            if result.lost:
-                return result.operator, result.lost
-            needed = needed - {result.storage} | result.read
-    return None
+    return found and found[1:]
 
 
 def _zeros(result: Tensor, exact: Tensor | None) -> str:
@@ -461,10 +452,8 @@ def find_exception(passes: Replay, format: str) -> Finding | None:
     except Exception as error:  # whatever a model and a format can raise
         raised_at = line_of_exception(error)
         module, direction = place
-        if raised_at is not None and raised_at != line:  # raised before an operator ran
-            module, direction = _running(passes.model, error), FORWARD
-        if raised_at not in (None, line):
-            name = dtypes = ""
+        if raised_at not in (None, line):  # raised before an operator ran
+            module, direction, name, dtypes = _running(passes.model, error), FORWARD, "", ""
         detail = f"{type(error).__name__}: " + str(error).strip().partition("\n")[0][:300]
         return Finding(
             EXCEPTION, direction, module, format, name, dtypes, detail=detail, line=str(raised_at or line or "")

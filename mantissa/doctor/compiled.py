@@ -16,15 +16,13 @@ from mantissa.step import Gradients, Replay, Step
 
 ALLOWED = 8
 """Times that a compiled model may differ from the eager one by what that differs from the reference."""
-_EMULATED = "inductor, rounding as eager"
 
 
 def compiled_trials(step: Step, goes_on: Callable[[], bool]) -> tuple[list[FormatTrial], list[Finding]]:
-    """Take the step compiled, in stages, and compare its gradients with those of the eager model.
+    """Take the step compiled, in two stages, and compare its gradients with those of the eager model.
 
-    Stages: ``aot_eager`` traces and runs torch's own kernels; ``inductor`` makes kernels, which keep in fp32 what eager
-    rounds to 16 bits between two operators; then inductor with those roundings. ``goes_on`` returns whether there is
-    time for another.
+    ``aot_eager`` traces and runs torch's own kernels; ``inductor`` makes kernels, which keep in fp32 what eager rounds
+    to 16 bits between two operators. ``goes_on`` returns whether there is time for another.
     """
     half = step.format.half
     eager = _without_dropout(step.as_run())
@@ -32,9 +30,7 @@ def compiled_trials(step: Step, goes_on: Callable[[], bool]) -> tuple[list[Forma
     noise = max(_difference(eager, _without_dropout(step.reference(wide))), torch.finfo(half or torch.float32).eps / 2)
     limit = ALLOWED * noise
     trials: list[FormatTrial] = []
-    for backend in ("aot_eager", "inductor", _EMULATED):
-        if backend == _EMULATED and (half is None or step.round_as_eager or trials[-1].status == OK):
-            continue
+    for backend in ("aot_eager", "inductor"):
         if not goes_on():
             trials.append(FormatTrial(backend, status=LEFT_OUT, why="left out: no time"))
             continue
@@ -73,16 +69,14 @@ def _difference(found: Gradients, expected: Gradients) -> float:
 def _compiled(step: Step, backend: str, block: int | None = None) -> Gradients:
     """Return the gradients with the modules that the run compiles, or with one block alone, compiled by a backend.
 
-    The switches are the run's; inductor draws eager's random numbers and, where asked, rounds as eager does.
+    The switches are the run's; inductor draws eager's random numbers.
     """
     passes = step.as_run()
     modules: list[nn.Module] = passes.built.compiled if block is None else [passes.built.blocks[block]]
     mixed = bool(passes.fp32_modules or step.fp32_ops)
-    emulated = step.round_as_eager or backend == _EMULATED
     torch._dynamo.reset()
     for module in modules:
-        name = backend.partition(",")[0]
-        compile_in_place(module, name, mixed=mixed, round_as_eager=emulated, fallback_random=True)
+        compile_in_place(module, backend, mixed=mixed, round_as_eager=step.round_as_eager, fallback_random=True)
     gradients = _without_dropout(passes)
     torch._dynamo.reset()
     return gradients

@@ -22,10 +22,8 @@ from mantissa.formats import FP16
 from mantissa.ledger import MemoryLedger
 from mantissa.step import Batch, Remedies, Replay, Step, Widened
 from mantissa.tensors import numbers_in, relative_error
-from mantissa.trace import DtypeRecorder, Line, Op, Trace, user_line
+from mantissa.trace import HALF, Line, Op, Trace, functional_name, user_line
 
-TRIALS = 40
-"""Trials of one search, at most."""
 _OTHERS = 3
 """Following steps, on whose first microbatch a cure must hold, too."""
 _TRAINED = 8
@@ -42,9 +40,8 @@ _PAIRS = 7
 class Islands:
     """Modules whose computation in fp32 cures the step; 1-minimal: without any one of them it is not cured."""
 
-    modules: list[str] = field(default_factory=list)
-    cured: bool = False
-    minimal: bool = False
+    modules: list[str]
+    minimal: bool = True
     """Whether every module was tried to be left out."""
     own: list[str] = field(default_factory=list)
     """Modules of the run, which stay."""
@@ -62,22 +59,6 @@ class Islands:
         return remedies.modules(self.fp32_modules) + (f"  ({about})" if about else "")
 
 
-class _Trials:
-    """Allows a search so many trials as it may make, as long as ``goes_on`` returns that there is time."""
-
-    def __init__(self, goes_on: Callable[[], bool]) -> None:
-        self.count = 0
-        self.cut_short = False
-        """Whether something could not be tried."""
-        self._goes_on = goes_on
-
-    def may_try(self) -> bool:
-        """Return whether there may be another trial, and count it."""
-        self.cut_short = self.cut_short or self.count >= TRIALS or not self._goes_on()
-        self.count += not self.cut_short
-        return not self.cut_short
-
-
 def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
     """Return those that the others do not cure without; each is tried to be left out once."""
     for name in list(names):
@@ -89,8 +70,8 @@ def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
 
 def find_islands(
     step: Step, finding: Finding, healthy: Callable[[list[str]], bool], goes_on: Callable[[], bool]
-) -> Islands:
-    """Return the islands that cure a finding.
+) -> Islands | None:
+    """Return the islands that cure a finding; None: none were found.
 
     They grow by diagnosis: the module of the finding, then that of what is found next; where a module in fp32 does
     not help, the one that contains it. Then each is tried to be left out.
@@ -102,25 +83,23 @@ def find_islands(
             checked here.)
         goes_on: returns whether there is time.
     """
-    result = Islands(own=list(step.fp32_modules))
     tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
-    trials = _Trials(goes_on)
 
     def next_fault(modules: list[str]) -> str | None:
         return _next_fault(step, modules, tried_on, healthy, finding.kind == OVERFLOW)
 
+    modules: list[str] = []
     module: str | None = finding.module
-    while module and trials.may_try():
-        result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]
-        module = next_fault(result.modules)
+    while module and goes_on():
+        modules = [*(name for name in modules if not name.startswith(f"{module}.")), module]
+        module = next_fault(modules)
         # In an island already: the module that contains the island.
-        inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
+        inside = [name for name in modules if module and f"{module}.".startswith(f"{name}.")]
         module = inside[0].rpartition(".")[0] if inside else module
-    if module is None and trains_with(step, lambda: step.as_run(result.fp32_modules)):
-        result.cured = True
-        result.modules = _needed(result.modules, lambda rest: trials.may_try() and next_fault(rest) is None)
-        result.minimal = not trials.cut_short
-    return result
+    if module is not None or not trains_with(step, lambda: step.as_run([*step.fp32_modules, *modules])):
+        return None
+    modules = _needed(modules, lambda rest: goes_on() and next_fault(rest) is None)
+    return Islands(modules, goes_on(), list(step.fp32_modules))
 
 
 def _next_fault(
@@ -219,7 +198,6 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
         fixes: returns whether another replay of the step does not have the fault.
         goes_on: returns whether there is time.
     """
-    trials = _Trials(goes_on)
     with_modules = functools.partial(_with_modules, step)
     without_casts = functools.partial(_with_modules, step, casts=False)
 
@@ -228,7 +206,7 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
 
     def fixed(build: Callable[[list[str]], Replay], names: list[str]) -> bool:
         try:
-            return trials.may_try() and fixes(build(names))
+            return goes_on() and fixes(build(names))
         except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
             return False
 
@@ -236,11 +214,13 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
         if trains_with(step, lambda: build(names)):
             finding.cure.append(text)
 
-    outside = _in_half(step, outside=True)
-    if outside and fixed(with_operators, outside):
+    operators = _in_half(step)
+    inside = {name for name, module in operators if module}
+    outside = {name: line for (name, _), line in operators.items() if name not in inside}
+    if outside and fixed(with_operators, list(outside)):
         alone = (name for name in outside if len(outside) > 1 and fixed(with_operators, [name]))
-        names = [name] if (name := next(alone, "")) else outside
-        finding.line = str(_line_of(step, names[0]) or "")
+        names = [name] if (name := next(alone, "")) else list(outside)
+        finding.line = str(outside[names[0]] or "")
         add_cure(step.remedies.operators(names), with_operators, names)
         return
     model = step.as_run().model
@@ -254,7 +234,7 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
                 finding.line, cure = str(cast.line), "no cast to 16 bits in this line"
             add_cure(cure, build, names)
             return
-    name = next((name for name in _in_half(step) if fixed(with_operators, [name])), "")
+    name = next((name for name in dict.fromkeys(name for name, _ in operators) if fixed(with_operators, [name])), "")
     if name:
         add_cure(step.remedies.operators([name]), with_operators, [name])
     cast = explicit_cast(step.replay("fp32"), [""])
@@ -310,34 +290,23 @@ def _widened(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
-def _in_half(step: Step, outside: bool = False) -> list[str]:
-    """Return the names of the operators that compute in 16 bits in the forward pass; ``outside``: in no submodule."""
+def _in_half(step: Step) -> dict[tuple[str, str], Line | None]:
+    """Return the first line of each operator that computes in 16 bits in the forward pass, by its name and module."""
     passes = step.as_run()
-    recorder = DtypeRecorder(passes.model)
-    passes.forward(recorder)
-    rows = [(SPELLED.get(row.name, row.name).strip("_"), row.module) for row in recorder.rows() if row.in_half]
-    inside = {name for name, module in rows if module}
-    names = dict.fromkeys(name for name, _ in rows if not (outside and name in inside))
-    return [name for name in names if name not in _MOVES]
-
-
-_MOVES = ("to_copy", "copy", "clone", "detach", "view", "unsafe_view", "t", "transpose", "expand", "slice", "select")
-
-
-def _line_of(step: Step, operator: str) -> Line | None:
-    """Return the first line outside of all submodules that calls an operator."""
-    found: list[Line | None] = []
-    passes = step.as_run()
+    found: dict[tuple[str, str], Line | None] = {}
 
     def note(op: Op) -> None:
-        if not op.place[0] and SPELLED.get(op.bare_name, op.bare_name).strip("_") == operator:
-            found.append(op.line)
+        if op.computes and any(each.dtype in HALF for each in numbers_in(op.result)):
+            found.setdefault((spelled(op.name), op.place[0]), op.line)
 
     passes.forward(Trace(passes.model, note))
-    return found[0] if found else None
+    return found
 
 
-SPELLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear", "_softmax": "softmax", "_log_softmax": "log_softmax"}
+def spelled(operator: str) -> str:
+    """Return the name of an operator among ``fp32_ops``."""
+    name = functional_name(operator)
+    return {"mm": "matmul", "bmm": "matmul", "addmm": "linear"}.get(name, name)
 
 
 def _results(passes: Replay, module: str) -> list[tuple[str, Line | None, Tensor]]:
@@ -345,10 +314,9 @@ def _results(passes: Replay, module: str) -> list[tuple[str, Line | None, Tensor
     found: list[tuple[str, Line | None, Tensor]] = []
 
     def note(op: Op) -> None:
-        name = op.name.removeprefix("aten.")
         inside = not module or f"{op.place[0]}.".startswith(f"{module}.")
-        if inside and not op.is_view and name.strip("_") not in _MOVES:
-            found.extend((name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
+        if inside and op.computes:
+            found.extend((op.name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
 
     passes.forward(Trace(passes.model, note))
     return found

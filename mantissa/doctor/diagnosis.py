@@ -9,25 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin, name_overflows
 from mantissa.doctor.compiled import compiled_trials
 from mantissa.doctor.cures import (
-    SPELLED,
     Islands,
     find_islands,
     in_update,
     line_of_error,
     locate,
     measure_cost,
+    spelled,
     trains_with,
 )
-from mantissa.doctor.dtypes import OperatorManifest, manifest, state_updates
+from mantissa.doctor.dtypes import manifest, state_updates
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.module_errors import ModuleErrors, keep_harmful, local_errors, wrong_gradients
+from mantissa.doctor.module_errors import keep_harmful, local_errors, wrong_gradients
 from mantissa.doctor.sweep import (
     BREAKS,
     FP32,
@@ -40,7 +38,7 @@ from mantissa.doctor.sweep import (
     format_sweep,
     overflow_of_sum,
 )
-from mantissa.doctor.training import RATES, REPLAYS, Divergence, divergence, steps_to_train
+from mantissa.doctor.training import REPLAYS, Divergence, divergence, steps_to_train
 from mantissa.finding import (
     BACKWARD,
     CRASH,
@@ -54,7 +52,6 @@ from mantissa.finding import (
     LOST,
     NOT_FINITE,
     OVERFLOW,
-    RATE,
     UNDERFLOW,
     UPDATE,
     Examined,
@@ -90,10 +87,6 @@ class TakenStep:
     """Folder of the run; None: a check-up before a run."""
     failed: bool = False
     """Whether the run itself ended at this step, because it was not finite."""
-    before: list[float] = field(default_factory=list)
-    """Losses of the steps that were replayed before this one."""
-    retrained: Callable[[float], list[float]] | None = None
-    """Takes those steps and this one with learning rates multiplied by a factor, and returns the losses."""
     finished: bool = False
     """Whether the run took all its steps, and this is one more."""
     notes: list[str] = field(default_factory=list)
@@ -123,14 +116,12 @@ class Diagnosis:
     verdict: str = HEALTHY
     sweep: list[FormatTrial] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    manifest: OperatorManifest | None = None
+    manifest: Examined | None = None
     range: Range | None = None
-    modules: ModuleErrors | None = None
+    modules: Examined | None = None
     islands: Islands | None = None
     divergence: Divergence | None = None
     notes: list[str] = field(default_factory=list)
-    reference: torch.dtype | None = None
-    """Dtype that modules are compared in; None: fp32 for 16 bits, fp64 for fp32 and tf32."""
 
     @property
     def step(self) -> Step:
@@ -210,7 +201,6 @@ def diagnose(
     taken: TakenStep,
     checks: Sequence[str] | None = None,
     budget_s: float = 60,
-    reference: torch.dtype | None = None,
     say: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
     """Examine a step.
@@ -219,11 +209,10 @@ def diagnose(
         taken: the step.
         checks: of ``CHECKS``; None: all of them.
         budget_s: seconds; fp32 and the run's own format are always tried.
-        reference: what the modules are compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32.
         say: hears what is examined next.
     """
     budget = Budget(budget_s, taken.step.free_bytes, say)
-    result = Diagnosis(taken, budget, notes=list(taken.notes), reference=reference)
+    result = Diagnosis(taken, budget, notes=list(taken.notes))
     checks = CHECKS if checks is None else checks
     if SWEEP in checks or not taken.finite:
         _sweep(result)
@@ -324,8 +313,8 @@ def _unlocated(trial: FormatTrial) -> Finding:
 
 
 def _about_fp32(result: Diagnosis) -> None:
-    """Say what it means that the step breaks in fp32, and try lower learning rates where steps were replayed."""
-    taken, first = result.taken, result.findings[0]
+    """Say what it means that the step breaks in fp32."""
+    first = result.findings[0]
     if first.dtype in ("float16", "bfloat16"):
         result.notes.append("the code casts to 16 bits where the format is fp32")
     elif first.kind not in (INPUT, EXCEPTION):
@@ -333,25 +322,6 @@ def _about_fp32(result: Diagnosis) -> None:
         if result.is_ok(FP64):
             cause = "they are beyond fp32's range"
         result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
-        if taken.before and taken.retrained is not None:
-            result.budget.run("learning rate", lambda: _lower_rate(result))
-
-
-def _lower_rate(result: Diagnosis) -> None:
-    """Say that the learning rate is the cause, where a lower one is finite over the replayed steps and this one."""
-    taken, broken = result.taken, result.findings[0]
-    assert taken.retrained is not None
-    for factor in RATES:
-        losses = taken.retrained(factor)
-        if all(map(math.isfinite, losses)):
-            first = taken.step.number - len(taken.before)
-            detail = (
-                f"from step {first} to {taken.step.number} the loss goes {taken.before[0]:.4g} … "
-                f"{taken.before[-1]:.4g}, not finite; with {factor:g} times the learning rate {losses[0]:.4g} … "
-                f"{losses[-1]:.4g}; what breaks is {broken.kind} in {broken.place}"
-            )
-            result.findings = [Finding(RATE, UPDATE, "", FP32, detail=detail, cure=[taken.step.remedies.rate(factor)])]
-            return
 
 
 def _manifest(result: Diagnosis) -> None:
@@ -383,7 +353,7 @@ def _at_scale(step: Step, scale: float) -> Replay:
 def _module_errors(result: Diagnosis) -> None:
     """Find modules whose error harms the gradients of the step, and the place of one that is in no module."""
     step = result.step
-    found = local_errors(step, result.reference)
+    found = local_errors(step)
     if found.findings:
         errors = name_overflows(step.as_run(), found.findings)
         found.findings = keep_harmful(step, errors, found.rows)
@@ -509,14 +479,14 @@ def _cure(result: Diagnosis) -> None:
 
     goes_on = partial(budget.goes_on, "search for islands")
     islands = budget.run("search for islands", lambda: find_islands(step, finding, healthy, goes_on))
-    if islands is not None and islands.cured:
+    if islands is not None:
         result.islands = islands
         if finding.kind != EXCEPTION:  # without them there is no step to compare with
             islands.cost = budget.run("cost of the islands", lambda: measure_cost(step, islands)) or ""
         finding.cure.append(islands.text(step.remedies))
     tries: dict[str, Callable[[], Replay]] = {}
-    name = SPELLED.get(finding.op.removeprefix("aten."), finding.op.removeprefix("aten."))
-    if name and finding.kind != UNDERFLOW and not name.endswith(("_", "to_copy")):
+    name = spelled(finding.op)
+    if name and finding.kind != UNDERFLOW and not finding.op.endswith(("_", "to_copy")):
         tries[step.remedies.operators([name])] = lambda: step.as_run(fp32_ops=[*step.fp32_ops, name])
     fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale
     if result.is_ok("bf16") and step.format is not FORMATS["bf16"] and not fewer_bits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,15 +17,8 @@ from mantissa.tensors import relative_error
 from mantissa.trace import CAST, DtypeRecorder, Line, Op, Row, Trace
 
 
-@dataclass
-class OperatorManifest(Examined):
-    """What ran in which format in one step."""
-
-    rows: list[Row]
-
-
-def manifest(passes: Replay) -> OperatorManifest:
-    """Take the step once and return the formats of its operators, with the faults among them.
+def manifest(passes: Replay) -> Examined:
+    """Take the step once and return the formats of its operators, a ``Row`` each, with the faults among them.
 
     A fault is a module or an operator that was to be fp32 and ran in 16 bits, weights stored in fewer bits than
     requested, and a sum of the loss that is not fp32.
@@ -35,7 +28,7 @@ def manifest(passes: Replay) -> OperatorManifest:
     rows = sorted(recorder.rows())
     findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
     findings += [*_weights(passes), *_loss(passes), *_casts_in_fp32(passes)]
-    return OperatorManifest(rows, findings=findings)
+    return Examined(findings=findings, rows=rows)
 
 
 def _within(module: str, names: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What keeps gradients from the optimizer: operations without a derivative, hooks that see them scaled, lost state."""
+"""What keeps gradients from the optimizer: operations without a derivative and hooks that see them scaled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mantissa.display import listed
 from mantissa.doctor.cause import storage
 from mantissa.doctor.cures import trains_with
 from mantissa.doctor.dtypes import explicit_cast
-from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, MOMENT, SCALE, UNDERFLOW, UPDATE, Examined, Finding
+from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.step import Replay, ReplayResult, Step
 from mantissa.tensors import numbers_in, relative_error
 from mantissa.trace import CAST, Line, Op, Trace, is_checkpointed, user_line
@@ -38,7 +38,6 @@ def gradients(step: Step) -> Examined:
     absent = [name for name in weights if name not in once]
     optimized = {name: weights[name] for name in absent if name in step.optimized}
     result = Examined(findings=_unreached(reference, {name: weights[name] for name in zero}, optimized))
-    result.findings += lost_state(step.moments)
     largest = max(
         (each.abs().max().item() for each in once.values() if each.numel() and not each.is_sparse), default=0.0
     )
@@ -196,27 +195,3 @@ def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) ->
     hooked = _disproportionate(reference, wrong)  # now without hooks
     cure = [] if hooked else ["clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"]
     yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=cure, line=line)
-
-
-def lost_state(moments: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Return a finding where the first moment is there and the second one is 0, before the step.
-
-    Args:
-        moments: the optimizer's state by parameter.
-    """
-    found = []
-    for name, state in moments.items():
-        first, second = state.get("exp_avg"), state.get("exp_avg_sq")
-        if isinstance(first, Tensor) and isinstance(second, Tensor) and second.shape == first.shape and first.any():
-            share = ((first != 0) & (second == 0)).sum().item() / (first != 0).sum().item()
-            if share > 0.5:
-                found.append((share, name, second.dtype))
-    if not found:
-        return []
-    share, name, dtype = max(found, key=lambda each: each[0])
-    detail = (
-        f"exp_avg_sq of {len(found)} parameters is 0 where exp_avg is not ({name}: {share:.0%} of the elements, "
-        f"{str(dtype).removeprefix('torch.')}): their updates are divided by eps alone"
-    )
-    place = f"exp_avg_sq of {name}"
-    return [Finding(MOMENT, UPDATE, name.rpartition(".")[0], "fp32", detail=detail, tensor=place)]

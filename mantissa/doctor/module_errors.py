@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -99,36 +98,24 @@ class LocalError:
         return self.e / self.bound if judged else 0.0
 
 
-@dataclass
-class ModuleErrors(Examined):
-    """All local errors of a step."""
-
-    rows: list[LocalError] = field(default_factory=list)
-
-
-def local_errors(
-    step: Step, reference: torch.dtype | None = None, fp32_modules: list[str] | None = None
-) -> ModuleErrors:
-    """Return the local errors of a step in its run's format.
+def local_errors(step: Step, fp32_modules: list[str] | None = None) -> Examined:
+    """Return the local errors of a step in its run's format, a ``LocalError`` each.
 
     Args:
         step: the step.
-        reference: what it is compared with; None: see ``reference_dtype``.
         fp32_modules: in the place of the run's.
     """
     name = step.format.name
     if step.format.number is FP8:
-        return ModuleErrors(notes=[f"errors of modules: not judged with precision={name}"])
-    recording = record(step, reference or reference_dtype(step.format), fp32_modules)
-    result = ModuleErrors()
+        return Examined(notes=[f"errors of modules: not judged with precision={name}"])
+    low, reference, calls = record(step, fp32_modules)
+    result = Examined()
     worst: dict[tuple[str, str], tuple[LocalError, Call]] = {}
     left_out: dict[str, set[str]] = {}
-    for call in recording.calls:
+    for call in calls:
         rows: list[LocalError] = []
         try:
-            rows = _Comparison(recording, step.format.number, call).rows()
-        except Different:
-            call.skipped = call.skipped or "it takes another path"
+            rows = _Comparison(low, reference, call).rows()
         except Exception as error:  # a module that routes by values, or counts its calls, cannot be called alone
             call.skipped = f"it cannot be called alone ({type(error).__name__})"
         if call.skipped:
@@ -143,11 +130,6 @@ def local_errors(
         result.notes.append(f"errors of modules: {which} left out: {why}")
     for (module, direction), (row, call) in worst.items():
         if direction == BACKWARD and (module, FORWARD) in worst:  # a wrong result has a wrong gradient
-            continue
-        if _sums_in_half(recording.low.model.get_submodule(module), row):
-            result.notes.append(
-                f"{module}: torch's layer norm on a CPU adds up its {row.tensor} in 16 bits, e {row.e:.2g}"
-            )
             continue
         dtype = dtype_name(call.returned.values[0].low) if call.returned.values else ""
         detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
@@ -249,25 +231,16 @@ def _errors(found: Gradients, exact: Gradients) -> dict[str, float]:
     return {name: relative_error(each, exact[name]) for name, each in found.items() if name in exact}
 
 
-def _sums_in_half(module: nn.Module, row: LocalError) -> bool:
-    """Return whether torch's own kernel adds up this gradient in 16 bits, whatever the model is.
-
-    Layer norm on a CPU does, over all rows: 0.33 u sqrt(n) of random gradients, without a limit where they cancel.
-    """
-    weights = row.direction == BACKWARD and row.tensor in ("gradient of weight", "gradient of bias")
-    return weights and isinstance(module, nn.LayerNorm) and next(module.parameters()).device.type == "cpu"
-
-
 class _Comparison:
     """One call, evaluated in the reference, rounded, and in the low precision."""
 
-    def __init__(self, recording: Recording, number: Number, call: Call) -> None:
-        self._recording, self._number, self._call = recording, number, call
+    def __init__(self, low: Replay, reference: Replay, call: Call) -> None:
+        self._in_low, self._reference, self._number, self._call = low, reference, low.format.number, call
         self._forward = self._backward = 0  # roundings of matmuls in series in the low precision
         self._sources = [value for _, value in call.sources()]
         self._targets = call.targets()
         self._cotangents = [value.gradient for _, value in self._targets]
-        self._module = recording.reference.model.get_submodule(call.module)
+        self._module = reference.model.get_submodule(call.module)
 
     def rows(self) -> list[LocalError]:
         """Return the errors of what it computes, and of the gradients; leave the input gradients in the call."""
@@ -277,7 +250,7 @@ class _Comparison:
         if call.skipped:
             return []
         sources = [value.tensor for value in self._sources]
-        exact = evaluate(self._recording.reference, call, sources, self._cotangents)
+        exact = evaluate(self._reference, call, sources, self._cotangents)
         for value, target in zip(call.returned.values, exact.targets, strict=False):
             value.tensor = target
         for number, value in enumerate(call.given.values):
@@ -313,10 +286,10 @@ class _Comparison:
             roundings[op.in_backward] += _roundings(op, self._number)
 
         with Trace(None, count):
-            found = evaluate(self._recording.low, self._call, sources, cotangents)
+            found = evaluate(self._in_low, self._call, sources, cotangents)
         self._forward, self._backward = roundings[False], roundings[True]
         # Divided in the reference's dtype, in which a small scale loses nothing.
-        dtype = next(self._recording.reference.model.parameters()).dtype
+        dtype = next(self._reference.model.parameters()).dtype
         return found._replace(gradients={name: in_dtype(g, dtype) / scale for name, g in found.gradients.items()})
 
     def _rounded(self) -> Evaluated:
@@ -332,16 +305,15 @@ class _Comparison:
             each.gradient if each.gradient is None else as_low(each.gradient, each.low) for _, each in self._targets
         ]
         with _rounded_weights(self._module, number):
-            return evaluate(self._recording.reference, self._call, sources, cotangents)
+            return evaluate(self._reference, self._call, sources, cotangents)
 
     def _rows(self, exact: Evaluated, changed: Evaluated, low: Evaluated, scale: float) -> list[LocalError]:
         both = self._forward + self._backward
         rows = []
         for number, (name, _) in enumerate(self._targets):
-            if not exact.passed[number]:
-                result = low.targets[number]
-                expected, other = (_within(each.targets[number], result.dtype) for each in (exact, changed))
-                rows.append(self._row(FORWARD, name, expected, other, result, self._forward))
+            result = low.targets[number]
+            expected, other = (_within(each.targets[number], result.dtype) for each in (exact, changed))
+            rows.append(self._row(FORWARD, name, expected, other, result, self._forward))
         for name, tensor in exact.gradients.items():
             if name in low.gradients and name in changed.gradients:
                 least = 0.0 if both else SUM * self._number.unit_roundoff * math.sqrt(self._rows_in_sum(name))
@@ -349,11 +321,17 @@ class _Comparison:
                 rows.append(self._row(BACKWARD, f"gradient of {name}", *of, both, scale, least))
         return [row for row in rows if not math.isnan(row.e)]
 
-    def _rows_in_sum(self, name: str) -> int:
-        """Return how many rows are added up in 16 bits for the gradient of a parameter; 0: it is another tensor."""
-        parameter = dict(self._recording.low.model.get_submodule(self._call.module).named_parameters()).get(name)
+    def _rows_in_sum(self, name: str) -> float:
+        """Return how many rows are added up in 16 bits for the gradient of a parameter; 0: it is another tensor.
+
+        Infinite for torch's layer norm on a CPU, whose error has no limit where gradients cancel.
+        """
+        module = self._in_low.model.get_submodule(self._call.module)
+        parameter = dict(module.named_parameters()).get(name)
         if parameter is None or parameter.dtype.itemsize > 2:
             return 0
+        if isinstance(module, nn.LayerNorm) and parameter.device.type == "cpu":
+            return math.inf
         width = parameter.shape[-1:].numel()
         return max((gradient.numel() // width for gradient in self._cotangents if gradient is not None), default=0)
 
@@ -436,15 +414,6 @@ def _within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
 
 
-_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, Enum)
-_NUMBERS = object()
-"""Stands for a floating-point tensor."""
-
-
-class Different(Exception):
-    """A call takes another way than in the reference."""
-
-
 @dataclass
 class Value:
     """A floating-point tensor that a call is given or returns."""
@@ -460,32 +429,21 @@ class Value:
     """Gradient of the loss with respect to it; of an argument through this call alone, known once that is evaluated."""
 
 
-class _Object(NamedTuple):
-    """Something that is no tensor and no plain value, as it was."""
-
-    value: Any
-
-
 class Nested:
     """The arguments of a call, or its results, with the floating-point tensors apart."""
 
     def __init__(self, nested: Any) -> None:
         leaves, self._structure = tree_flatten(nested)
-        self.strange = ""
-        """The type of an object that cannot be copied; empty: there is none."""
-        self._leaves = [_NUMBERS if _is_number(leaf) else self._kept(leaf) for leaf in leaves]
         found = [leaf for leaf in leaves if _is_number(leaf)]
         self.values = [Value(each.detach(), each.requires_grad, each._version, each.dtype) for each in found]
-
-    def _kept(self, leaf: Any) -> Any:
-        """Return a leaf as it is now: a call may change an object that it is given, such as a cache of keys."""
-        if isinstance(leaf, (Tensor, *_PLAIN)):
-            return leaf
-        try:
-            return _Object(copy.deepcopy(leaf))
-        except Exception:  # what cannot be copied says so in many ways
-            self.strange = f"an argument is a {type(leaf).__name__}"
-            return leaf
+        self._others = [Value if _is_number(leaf) else leaf for leaf in leaves]
+        """Leaves, with the class in the place of a value."""
+        self.strange = ""
+        """Why it cannot be given again; empty: it can."""
+        try:  # a call may change an object that it is given, such as a cache of keys
+            self._others = [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in self._others]
+        except Exception as error:  # what cannot be copied says so in many ways
+            self.strange = f"an argument cannot be copied ({type(error).__name__})"
 
     @property
     def changed(self) -> bool:
@@ -495,8 +453,8 @@ class Nested:
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """Return the nested value with other tensors."""
         left = iter(tensors)
-        leaves = [copy.deepcopy(leaf.value) if isinstance(leaf, _Object) else leaf for leaf in self._leaves]
-        return tree_unflatten([next(left) if leaf is _NUMBERS else leaf for leaf in leaves], self._structure)
+        others = [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in self._others]
+        return tree_unflatten([next(left) if leaf is Value else leaf for leaf in others], self._structure)
 
 
 @dataclass
@@ -542,24 +500,18 @@ class Evaluated(NamedTuple):
     """What the own operators of a call compute, and their vector-Jacobian product."""
 
     targets: list[Tensor]
-    passed: list[bool]
-    """Whether a target is a source as it is."""
     gradients: dict[str, Tensor]
     """Gradients of the sources and of the parameters, by name."""
 
 
-class Recording(NamedTuple):
-    """The calls of one step, each after its children, and the passes that took it."""
+def record(step: Step, fp32_modules: list[str] | None = None) -> tuple[Replay, Replay, list[Call]]:
+    """Take a step in the run's format and in the reference, without dropout, with a few samples.
 
-    low: Replay
-    reference: Replay
-    calls: list[Call]
-
-
-def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None) -> Recording:
-    """Take a step in the run's format and in the reference's ``dtype``, without dropout, with a few samples."""
+    Returns:
+        Both replays, and the calls, each after its children.
+    """
     low = step.as_run(fp32_modules, recompute=False)
-    reference = step.reference(dtype, recompute=False)
+    reference = step.reference(reference_dtype(step.format), recompute=False)
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
@@ -571,7 +523,7 @@ def record(step: Step, dtype: torch.dtype, fp32_modules: list[str] | None = None
     calls = _calls(reference, reference.run)
     low.start()
     _compare(calls, _calls(low, lambda: low.loss(low.microbatches[0])))
-    return Recording(low, reference, calls)
+    return low, reference, calls
 
 
 def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
@@ -642,7 +594,7 @@ def evaluate(passes: Replay, call: Call, given: list[Tensor], cotangents: list[T
         cotangents: the gradients of its targets; None: that target has none.
 
     Raises:
-        Different: it does not call the submodules that it called in the reference.
+        RuntimeError: it does not call the submodules that it called in the reference.
     """
     module = passes.model.get_submodule(call.module)
     with torch.no_grad():
@@ -670,8 +622,7 @@ def evaluate(passes: Replay, call: Call, given: list[Tensor], cotangents: list[T
             outputs, weights = zip(*used, strict=True)
             found = torch.autograd.grad(outputs, list(wrt.values()), weights, allow_unused=True)
             gradients = {name: gradient for name, gradient in zip(wrt, found, strict=True) if gradient is not None}
-    passed = [any(target is source for source in sources) for target in targets]
-    return Evaluated([target.detach() for target in targets], passed, gradients)
+    return Evaluated([target.detach() for target in targets], gradients)
 
 
 @contextmanager
@@ -698,7 +649,7 @@ def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Ite
         child = next(left, None)
         found = numbers_in((args, kwargs))
         if child is None or child.module != name or len(found) != len(child.given.values):
-            raise Different
+            raise RuntimeError("another submodule is called")
         inputs.extend(found)
         # Copies, as what follows may change them in place.
         return child.returned.with_tensors([results.pop(0).clone() for _ in child.returned.values])
@@ -715,7 +666,7 @@ def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Ite
             if own[name] is not None:
                 module.forward = own[name]
     if next(left, None) is not None:
-        raise Different
+        raise RuntimeError("a submodule is not called")
 
 
 class NoDropout(TorchFunctionMode):

@@ -17,17 +17,17 @@ from torch import nn
 
 from evidence.doctor import command
 from evidence.doctor.plots import MOST
-from evidence.doctor.step import Setting, step_of
+from evidence.doctor.step import step_of
 from mantissa.doctor import diagnosis as diagnoses
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cures import Islands
 from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.fp16_range import Exponents, Range
-from mantissa.doctor.module_errors import LocalError, ModuleErrors
+from mantissa.doctor.module_errors import LocalError
 from mantissa.doctor.report import lines, opening
 from mantissa.doctor.training import Divergence
 from mantissa.examination import take
-from mantissa.finding import Finding
+from mantissa.finding import Examined, Finding
 from mantissa.step import Step
 from tests.mantissa.doctor.faults import large_ffn
 from tests.mantissa.doctor.planted import WIDTH, Planted, around
@@ -54,7 +54,7 @@ def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
 
 
 def written(diagnosis: Diagnosis) -> Path:
-    return command.write(diagnosis, Setting.of(OVERFLOWING.trainer()), COMMAND)
+    return command.write(diagnosis, OVERFLOWING.trainer().config, COMMAND)
 
 
 def page_of(diagnosis: Diagnosis) -> tuple[str, int]:
@@ -89,7 +89,7 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
-    islands = Islands(["1.wo", "0.10"], cured=True, minimal=True, own=["*.ln"], cost="+3% time [+1%, +10%]")
+    islands = Islands(["1.wo", "0.10"], own=["*.ln"], cost="+3% time [+1%, +10%]")
     found.findings = [replace(found.findings[0], cure=[islands.text(found.taken.step.remedies)])]
     found.findings += [Finding("underflow", "backward", name, "fp16", path=[name], cure=[name])]
     found.notes, found.budget.left_out = [name], [name]
@@ -113,8 +113,8 @@ def test_losses_over_time_are_drawn(found: Diagnosis) -> None:
 
 def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
     u = 2.0**-9
-    found.modules = ModuleErrors(
-        [
+    found.modules = Examined(
+        rows=[
             LocalError(f"layers.{n}", 0, direction, "result", e, u, 1, 8 * u)
             for n in range(MOST + 5)
             for direction, e in (("forward", 0.001 * (n + 1)), ("backward", 0.001))
@@ -123,7 +123,7 @@ def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
     text, plots = page_of(found)
     assert plots == 2
     assert f"Error by module, forward, the {MOST} of {MOST + 5} modules nearest to their bounds" in text
-    assert all(word in text for word in ("error beyond its bound", "layers.44"))
+    assert "layers.44" in text
     assert " layers.0 " not in text.partition("Error by module, backward")[0]
     first, *_ = rows = rows_of(found, "modules")
     assert len(rows) == 2 * (MOST + 5)
@@ -151,7 +151,7 @@ def test_a_report_that_cannot_be_written_does_not_change_the_verdict(
 
     replacements: dict[str, Callable[..., Any]] = {
         "of_run": lambda *_: (overflow.taken, None),
-        "diagnose": lambda *_: overflow,
+        "diagnose": lambda *_, say: overflow,
         "write": full,
     }
     for name, function in replacements.items():
@@ -171,10 +171,9 @@ def test_a_check_that_crashes_is_a_finding(
         raise TypeError("unsupported operand")
 
     trainer = Planted(lambda: around(nn.Linear(WIDTH, WIDTH)), Precision(mode="fp16")).trainer()
-    setting = Setting.of(trainer)
-    setting = setting._replace(config=replace(setting.config, output_dir=str(tmp_path)))
+    config = replace(trainer.config, output_dir=str(tmp_path))
     monkeypatch.setattr(diagnoses, "gradients", crash)
-    monkeypatch.setattr(command, "of_run", lambda *_: (take(step_of(trainer)), setting))
+    monkeypatch.setattr(command, "of_run", lambda *_: (take(step_of(trainer)), config))
     assert command.main(["resume=a run", "check=formats,gradients,range"]) == 3
     printed = capsys.readouterr()
     assert "HEALTHY" not in printed.out

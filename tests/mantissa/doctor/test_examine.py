@@ -28,17 +28,6 @@ from tests.helpers import same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, sgd, with_value
 
 
-def test_lost_second_moments_are_named() -> None:
-    model = Own()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    error(model, regression()[0]).backward()
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["exp_avg_sq"].zero_()
-    finding = mantissa.examine(model, error, regression(), "fp32", optimizer).findings[0]
-    assert (finding.kind, finding.place) == (MOMENT, "exp_avg_sq of inner.weight")
-
-
 @pytest.mark.parametrize(("key", "factor"), [("momentum_buffer", 65536.0), ("exp_avg_sq", 1e12)])
 def test_a_state_that_spoils_the_steps_is_named(key: str, factor: float) -> None:
     model = Own()

@@ -126,7 +126,8 @@ def test_islands_are_1_minimal_and_have_a_price(
     assert finding is not None
     innocent = replace(finding, module="0")  # in fp32 it is no cure, and is left out at last
     islands = find_islands(case, innocent, lambda modules: True, lambda: True)
-    assert (islands.modules, islands.cured, islands.minimal) == (expected, True, True)
+    assert islands is not None
+    assert (islands.modules, islands.minimal) == (expected, True)
     assert not case.as_run(expected).run_with_backoff().nonfinite
     for name in expected:
         left = [other for other in expected if other != name]
@@ -150,12 +151,13 @@ def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
     finding = find_origin(case.as_run(), "fp16")
     assert finding is not None
     assert finding.module == "one.wo"
-    assert find_islands(case, finding, lambda modules: True, lambda: True).modules == ["one.wo", "two.wo"]
+    islands = find_islands(case, finding, lambda modules: True, lambda: True)
+    assert islands is not None
+    assert islands.modules == ["one.wo", "two.wo"]
 
 
-def test_a_search_without_time_says_so() -> None:
+def test_a_search_without_time_finds_nothing() -> None:
     case = step_of(ONCE, "fp16")
     finding = find_origin(case.replay("fp16"), "fp16")
     assert finding is not None
-    islands = find_islands(case, finding, lambda modules: True, lambda: False)
-    assert (islands.modules, islands.cured) == ([], False)
+    assert find_islands(case, finding, lambda modules: True, lambda: False) is None
