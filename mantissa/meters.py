@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,11 +50,14 @@ class Meters:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, hooked: bool) -> None:
         self._model, self._optimizer, self._hooked = model, optimizer, hooked
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._outputs: dict[str, tuple[torch.dtype, list[Tensor]]] = {}
         self._updates: UpdateMeter | None = None
-        self._parts: list[Tensor] = []
         self._named: list[tuple[str, nn.Parameter]] = []
+        self._rows = torch.empty(3, 0)
+        """Of each of those: the gradient's largest element and its norm, with the loss scale, and the weight's norm."""
+        self._counts = torch.empty(0, len(Counts._fields))
+        """Of each parameter that ``_updates`` measures: see there."""
         own = set(map(id, model.parameters()))
         alone = is_elementwise(type(optimizer).__name__)
         self._measurable = alone and all(id(each) in own for each in changed_by(optimizer))  # no copies of weights
@@ -60,18 +65,17 @@ class Meters:
     @property
     def ready(self) -> bool:
         """Whether ``before`` was called, and ``end`` not yet."""
-        return bool(self._parts)
+        return bool(self._rows.numel())
 
     def begin(self) -> None:
         """Prepare for the forward passes of a step."""
         leaves = ((name, each) for name, each in self._model.named_modules() if next(each.children(), None) is None)
         for name, module in leaves if self._hooked else ():
-            self._hooks.append(module.register_forward_hook(Listener(partial(self._returned, name))))
+            self._hooks.callback(module.register_forward_hook(Listener(partial(self._returned, name))).remove)
 
     def close(self) -> None:
         """Remove the hooks."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.close()
 
     @torch.no_grad()
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -98,12 +102,11 @@ class Meters:
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device
-        norms = [list(torch._foreach_norm(tensors, dtype=torch.float32)) for tensors in (gradients, weights)]
-        rows = [torch.stack([each.to(device) for each in row]) for row in (list(map(_largest, gradients)), *norms)]
-        self._parts = [
-            torch.ones(1, device=device) if scale is None else scale.reshape(1).to(device, torch.float32, copy=True),
-            *rows,
-        ]
+        norms = (torch._foreach_norm(tensors, dtype=torch.float32) for tensors in (gradients, weights))
+        rows = ([each.to(device) for each in row] for row in (map(_largest, gradients), *norms))
+        self._rows = torch.stack(list(map(torch.stack, rows)))
+        if scale is not None:
+            self._rows[:2] *= scale.to(device)
         if self._measurable:
             self._updates = self._updates or UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)
             self._updates.before(factor)
@@ -113,32 +116,34 @@ class Meters:
         if self._updates is not None:
             try:
                 self._updates.after(step, taken)
-                self._parts.append(self._updates.take()[-1].counts.flatten())
+                self._counts = self._updates.take()[-1].counts
             except TypeError:  # an optimizer that cannot be copied
                 self._updates, self._measurable = None, False
 
     def end(self, step: int, losses: list[Tensor], skipped: int) -> Callable[[], Measured]:
         """Return a function that reads the measurement, once the device is done with it."""
         self.close()
-        outputs, self._outputs = self._outputs, {}
-        parts, self._parts = self._parts, []
         device = next(self._model.parameters()).device
         mean = torch.stack([each.float().to(device) for each in losses]).mean() if losses else torch.tensor(math.nan)
-        largest = [torch.stack(found).amax(0) for _, found in outputs.values()]
-        flat = torch.cat([each.to(device).flatten() for each in (mean, *largest, *parts)]).to("cpu", non_blocking=True)
-        kinds = [(name, dtype) for name, (dtype, _) in outputs.items()]
-        return partial(self._read, step, skipped, flat, kinds, self._named)
+        largest = [torch.stack(found).amax(0) for _, found in self._outputs.values()]
+        parts = [each.to(device).flatten() for each in (mean, *largest, self._rows, self._counts)]
+        kinds = [(name, dtype) for name, (dtype, _) in self._outputs.items()]
+        sizes = [1, 2 * len(kinds), self._rows.numel(), self._counts.numel()]
+        flat = torch.cat(parts).to("cpu", non_blocking=True)
+        named = self._named if self.ready else []
+        self._outputs, self._rows, self._counts = {}, self._rows[:, :0], self._counts[:0]
+        return partial(self._read, step, skipped, flat, sizes, kinds, named)
 
     def _read(
         self,
         step: int,
         skipped: int,
         flat: Tensor,
-        outputs: list[tuple[str, torch.dtype]],
+        sizes: list[int],
+        kinds: list[tuple[str, torch.dtype]],
         named: list[tuple[str, nn.Parameter]],
     ) -> Measured:
-        values = iter(flat.tolist())
-        loss = next(values)
+        mean, outputs, rows, counts = flat.split(sizes)
         overflow, underflow = {}, {}
 
         def add(name: str, dtype: torch.dtype, largest: float, mean_square: float) -> None:
@@ -147,33 +152,23 @@ class Meters:
                 overflow[name] = math.log2(limits.max) - math.log2(largest)
                 underflow[name] = math.log2(mean_square) - math.log2(limits.smallest_normal)
 
-        for name, dtype in outputs:
-            add(name, dtype, next(values), next(values))
-        scale = next(values, 1.0)
-        largest, norms, weights = ([next(values, 0.0) for _ in named] for _ in range(3))
-        for (name, each), high, norm in zip(named, largest, norms, strict=True):
-            dtype = self._half or each.dtype
-            add(f"{name}.grad", dtype, high * scale, norm * scale / math.sqrt(local(each).numel()))
-        squares: dict[str, float] = {}
-        for (_, each), norm in zip(named, weights, strict=True):
-            group = self._group(each)
-            squares[group] = squares.get(group, 0.0) + norm * norm
+        for (name, dtype), found in zip(kinds, outputs.view(-1, 2).tolist(), strict=True):
+            add(name, dtype, *found)
+        numbered = enumerate(self._optimizer.param_groups)
+        groups = {id(each): str(group.get("name", number)) for number, group in numbered for each in group["params"]}
+        squares: defaultdict[str, float] = defaultdict(float)
+        for (name, each), (largest, norm, size) in zip(named, rows.view(3, -1).T.tolist(), strict=True):
+            add(f"{name}.grad", self._half or each.dtype, largest, norm / math.sqrt(local(each).numel()))
+            squares[groups.get(id(each), "none")] += size * size
         lost: dict[str, Counts] = {}
-        if self._updates is not None:
-            weight = self._updates.weights().tolist()
+        if self._updates is not None and len(counts):
+            whole = counts.view(-1, len(Counts._fields)) * self._updates.weights()[:, None]
             parameters = dict(self._model.named_parameters())
-            for name, times in zip(self._updates.names, weight, strict=True):
-                row = [next(values, 0.0) * times for _ in Counts._fields]
-                group = self._group(parameters[name])
+            for name, row in zip(self._updates.names, whole.tolist(), strict=True):
+                group = groups.get(id(parameters[name]), "none")
                 lost[group] = Counts(*map(sum, zip(lost.get(group, [0.0] * len(row)), row, strict=True)))
-        return Measured(step, loss, skipped, lost, {g: math.sqrt(s) for g, s in squares.items()}, overflow, underflow)
-
-    def _group(self, parameter: nn.Parameter) -> str:
-        """Return the name of the optimizer's group that a parameter is in, or its number."""
-        for number, group in enumerate(self._optimizer.param_groups):
-            if any(each is parameter for each in group["params"]):
-                return str(group.get("name", number))
-        return "none"
+        norms = {group: math.sqrt(square) for group, square in squares.items()}
+        return Measured(step, mean.item(), skipped, lost, norms, overflow, underflow)
 
 
 def are_finite(gradients: list[Tensor], device: torch.device, exact: bool) -> Tensor:
