@@ -29,6 +29,12 @@ class NotFiniteError(Exception):
     """A step of a watched training was not finite: the message says where, and why."""
 
 
+def check_type(name: str, value: object, fits: bool, what: str) -> None:
+    """Refuse, by a ``UsageError``, an argument of a type that does not fit; ``what``: what it must be."""
+    if not fits:
+        raise UsageError(f"{name} must be {what}, and is of type {type(value).__name__}")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
 from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
-from mantissa.errors import UsageError
+from mantissa.errors import UsageError, check_type
 from mantissa.finding import Finding
 from mantissa.loop import Loss, step_of_loop
 from mantissa.step import Replay, Step
@@ -105,20 +105,13 @@ def examine(
         UsageError: an argument cannot work.
         FormatError: the model cannot be copied.
     """
-    given: dict[str, tuple[Any, bool, str]] = {
-        "model": (model, isinstance(model, nn.Module), "a module"),
-        "loss": (loss, callable(loss), "a function, called as loss(model, batch)"),
-        "batches": (
-            batches,
-            isinstance(batches, Iterable) and not isinstance(batches, Mapping | Tensor),
-            "an iterable of batches, such as a DataLoader or [batch]",
-        ),
-        "precision": (precision, isinstance(precision, str), f"one of {', '.join(PRECISIONS)}"),
-        "optimizer": (optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer"),
-    }
-    for name, (value, fits, what) in given.items():
-        if not fits:
-            raise UsageError(f"{name} must be {what}, and is of type {type(value).__name__}")
+    a_batch = isinstance(batches, Mapping | Tensor)
+    of_batches = "an iterable of batches, such as a DataLoader or [batch]"
+    check_type("model", model, isinstance(model, nn.Module), "a module")
+    check_type("loss", loss, callable(loss), "a function, called as loss(model, batch)")
+    check_type("batches", batches, isinstance(batches, Iterable) and not a_batch, of_batches)
+    check_type("precision", precision, isinstance(precision, str), f"one of {', '.join(PRECISIONS)}")
+    check_type("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer")
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
     if accumulate < 1:

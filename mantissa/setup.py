@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,10 +74,10 @@ class FirstStep:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.ties = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.frozen = [(name, each, each._version) for name, each in model.named_parameters() if not each.requires_grad]
-        self._hooks = []
+        self._hooks = ExitStack()
         for name, module in model.named_modules() if hooked else ():
             if any(each.ndim > 1 for each in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding):
-                self._hooks.append(module.register_forward_pre_hook(Listener(partial(self._called, name))))
+                self._hooks.callback(module.register_forward_pre_hook(Listener(partial(self._called, name))).remove)
 
     def _called(self, name: str, module: nn.Module, arguments: Any) -> None:
         kind = next(module.parameters()).device.type
@@ -108,8 +109,7 @@ class FirstStep:
 
     def close(self) -> None:
         """Remove the hooks."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.close()
 
 
 def read_setup(first: FirstStep, precision: str | None = None) -> Setup:

@@ -6,9 +6,8 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from mantissa.display import columns, listed
 from mantissa.doctor.diagnosis import SWEEP
-from mantissa.errors import FormatError, NotFiniteError, UsageError
+from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type
 from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.loop import Loss
@@ -120,12 +119,10 @@ class Watch:
         build: Callable[[], nn.Module] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
-            raise UsageError(f"model must be a module with parameters, and is of type {type(model).__name__}")
-        if not hasattr(optimizer, "param_groups"):
-            raise UsageError(f"optimizer must be an optimizer, and is of type {type(optimizer).__name__}")
-        if scaler is not None and not hasattr(scaler, "is_enabled"):
-            raise UsageError(f"scaler must be the loop's GradScaler, and is of type {type(scaler).__name__}")
+        trains = isinstance(model, nn.Module) and next(model.parameters(), None) is not None
+        check_type("model", model, trains, "a module with parameters")
+        check_type("optimizer", optimizer, hasattr(optimizer, "param_groups"), "an optimizer")
+        check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
         if every < 1:
             raise UsageError(f"every={every} must be 1 or more, such as 50")
         if precision is not None and precision not in FORMATS:
@@ -166,17 +163,19 @@ class Watch:
         self.meters = Meters(self.model, self.optimizer, not self.compiled)
         if every == 1:
             self.meters.begin()
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(self._stepping),
-            self.optimizer.register_step_post_hook(self._stepped),
-        ]
+        self._watching = True
+        """Whether no step has failed yet, and the loop has not ended."""
+        self._hooks = ExitStack()
+        self._hooks.callback(self.optimizer.register_step_pre_hook(self._stepping).remove)
+        self._hooks.callback(self.optimizer.register_step_post_hook(self._stepped).remove)
         if model._compiled_call_impl is None:
-            self._hooks.append(model.register_forward_pre_hook(Listener(self._forward), prepend=True, with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(Listener(self._returned)))
+            before = model.register_forward_pre_hook(Listener(self._forward), prepend=True, with_kwargs=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(model.register_forward_hook(Listener(self._returned)).remove)
         else:
-            self._around_compiled(model)
+            self._listen_to_compiled(model)
 
-    def _around_compiled(self, model: nn.Module) -> None:
+    def _listen_to_compiled(self, model: nn.Module) -> None:
         """Listen to a model that ``model.compile()`` compiled with its hooks."""
         compiled: Any = model._compiled_call_impl
 
@@ -187,9 +186,7 @@ class Watch:
             return output
 
         model._compiled_call_impl = call
-        self._restore_call = partial(setattr, model, "_compiled_call_impl", compiled)
-
-    _restore_call: Callable[[], None] = staticmethod(lambda: None)
+        self._hooks.callback(setattr, model, "_compiled_call_impl", compiled)
 
     def _clear(self) -> None:
         self._inputs = _Inputs()
@@ -318,7 +315,7 @@ class Watch:
             UsageError: ``loss`` has no batches.
         """
         syncs = getattr(self._gradient_state, "sync_gradients", True)
-        if not self._hooks or not syncs or not (self._updated or self._scaling):
+        if not self._watching or not syncs or not (self._updated or self._scaling):
             return  # it failed before, or gradients are still added up
         if self._loss is not None and not self._inputs.batches:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
@@ -415,17 +412,16 @@ class Watch:
             if step.event is not None:
                 step.event.synchronize()
             self._learn(step)
-        if self._hooks and not self.number:
+        if self._watching and not self.number:
             self._say("Watch saw no step of its optimizer: give it the one that the loop steps; call watch.step after.")
         self._remove()
 
     def _remove(self) -> None:
         self._first.close()
         self.meters.close()
-        self._restore_call()
+        self._hooks.close()
         self._waiting.clear()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._watching = False
 
     def _fail(self, reason: str, step: _Step) -> None:
         """Replay a step, say what is found, and raise or warn."""
