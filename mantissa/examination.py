@@ -21,7 +21,7 @@ from mantissa.errors import UsageError, check_type
 from mantissa.finding import Finding
 from mantissa.loop import Loss, step_of_loop
 from mantissa.step import Replay, Step
-from mantissa.tensors import finite, in_dtype, random_state, set_random_state
+from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state
 from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
@@ -127,7 +127,7 @@ def examine(
         raise UsageError(f"{len(batches)} batches for accumulate={accumulate}; give at least one step's batches")
     if optimizer is not None:
         known = {id(parameter) for parameter in model.parameters()}
-        if not any(id(weight) in known for group in optimizer.param_groups for weight in group["params"]):
+        if not any(id(weight) in known for weight in changed_by(optimizer)):
             raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
     before = random_state(next(model.parameters()).device)
     step = step_of_loop(model, loss, batches, precision, optimizer, scale, fixed_scale, accumulate, number, generators)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa import display
-from mantissa.tensors import tensors
+from mantissa.tensors import changed_by, tensors
 
 STEADY = ("weights", "buffers", "gradients", "optimizer")
 """What training holds at any batch size, in the dtype of the weights also under autocast."""
@@ -38,15 +38,6 @@ class Ledger:
     largest: list[dict[str, Any]] = field(default_factory=list)
     """Largest tensors at that moment: ``name`` of the parameter, of the buffer or of the operator that made it, such as
     ``aten.addmm.default``, ``category``, ``shape``, ``dtype`` and ``bytes``."""
-
-    @property
-    def steady(self) -> dict[str, int]:
-        """Bytes of weights, buffers, gradients and optimizer state, complete."""
-        return {category: self.highest[category] for category in STEADY}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the ledger in plain JSON types, with the sentence."""
-        return asdict(self) | {"steady": self.steady, "sentence": self.sentence()}
 
     def text(self) -> str:
         """Return the table, the largest tensors and the sentence as plain text."""
@@ -238,7 +229,7 @@ class MemoryLedger(TorchDispatchMode):
             self._mark(buffer, "buffers", name)
         for tensor in tensors([self._optimizer.state, self._held]):
             self._mark(tensor, "optimizer", "optimizer state")
-        for tensor in tensors([group["params"] for group in self._optimizer.param_groups]):
+        for tensor in changed_by(self._optimizer):
             self._mark(tensor, "optimizer", "master weights")  # except those that are the model's own
 
     def _gradient_hook(self, name: str) -> Any:
@@ -249,7 +240,7 @@ class MemoryLedger(TorchDispatchMode):
         return mark
 
     def _mark_given_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for tensor in tensors([group["params"] for group in optimizer.param_groups]):
+        for tensor in changed_by(optimizer):
             if tensor.grad is not None:
                 self._mark(tensor.grad, "gradients", "gradient of master weights")
 

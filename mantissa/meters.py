@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mantissa.setup import Listener, changed_by
-from mantissa.tensors import finite, numbers_in
+from mantissa.setup import Listener
+from mantissa.tensors import changed_by, finite, numbers_in
 from mantissa.updates import Counts, UpdateMeter, is_elementwise, local, measurable
 
 _SAMPLE = 4096

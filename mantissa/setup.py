@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mantissa.display import dtype_name, listed
 from mantissa.formats import FORMATS, TF32, Format, computing_in
+from mantissa.tensors import changed_by
 
 _FLAGS = {"cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"), "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")}
 """Of torch.backends: what decides how each kind of device multiplies fp32 numbers."""
@@ -124,11 +125,6 @@ def read_setup(first: FirstStep, precision: str | None = None) -> Setup:
     rows: dict[str, str] = {}
     differences = [sentence for part in parts for sentence in part(first, format, rows)]
     return Setup(precision or "", rows, differences)
-
-
-def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return what an optimizer changes."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _counted(dtypes: Iterable[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors(nested: Any) -> list[Tensor]:
@@ -23,6 +23,11 @@ def tensors(nested: Any) -> list[Tensor]:
 def numbers_in(nested: Any) -> list[Tensor]:
     """Return those of a floating-point dtype."""
     return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]
+
+
+def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return what an optimizer changes."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,8 +23,8 @@ from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters, are_finite
-from mantissa.setup import FirstStep, Listener, Setup, changed_by, policies, read_setup
-from mantissa.tensors import finite, freeze, numbers_in, tensors
+from mantissa.setup import FirstStep, Listener, Setup, policies, read_setup
+from mantissa.tensors import changed_by, finite, freeze, numbers_in, tensors
 from mantissa.updates import local
 
 SKIPS = 10

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -121,7 +121,7 @@ class _MemorySession(Session):
         with self._allocator_history(), self._recorder() as recorder:
             yield
         self.ledger = recorder.report()
-        record = {"step": step_index} | self.ledger.to_dict()
+        record = {"step": step_index} | asdict(self.ledger)
         (self._folder / "ledger.json").write_text(json.dumps(record, indent=1))
         (self._folder / "ledger.txt").write_text(self.ledger.text())
 

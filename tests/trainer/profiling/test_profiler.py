@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,6 @@ def test_memory_writes_the_ledger_of_the_chosen_step(tmp_path: Path) -> None:
     weights = 4 * (32 * 64 + 64 + 64 * 8 + 8)
     record = json.loads((tmp_path / "profile/ledger.json").read_text())
     assert session.ledger is not None
-    assert record == {"step": 101} | session.ledger.to_dict()
-    assert record["steady"]["weights"] == weights
+    assert record == {"step": 101} | asdict(session.ledger)
+    assert record["highest"]["weights"] == weights
     assert (tmp_path / "profile/ledger.txt").read_text() == session.ledger.text()
