@@ -17,9 +17,9 @@ Plot = tuple[str, Any]
 """A title and a matplotlib figure."""
 
 _TONES = {
-    **dict.fromkeys(("EQUIVALENT", "BETTER", "complete"), "good"),
-    **dict.fromkeys(("WORSE", "failed"), "bad"),
-    **dict.fromkeys(("INCONCLUSIVE", "NOT JUDGED", "pruned"), "open"),
+    **dict.fromkeys(("EQUIVALENT", "BETTER"), "good"),
+    "WORSE": "bad",
+    **dict.fromkeys(("INCONCLUSIVE", "NOT JUDGED"), "open"),
 }
 """Class of a cell in the style, by its text."""
 _THEMED = {INK: "ink", QUIET: "quiet", RULE: "rule", MARGIN: "margin", PAPER: "paper", ALARM: "bad", "#000000": "ink"}

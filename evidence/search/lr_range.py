@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, RangeOptions, "overrides")
-    configs = _configs(options, overrides)
+    configs = {label: compose(own) for label, own in combinations([*overrides, f"steps={options.steps}"]).items()}
+    for config in configs.values():
+        config.plan(detect(config.device))  # mistakes before any work
     first = next(iter(configs.values()))
     hardware = detect(first.device)
     curves = []
@@ -65,15 +67,6 @@ def main(arguments: list[str]) -> int:
     if not any(curve.suggestions() for curve in curves):
         raise RunError("the loss does not fall within this range: set a larger max, or more steps (steps=300)")
     return 0
-
-
-def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
-    """Return the configs of the tests by their labels; mistakes are found before any work."""
-    configs = {}
-    for label, own in combinations([*overrides, f"steps={options.steps}"]).items():
-        config = configs[label] = compose(own)
-        config.plan(detect(config.device))
-    return configs
 
 
 @dataclass

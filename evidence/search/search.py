@@ -10,17 +10,17 @@ import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import optuna
 import torch
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
-from evidence.runs import redacted_arguments
-from evidence.search.report import AT_STEP, publish_search, report
-from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space
+from evidence.mlflow import publish
+from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
 from evidence.search.study import DATABASE, Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
-from mantissa.display import duration, loss
+from mantissa.display import columns, duration, loss
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
@@ -30,8 +30,16 @@ from trainer.hardware import detect
 from trainer.metrics import Metrics
 from trainer.recipe import Recipe
 from trainer.run.fit import release_memory
-from trainer.run.provenance import git_facts, versions
 from trainer.run.start import train
+from trainer.tracking import store
+
+_STATES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.RUNNING: "running",
+    TrialState.FAIL: "failed",
+}
+"""Names of the states, in the order of the table."""
 
 
 def main(arguments: list[str]) -> int:
@@ -46,8 +54,7 @@ def main(arguments: list[str]) -> int:
     first = check_space(space, overrides)
     check_output_dir(first.output_dir)
     name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
-    hardware = detect(first.device)
-    plan = first.plan(hardware)
+    plan = first.plan(detect(first.device))
     recipe = plan.config.recipe
     datasets = None if type(recipe).metrics is Recipe.metrics else plan.config.open_datasets()
     metrics = Metrics(recipe, datasets, first.metrics, torch.device("cpu"))
@@ -66,23 +73,26 @@ def main(arguments: list[str]) -> int:
     print(
         f"study {name}: {len(search.counted())} of {options.trials} trials; runs print to {search.folder}", flush=True
     )
-    lines, parent = publish_search(first, search, "RUNNING", [])
-    status, files = "KILLED", list[Path]()
-    try:
-        run_trials(search, overrides, parent)
-        status = "FINISHED"
-        facts = {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()}
-        command = shlex.join(["python", "scripts/search.py", *redacted_arguments(arguments)])
-        found = report(search, overrides, command, facts)
-        files.append(found.write(search.folder))
-        print(f"\n{found.text()}\n\nreport {files[0]}")
-        print(f"plots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
-    finally:
-        if parent:
-            lines, _ = publish_search(first, search, status, files)
-        for line in lines:
-            print(line)
-    return int(not any(trial.state == TrialState.COMPLETE for trial in search.counted()))
+    run_trials(search, overrides, _parent(first, search))
+    print(f"\n{columns(_rows(search))}\n\n{_answer(search)}")
+    print(f"plots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
+    return int(not _complete(search))
+
+
+def _parent(config: Config, search: Search) -> str | None:
+    """Return MLflow's id of the run that those of the trials are below, and print where it is; None: there is none."""
+    if not config.tracking.mlflow:
+        return None
+    study, experiment = search.study, config.tracking.experiment or config.recipe.name
+    key, began_s = study.user_attrs["mlflow_key"], study.user_attrs["began_s"]
+
+    def send(client: Any) -> Any:
+        name = f"search-{study.study_name}"
+        return store.publish(client, experiment, name, key, started_s=began_s, params=search.described)
+
+    lines, run = publish("the search", store.tracking_uri(config.tracking.uri), send)
+    print("\n".join(lines), flush=True)
+    return None if run is None else str(run.info.run_id)
 
 
 def run_trials(search: Search, overrides: list[str], parent: str | None) -> None:
@@ -107,15 +117,15 @@ def run_trials(search: Search, overrides: list[str], parent: str | None) -> None
             config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])
             tracking = replace(config.tracking, parent=parent)
             own = replace(config, run_name=search.run_of(trial), resume=SAME, tracking=tracking)
-            value = _train(own, trial, search.folder)
+            best = _train(own, trial, search.folder)
         except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:
             if search.trained or not isinstance(error, UserError):  # else it ends the search
                 said = "" if isinstance(error, Pruned) else "failed: "
                 print(f"  {said}{first_line(error)}, {duration(time.monotonic() - began)}", flush=True)
             raise
         took = duration(time.monotonic() - began)
-        print(f"  {metric} {loss(value)} at step {trial.user_attrs.get(AT_STEP)}, {took}", flush=True)
-        return value
+        print(f"  {metric} {loss(best['value'])} at step {best['step']:.0f}, {took}", flush=True)
+        return float(best["value"])
 
     try:
         search.run(objective)
@@ -125,15 +135,15 @@ def run_trials(search: Search, overrides: list[str], parent: str | None) -> None
         raise UserError(str(error).replace("checkpoint.best", "metric")) from error
 
 
-def _train(config: Config, trial: optuna.Trial, folder: Path) -> float:
-    """Train one run, which prints to a file, and return its best metric.
+def _train(config: Config, trial: optuna.Trial, folder: Path) -> dict[str, Any]:
+    """Train one run, which prints to a file, and return its best score and that one's step.
 
     Raises:
         RunError: it did not finish.
     """
     try:
         with (folder / f"{config.run_name}.log").open("a", encoding="utf-8") as file, redirect_stdout(file):
-            best = train(config, run_class=reporting_to(trial))["best"]
+            best: dict[str, Any] | None = train(config, run_class=reporting_to(trial))["best"]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -142,5 +152,34 @@ def _train(config: Config, trial: optuna.Trial, folder: Path) -> float:
         release_memory()
     if best is None or not math.isfinite(best["value"]):
         raise NonFiniteError("no evaluation was finite")
-    trial.set_user_attr(AT_STEP, int(best["step"]))
-    return float(best["value"])
+    return best
+
+
+def _complete(search: Search) -> list[FrozenTrial]:
+    return [trial for trial in search.counted() if trial.state == TrialState.COMPLETE]
+
+
+def _answer(search: Search) -> str:
+    """Return the options of the best trial, to paste."""
+    if not _complete(search):
+        return "no trial is complete"
+    best = search.study.best_trial
+    return f"best: trial {best.number}; paste:\n{shlex.join(overrides_of(best.params))}"
+
+
+def _rows(search: Search) -> list[list[str]]:
+    """Return the head of the table, and a row for each trial, best first."""
+    order, sign = list(_STATES), -1 if search.study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
+    ranked = sorted(
+        search.counted(), key=lambda trial: (order.index(trial.state), sign * (trial.value or 0.0), trial.number)
+    )
+    found = [["trial", *search.space, search.described["metric"], "at step", "state", "run"]]
+    for trial in ranked:
+        scores, value, params = trial.intermediate_values, trial.value, trial.params
+        if trial.state != TrialState.COMPLETE and scores:
+            value = scores[max(scores)]
+        at = next((str(step) for step, score in scores.items() if score == value), "")
+        options = [shown(params[key]) if key in params else "" for key in search.space]
+        score = "" if value is None else loss(value)
+        found.append([str(trial.number), *options, score, at, _STATES[trial.state], search.run_of(trial)])
+    return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from trainer.config.compose import combinations, compose, key_of
+from trainer.config.compose import check_single, compose, key_of
 from trainer.config.options import ONE_PROCESS, Overriding, check_choice
 from trainer.config.text import unquoted
 from trainer.errors import UserError
@@ -91,10 +91,7 @@ def check_space(space: Space, overrides: list[str]) -> Config:
     Raises:
         UserError: train.py would refuse one of them.
     """
-    for override in overrides:
-        if len(several := combinations([override])) > 1:
-            key, _, values = override.partition("=")
-            raise UserError(f"{override} has {len(several)} values; search them with {PREFIX}{key}=choice({values})")
+    check_single(overrides, f"search them, as in {PREFIX}precision=choice(fp32,bf16)")
     from trainer.hardware import detect
 
     configs = [compose(command) for command in corners(space, overrides)]

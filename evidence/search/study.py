@@ -11,8 +11,8 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ HEARTBEAT_S, GRACE_S = 10, 60
 """Seconds between two signs of life of a trial, and seconds without one after which its process counts as killed."""
 _SEARCH, _RUN = "search", "run"
 """Attributes of Optuna's studies and trials."""
+_retry = partial(RetryHeartbeatStaleTrialCallback, inherit_intermediate_values=True)
+"""Proposes what a trial that was killed has tried once more."""
 
 
 def pruner_of(name: str, first: int, steps: int) -> BasePruner:
@@ -58,7 +60,7 @@ def studies(output_dir: Path) -> RDBStorage:
         engine_kwargs={"poolclass": NullPool},  # a pool would never close its connections
         heartbeat_interval=HEARTBEAT_S,
         grace_period=GRACE_S,
-        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+        heartbeat_stale_trial_callback=_retry(),
     )
 
 
@@ -119,10 +121,6 @@ class Search:
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         return bool(self.study.get_trials(deepcopy=False, states=states))
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Keep other processes of this search waiting meanwhile."""
-        return locked(self.folder / ".lock")
-
     def run(self, objective: Callable[[optuna.Trial], float]) -> None:
         """Take trials until all are taken, first those that a kill has interrupted.
 
@@ -130,14 +128,16 @@ class Search:
             objective: trains a trial and returns its score; it raises Optuna's ``TrialPruned`` where it is pruned. Any
                 other ``RunError`` fails the trial; a ``UserError`` ends the search if no trial was trained yet.
         """
-        taken: list[int] = []
 
         def take(trial: optuna.Trial) -> float:
-            taken.append(trial.number)
             for key, distribution in self.space.items():
                 suggest(trial, key, distribution)
             trial.set_user_attr(_RUN, self.run_of(trial))
-            return objective(trial)
+            try:
+                return objective(trial)
+            except KeyboardInterrupt:  # the next call continues its run
+                _retry()(self.study, self.study.trials[trial.number])
+                raise
 
         while True:
             fail_stale_trials(self.study)
@@ -149,12 +149,7 @@ class Search:
             # same, and a search that was killed proposes what it would have proposed.
             seed = int(np.random.SeedSequence((self.seed, len(every))).generate_state(1)[0])
             self.study.sampler = TPESampler(seed=seed, constant_liar=True)
-            caught = (RunError,) if self.trained else (NonFiniteError, OutOfMemory)
-            try:
-                self.study.optimize(take, n_trials=1, catch=caught)
-            except KeyboardInterrupt:  # the next call continues its run
-                RetryHeartbeatStaleTrialCallback()(self.study, self.study.trials[taken[-1]])
-                raise
+            self.study.optimize(take, n_trials=1, catch=(RunError,) if self.trained else (NonFiniteError, OutOfMemory))
 
     def counted(self) -> list[FrozenTrial]:
         """Return the trials, without those that another one has continued and those that wait for a process."""
@@ -170,11 +165,11 @@ class Search:
         return str(trial.user_attrs.get(_RUN, f"{self.study.study_name}-t{trial.number}"))
 
 
-def suggest(trial: optuna.Trial, key: str, distribution: BaseDistribution) -> Any:
-    """Return what a trial proposes for an option."""
+def suggest(trial: optuna.Trial, key: str, distribution: BaseDistribution) -> None:
+    """Let a trial propose a value for an option."""
     if isinstance(distribution, CategoricalDistribution):
-        return trial.suggest_categorical(key, distribution.choices)
-    if isinstance(distribution, IntDistribution):
-        return trial.suggest_int(key, distribution.low, distribution.high)
-    assert isinstance(distribution, FloatDistribution)
-    return trial.suggest_float(key, distribution.low, distribution.high, log=distribution.log)
+        trial.suggest_categorical(key, distribution.choices)
+    elif isinstance(distribution, IntDistribution):
+        trial.suggest_int(key, distribution.low, distribution.high)
+    elif isinstance(distribution, FloatDistribution):
+        trial.suggest_float(key, distribution.low, distribution.high, log=distribution.log)

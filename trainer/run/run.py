@@ -186,10 +186,6 @@ class Run:
         with self.terminal.work("writing the checkpoint"):
             self.writer.finish()
 
-    def summary(self, status: str) -> dict[str, Any]:
-        """Return the content of summary.json so far. Overridden by runs that end for other reasons."""
-        return run_summary(self, status)
-
     def totals(self) -> dict[str, Any]:
         """Return what the run has spent so far, with what earlier processes spent on what it was resumed from."""
         spent = {
@@ -215,7 +211,7 @@ class Run:
         if not isinstance(profiled, nullcontext):
             self.monitor.leave_out()
         self.diagnostics.begin(self.trainer.step + 1)
-        with profiled:
+        with profiled, self.config.debug.step():
             record = self.step(microbatches)
         self.begun = True
         self.log(record)
@@ -363,7 +359,7 @@ class Run:
         self.terminal.end_progress()
         self.signals.ahead = "finishing the run"
         self.profiler.finish()
-        summary = self.summary("FINISHED")  # the export is no part of the run's memory
+        summary = run_summary(self, "FINISHED")  # the export is no part of the run's memory
         if why := summary["stopped_early"]:
             self.terminal.note(f"early stopping: {why}")
         try:
@@ -397,7 +393,7 @@ class Run:
             self.writer.finish()
         self.profiler.finish()
         if self.metric_log:
-            self._close_metric_log(status, self.summary(status))
+            self._close_metric_log(status, run_summary(self, status))
 
     def _close_metric_log(self, status: str, summary: dict[str, Any]) -> bool:
         """Return whether the summary was written; it also gets what MLflow has, and the time that it was waited for."""

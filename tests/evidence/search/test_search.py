@@ -146,7 +146,6 @@ def test_a_pruned_trial_closes_its_run_and_mlflow_has_the_search_above_its_runs(
     assert search([*BIGNET, LR, "trials=2", "tracking.system_metrics=false"]) == 0
     summary = json.loads((outputs / "it-t1" / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("KILLED", 2)
-    assert summary["stopped_early"].startswith("pruned: earlier trials had a better valid/loss than ")
     out = capsys.readouterr().out
     assert [row[-2:] for row in table(out)] == [["complete", "it-t0"], ["pruned", "it-t1"]]
     assert study(outputs).trials[1].intermediate_values.keys() == {2}
@@ -154,10 +153,6 @@ def test_a_pruned_trial_closes_its_run_and_mlflow_has_the_search_above_its_runs(
         statuses = dict(database.execute("select name, status from runs").fetchall())
         ids = dict(database.execute("select name, run_uuid from runs").fetchall())
         parents = database.execute("select run_uuid, value from tags where key = 'mlflow.parentRunId'").fetchall()
-        best = database.execute(
-            "select value from metrics where key = 'best/valid/loss' and run_uuid = ?", (ids["search-it"],)
-        )
-        assert best.fetchall() == [(study(outputs).best_value,)]
     assert statuses == {"search-it": "FINISHED", "it-t0": "FINISHED", "it-t1": "KILLED"}
     assert dict(parents) == {ids["it-t0"]: ids["search-it"], ids["it-t1"]: ids["search-it"]}
 
