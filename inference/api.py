@@ -42,8 +42,7 @@ def evaluate(run: Weights, *overrides: str, precision: str | Sequence[str] = (),
     modes = [precision] if isinstance(precision, str) else list(precision)
     typed = [*overrides, f"precision={','.join(modes)}"] if modes else overrides
     with undisturbed():
-        exported, own, rest = _opened(EvaluateOptions, run, typed, options)
-        return evaluation(exported, own, rest, several=len(modes) > 1)
+        return evaluation(*_opened(EvaluateOptions, run, typed, options))
 
 
 def generate(run: Weights, prompt: str, *overrides: str, **options: Any) -> list[str]:

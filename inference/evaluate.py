@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from inference.precisions import BATCHES, compared, verdict
 from inference.precisions import table as precision_table
 from inference.run_config import RunConfig, configure
 from mantissa.display import loss
-from recipes.language import LanguageRecipe, TokenWindows
-from trainer.config.compose import combinations
+from recipes.language import LanguageRecipe
+from trainer.config.compose import check_single, combinations, key_of
 from trainer.config.options import parse
-from trainer.data.contract import Batch, Dataset
+from trainer.data.contract import Batch
 from trainer.data.evaluation import Evaluation
 from trainer.errors import UserError
 from trainer.files import make_folder, write_json
@@ -50,10 +50,8 @@ class Measured:
     sums: dict[str, np.ndarray]
     """Summed loss and the recipe's summed metrics of each batch, float64."""
     about: dict[str, Any]
-    """What evaluation.json has of the samples: description of the data, split, numbers of samples and targets, and
-    samples of a batch; the last may have fewer."""
-    rest: str
-    """What of the split is left out, in words."""
+    """What evaluation.json has of the samples: description of the data, split, numbers of samples (also of those that
+    are left out) and targets, and samples of a batch; the last may have fewer."""
     units_per_s: float
     """Units of the recipe (images, tokens) per second from the second batch on, loading included; of a single batch,
     of that one."""
@@ -67,36 +65,39 @@ class Measured:
 
 @on_error_stream()
 def evaluate(arguments: list[str]) -> int:
-    """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
+    """Evaluate a trained model, print its metrics, and write them."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, EvaluateOptions, "overrides")
-    evaluation(options.find(), options, [override for override in overrides if override != "-m"], "-m" in overrides)
+    evaluation(options.find(), options, overrides)
     return 0
 
 
-def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence[str], several: bool) -> dict[str, Any]:
+def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence[str]) -> dict[str, Any]:
     """Evaluate a trained model, print its metrics, and return what is written into a file about them.
 
     Args:
         exported: the trained model.
         options: ``split`` and ``output`` are used.
-        overrides: of its config.
-        several: whether they name several precisions.
+        overrides: of its config; several values of ``precision`` are compared.
 
     Raises:
         UserError: an override that has no effect, data that does not suit the model, or files that cannot be written.
     """
+    others = [override for override in overrides if key_of(override).partition(".")[0] != "precision"]
+    check_single(others, "only those of precision= are compared; set one")
+    arms = combinations(overrides)
+    several = len(arms) > 1
     # Mistakes come before any work.
-    arms = _arms(overrides, several)
     runs = {label: configure(exported, own, split=options.split) for label, own in arms.items()}
     print("opening the data and the model …")
-    least = BATCHES if several else 1
-    results = {label: measure(exported, run, options.split, least) for label, run in runs.items()}
-    label, run = next(reversed(runs.items()))
-    result, unit, mode = results[label], run.config.recipe.unit, run.config.precision.mode
-    about = result.about
+    results = {label: measure(exported, run, options.split, BATCHES if several else 1) for label, run in runs.items()}
+    run, result = list(runs.values())[-1], list(results.values())[-1]
+    unit, about = run.config.recipe.unit, result.about
+    left_out = (
+        f"; {about['left_out']:,} more are left out (eval_samples={about['samples']})" if about["left_out"] else ""
+    )
     print(f"{exported.folder}, {about['data']}")
-    print(f"{about['samples']:,} samples of split={options.split} in batches of {about['batch_size']}{result.rest}\n")
+    print(f"{about['samples']:,} samples of split={options.split} in batches of {about['batch_size']}{left_out}\n")
     folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     try:
         make_folder(folder)
@@ -110,17 +111,16 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
         "recipe": exported.recipe,
         **about,
         "hardware": run.hardware.name,
-        "time": time.time(),
     }
     if several:
-        facts |= {"precisions": _several(results, unit)}
+        facts["precisions"] = _several(results, unit)
     else:
+        mode, wide = run.config.precision.mode, " (fp32 arithmetic)" if result.not_timed else ""
         print("  ".join(f"{name} {loss(value)}" for name, value in result.metrics.items()))
-        wide = " (fp32 arithmetic)" if result.not_timed else ""
         print(f"{result.units_per_s:,.0f} {unit}/s in {mode}{wide}")
         facts |= {"precision": mode} | _facts(result, unit)
         if result.given:
-            facts["classes"] = write_classes(folder, result)
+            write_classes(folder, result)
     write_json(folder / ("precisions.json" if several else "evaluation.json"), facts)
     print(f"\nwritten to {folder}")
     return facts
@@ -180,43 +180,17 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
     values = reported(recipe, totals, count_of_targets) | metrics.values(World())
     if isinstance(recipe, LanguageRecipe) and (rate := tokens_per_byte(datasets, split)):
         values["bits_per_byte"] = values["loss"] / math.log(2) * rate
+    about = {"data": datasets.description, "split": split, "samples": samples, "left_out": len(part) - samples}
     return Measured(
         values,
         np.array(targets),
         {name: torch.stack([batch[name] for batch in sums]).double().cpu().numpy() for name in sums[0]},
-        {
-            "data": datasets.description,
-            "split": split,
-            "samples": samples,
-            "targets": count_of_targets,
-            "batch_size": size,
-        },
-        _left_out(part, samples),
+        about | {"targets": count_of_targets, "batch_size": size},
         sum(units) / max(seconds, 1e-9),
         run.not_timed,
         classes,
         given,
     )
-
-
-def _left_out(part: Dataset, samples: int) -> str:
-    """Return what of a split is not evaluated, in words."""
-    if samples < len(part):
-        return f"; {len(part) - samples:,} more are left out (eval_samples={samples})"
-    texts = [text for text in getattr(part, "datasets", [part]) if isinstance(text, TokenWindows)]
-    tokens = sum((len(text.tokens) - 1) % text.context for text in texts)
-    return f"; the last {tokens} tokens, less than a sample, are left out" if tokens else ""
-
-
-def _arms(overrides: Sequence[str], several: bool) -> dict[str, list[str]]:
-    """Return the overrides of every arm by its label: one without ``-m``, one for each precision with it."""
-    found = combinations(overrides)
-    swept = [override.partition("=")[0] for override in overrides if len(combinations([override])) > 1]
-    if several and (not swept or any(key.partition(".")[0] != "precision" for key in swept)):
-        raise UserError("-m compares precisions on the same samples; use it as in -m precision=fp32,bf16,fp16")
-    if not several and swept:
-        raise UserError(f"{swept[0]} has several values; add -m to compare them")
-    return found
 
 
 def _facts(result: Measured, unit: str) -> dict[str, Any]:
@@ -230,21 +204,17 @@ def _several(results: dict[str, Measured], unit: str) -> dict[str, Any]:
     print(precision_table(results, costs, unit), end="\n\n")
     sentences = {label: verdict(label, first, costs[label]["loss"], results[first].metrics["loss"]) for label in others}
     print("\n".join(sentences.values()))
-    return {
-        label: _facts(result, unit)
-        | {
-            "costs": {name: cost._asdict() for name, cost in costs.get(label, {}).items()},
-            "verdict": sentences.get(label),
-        }
-        for label, result in results.items()
-    }
+    found = {label: _facts(result, unit) for label, result in results.items()}
+    for label, sentence in sentences.items():
+        of = {name: cost and asdict(cost) for name, cost in costs[label].items()}
+        found[label] |= {"costs": of, "verdict": sentence}
+    return found
 
 
-def write_classes(folder: Path, result: Measured) -> list[dict[str, Any]]:
+def write_classes(folder: Path, result: Measured) -> None:
     """Print how well a classifier does on each class, and write classes.csv, confusion.csv and confusion.png.
 
-    Returns:
-        Name, precision, recall, F1 and samples of each class that occurs or was given; None without a denominator.
+    They have the classes that occur or were given; a number without a denominator is left out.
     """
     import pandas as pd
     from matplotlib.figure import Figure
@@ -263,8 +233,12 @@ def write_classes(folder: Path, result: Measured) -> list[dict[str, Any]]:
     side = min(14.0, 3 + 0.42 * len(names))
     figure = Figure(figsize=(side, side), dpi=110, layout="constrained")
     axes = figure.subplots()
-    shares = cells / np.maximum(cells.sum(1, keepdims=True), 1)  # so that small classes show
-    ConfusionMatrixDisplay(shares, display_labels=names).plot(
+    ConfusionMatrixDisplay.from_predictions(
+        labels,
+        given,
+        labels=found,
+        display_labels=names,
+        normalize="true",  # so that small classes show
         include_values=len(names) <= NAMES_DRAWN // 2,
         cmap="Blues",
         xticks_rotation="vertical",
@@ -275,5 +249,3 @@ def write_classes(folder: Path, result: Measured) -> list[dict[str, Any]]:
     if len(names) > NAMES_DRAWN:
         axes.set(xticks=[], yticks=[])
     figure.savefig(folder / "confusion.png")
-    rows = table.reset_index(names="name").to_dict("records")
-    return [{key: None if each != each else each for key, each in row.items()} for row in rows]

@@ -80,7 +80,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
         network: of transformers.
         tokenizer: of transformers.
         ids: int64, 1 × tokens: what is continued, or the input of an encoder.
-        options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p`` and ``cache`` are used; the text also ends at
+        options: ``max_new_tokens``, ``temperature``, ``top_k`` and ``top_p`` are used; the text also ends at
             the network's own end token.
 
     Raises:
@@ -119,7 +119,6 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
                 input_ids=known,
                 attention_mask=torch.ones_like(known),
                 max_new_tokens=left if context is None else min(left, max(1, context - known.shape[1])),
-                use_cache=options.cache,
                 pad_token_id=min(ends, default=0),
                 streamer=shown,
                 **drawn,

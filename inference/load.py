@@ -4,20 +4,21 @@ they open to.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
+from recipes.data.text.pretrained import opening
 from recipes.huggingface import RECIPES
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.reader import fill
 from trainer.config.registration import groups
 from trainer.data.contract import Datasets
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError
 from trainer.files import BEST, read_object
 from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder, run_of
@@ -77,19 +78,11 @@ class Exported:
         level = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # what is missing is reported here
         try:
-            with work("loading the model"):
+            remedy = "give a folder that save_pretrained wrote"
+            with work("loading the model"), self._opening("cannot be opened by transformers", remedy) as place:
                 model, found = getattr(transformers, cls.model_class).from_pretrained(
-                    self.folder,
-                    dtype=torch.float32,
-                    attn_implementation=attention,
-                    local_files_only=True,
-                    output_loading_info=True,
+                    **place, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
                 )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise UserError(
-                f"run={self.given}: {self.folder} cannot be opened by transformers ({first_line(error)}); "
-                "give a folder that save_pretrained wrote"
-            ) from error
         finally:
             transformers.logging.set_verbosity(level)
         if missing := sorted(found["missing_keys"]):
@@ -103,12 +96,12 @@ class Exported:
         """Return transformers' tokenizer. Raises UserError where there is none."""
         from transformers import AutoTokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"run={self.given}: {self.folder} has no valid tokenizer ({error}); copy the model's own into it"
-            ) from None
+        with self._opening("has no valid tokenizer", "copy the model's own into it") as place:
+            return AutoTokenizer.from_pretrained(**place)
+
+    def _opening(self, failure: str, remedy: str) -> AbstractContextManager[dict[str, Any]]:
+        """Give the arguments of ``from_pretrained``, whose errors become the user's."""
+        return opening(str(self.folder), f"run={self.given}: {self.folder}", failure, remedy)
 
 
 def open_exported(given: str, path: Path) -> Exported:

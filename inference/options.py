@@ -61,7 +61,7 @@ class RunOptions(Overriding):
 class EvaluateOptions(RunOptions):
     """Options of scripts/evaluate.py."""
 
-    takes = (*KEYS, *GROUPS, "-m")
+    takes = (*KEYS, *GROUPS)
 
     split: str = "valid"
     output: str = ""
@@ -82,7 +82,6 @@ class GenerateOptions(RunOptions):
     top_p: float = 1.0
     seed: int = 0
     max_new_tokens: int = 256
-    cache: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,8 +91,6 @@ class GenerateOptions(RunOptions):
             raise UserError(f"temperature={self.temperature} must be 0 (always the most probable token) or above")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if self.n > 1 and self.temperature == 0:
-            raise UserError(f"n={self.n} with temperature=0 would give the same text {self.n} times; set n=1")
 
 
 @dataclass

@@ -7,7 +7,7 @@
   output_dir=…      the folder that such a run is downloaded to (default: outputs)
 Everything else is as in training. Other data, precisions and sizes replace it: data=… data.path=… precision=…
 eval_samples=… micro_batch_size=… recipe.image_size=… device=…
-With -m and several precisions (``-m run=… precision=fp32,bf16,fp16``) it measures what each costs against the first.
+Of several precisions (precision=fp32,bf16,fp16) it measures what each costs against the first.
 Exit code: 0, 2 for a user error, 130 when interrupted.
 """
 

@@ -31,6 +31,10 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
+def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / name).read_text(encoding="utf-8").splitlines()))
+
+
 def recorded(run: Path) -> dict[str, float]:
     """The metrics of the evaluation that the run calls its best."""
     best = json.loads((run / "summary.json").read_text())["best"]["step"]
@@ -67,7 +71,8 @@ def test_results_are_in_the_run_folder_unless_another_is_given(here: Path, monke
     assert rows[0] == ["class \\ given", "bright", "dark", "grey"]
     found = results(folder)
     assert sum(int(cell) for row in rows[1:] for cell in row[1:]) == found["samples"]
-    assert found["metrics"]["f1_macro"] == pytest.approx(np.mean([row["f1"] for row in found["classes"]]))
+    scores = [float(row["f1"]) for row in rows_of(folder, "classes.csv")]
+    assert found["metrics"]["f1_macro"] == pytest.approx(np.mean(scores))
     with Image.open(folder / "confusion.png") as picture:
         assert min(picture.size) > 300
 
@@ -77,11 +82,11 @@ def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(he
         shutil.copytree(f"photos/{name}", tmp_path / "two" / name)
     data = ("data=imagefolder", f"data.path={tmp_path}/two", "split=all", "loader.workers=0")
     assert evaluate("run=outputs/images", *data, f"output={tmp_path}").code == 0
-    two = {row["name"]: row for row in results(tmp_path)["classes"]}
+    two = {row["name"]: row for row in rows_of(tmp_path, "classes.csv")}
     assert evaluate("run=outputs/images", "split=all", f"output={tmp_path}").code == 0
-    own = {row["name"]: row for row in results(tmp_path)["classes"]}
+    own = {row["name"]: row for row in rows_of(tmp_path, "classes.csv")}
     for name in ("grey", "dark"):
-        assert (two[name]["samples"], two[name]["recall"]) == (30, own[name]["recall"])
+        assert (two[name]["samples"], two[name]["recall"]) == ("30.0", own[name]["recall"])
     photo(tmp_path / "two" / "green" / "1.png", 9, np.random.default_rng(0))
     refused = evaluate("run=outputs/images", *data)
     assert refused.code == 2
@@ -100,8 +105,6 @@ def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, 
     done = evaluate(f"run=outputs/{name}", *overrides, f"output={tmp_path}")
     assert done.code == 0, done.err
     assert results(tmp_path)["samples"] == len(datasets.valid)
-    rest = len(datasets.tokens.valid) - 1 - results(tmp_path)["targets"]
-    assert (f"; the last {rest} tokens, less than a sample, are" in done.out) == (name in ("gpt2", "chars"))
 
 
 def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path) -> None:
@@ -159,10 +162,8 @@ MISTAKES = {
     "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the 45 characters",
     "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
     "run=outputs/gpt2 split=test": "split=test: data=text has none; set data.test=…, or use split=valid or split=all",
-    "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",
-    "run=outputs/gpt2 -m precision=fp32": "-m compares precisions on the same samples",
-    "run=outputs/gpt2 -m micro_batch_size=4,8": "-m compares precisions on the same samples",
-    "run=outputs/gpt2 -m precision=fp32,bf16 eval_samples=9": "20 batches are needed for an interval, and there are 9",
+    "run=outputs/gpt2 micro_batch_size=4,8": "micro_batch_size=4,8 has several values; only those of precision=",
+    "run=outputs/gpt2 precision=fp32,bf16 eval_samples=9": "20 batches are needed for an interval, and there are 9",
     "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",

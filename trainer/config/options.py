@@ -30,7 +30,7 @@ class Overriding:
     """Options of a script that also takes those of train.py."""
 
     takes: ClassVar[Collection[str]] = ()
-    """The keys, groups and flags of train.py's that have an effect; empty: all."""
+    """The keys and groups of train.py's that have an effect; empty: all."""
     fixed: ClassVar[Mapping[str, str]] = {}
     """Keys and groups that have none, and why."""
 
@@ -94,16 +94,16 @@ def parse(
     """
     names = [entry.name for entry in dataclasses.fields(options)]
     values: dict[str, Any] = {}
-    takes, rest = getattr(options, "takes", ()), []
+    rest = []
     for argument in arguments:
         key, equals, text = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
         dashes = argument.startswith("-")
-        if dashes and argument in takes:
-            rest.append(argument)
-        elif dashes and (name in names or others == "overrides"):
+        if argument == "-m" and others == "overrides":
+            continue  # what train.py needs for several values
+        if dashes and (name in names or others == "overrides"):
             raise UserError(f"{argument}: write {name}={text or '…'}, without dashes")
-        elif equals and key in names:
+        if equals and key in names:
             if not text:
                 raise UserError(f"{key}= has no value; write {key}=…")
             values[key] = _value(options, key, unquoted(text))
@@ -118,7 +118,7 @@ def parse(
     if "parallel" in getattr(options, "fixed", ()) and launched_processes():
         raise UserError("each run has one process; leave out torchrun")
     if others == "overrides":
-        check_keys([argument for argument in rest if argument not in takes], options)
+        check_keys(rest, options)
     return options(**values | given), rest
 
 
@@ -129,13 +129,12 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
         UserError: there is one.
     """
     from trainer.config.explain import intended_key, known_options
-    from trainer.config.registration import key_of
 
     own = [*(entry.name for entry in dataclasses.fields(options)), *getattr(options, "takes", ())]
     takes, fixed = getattr(options, "takes", ()), getattr(options, "fixed", {})
     known = {"experiment", *known_options()}
     for override in overrides:
-        key = key_of(override)
+        key = override.lstrip("+~").partition("=")[0]
         group = key.partition(".")[0]
         unknown = "." not in key and key not in known and intended_key(key) == key
         if unknown and (near := nearest(key, own)):

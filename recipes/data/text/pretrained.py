@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
 from trainer.errors import UserError, first_line
 
@@ -85,7 +87,7 @@ def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str
     offline = path is None and not hub_reachable()
     try:
         yield {"pretrained_model_name_or_path": str(path or name), "local_files_only": bool(path) or offline}
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         if offline:
             failure = "is not in the local cache and the Hugging Face hub cannot be reached"
             raise UserError(f"{key} {failure}; {remedy}") from error
