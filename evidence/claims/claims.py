@@ -107,8 +107,6 @@ class Claim:
     """Further overrides by setup on a CUDA GPU, where other sizes fit."""
     repeats: int = 3
     """Number of runs of each arm, each with another seed."""
-    traps: list[str] = field(default_factory=list)
-    """Known ways to misread the published figure, and how the test avoids them."""
 
     def __post_init__(self) -> None:
         """Check what the types do not: that the names in it exist, and that something decides."""
