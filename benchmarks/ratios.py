@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +65,7 @@ def _speedups(bench: Bench, job: Job, pairs: Sequence[tuple[str, str]]) -> Itera
         else:
             measured.append((fast, slow))
     names = dict.fromkeys(name for pair in measured for name in pair)
-    times = bench.interleave({name: _training_block(bench, job, name) for name in names})
+    times = interleave({name: _training_block(bench, job, name) for name in names}, bench.repeats)
     for fast, slow in measured:
         how = f"{job.line(f'precision={fast}')}; vs. precision={slow}; {job.steps} steps a repeat"
         target = BF16_TARGET if amx and (fast, slow) == ("bf16", "fp32") else None
@@ -83,7 +82,7 @@ def fp32_kernels(bench: Bench, job: Job | None = None) -> Iterator[Row]:
         if not kernels.not_timed_here(mode, hardware):
             continue
         wide, native = (f"{mode} precision.kernels={setting}" for setting in ("fp32", "native"))
-        times = bench.interleave(
+        times = interleave(
             {name: _training_block(bench, job, name) for name in (wide, native, "fp32")}, min(bench.repeats, 2)
         )
         for other, words in ((native, "with torch's own kernels"), ("fp32", "in fp32")):
@@ -112,14 +111,15 @@ def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTI
     """Measure a step with each optimizer beside one with AdamW."""
     job = job or gpt2_job(bench.hardware)
     title = f"{job.name}, a step with {{}} / with adamw"
-    loops: dict[str, Callable[[int], None]] = {}
+    blocks: dict[str, Callable[[], float]] = {}
     for name in ("adamw", *names):
         try:
-            loops[name] = steps_of(_trainer(bench, job, f"optimizer={name}"))
+            steps = steps_of(_trainer(bench, job, f"optimizer={name}"))
+            blocks[name] = partial(stopwatch(steps, bench.hardware.device), job.steps)
         except UserError as error:  # the library that has it is not installed
             yield Row(title.format(name), "x", [], f"not measured: {error}")
-    times = bench.times(loops, job.steps)
-    for name in list(loops)[1:]:
+    times = interleave(blocks, bench.repeats)
+    for name in list(blocks)[1:]:
         yield Row(title.format(name), "x", ratios(times, name, "adamw"), job.line(f"optimizer={name}"))
 
 
@@ -179,7 +179,7 @@ def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterat
         "first step": lambda: seconds(*train, until="step 1/1"),
         "mistake": lambda: seconds(*mistake, code=2),
     }
-    times = bench.interleave(blocks, min(bench.repeats, 3), warm_up=0)
+    times = interleave(blocks, min(bench.repeats, 3), warm_up=0)
     how = "python scripts/train.py {}; warm caches"
     yield Row("command to the end of the first step", "s", times["first step"], how.format(" ".join(train)), 5.0)
     yield Row("command to the error message", "s", times["mistake"], how.format(" ".join(mistake)), 1.5)
@@ -208,20 +208,21 @@ def _seconds(command: list[str], folder: Path, code: int = 0, until: str | None 
         RunError: it ended otherwise.
     """
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
-    began, printed = time.perf_counter(), []
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            printed.append(line)
-            if until is not None and line.startswith(until):
-                seconds = time.perf_counter() - began
-                process.terminate()
-                return seconds
-    if until is None and process.returncode == code:
-        return time.perf_counter() - began
-    raise RunError(f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(printed[-20:])}")
+    printed: list[float] = []
+    began = time.perf_counter()
+
+    def ends(line: str) -> bool:
+        if until is not None and line.startswith(until):
+            printed.append(time.perf_counter() - began)
+        return bool(printed)
+
+    ended = shell.run(command, cwd=folder, env=environment, on_line=ends)
+    if printed:
+        return printed[0]
+    if until is None and ended.code == code:
+        return ended.seconds
+    last = "\n".join(ended.output.splitlines()[-20:])
+    raise RunError(f"{' '.join(command)} ended with status {ended.code}:\n{last}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.stopwatch import stopwatch
 from mantissa import compare
 from mantissa.statistics import mean_interval, ratio_interval
 from trainer.hardware import Hardware
@@ -84,17 +82,6 @@ class Bench:
     def mode(self) -> str:
         """The precision of measurements that compare no precisions: bf16, or fp32 where bf16 is left out."""
         return "fp32" if self.left_out("bf16") else "bf16"
-
-    def times(self, loops: Mapping[str, Callable[[int], object]], steps: int = 1, repeats: int | None = None) -> Times:
-        """Let loops take ``steps`` steps in turn, and return their seconds per repeat by name."""
-        blocks = {name: partial(stopwatch(loop, self.hardware.device), steps) for name, loop in loops.items()}
-        return self.interleave(blocks, repeats)
-
-    def interleave(
-        self, blocks: Mapping[str, Callable[[], float]], repeats: int | None = None, warm_up: int = 1
-    ) -> Times:
-        """Call blocks that return their seconds in turn, see the function; ``repeats``: default those of the bench."""
-        return interleave(blocks, self.repeats if repeats is None else repeats, warm_up)
 
 
 def interleave(blocks: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Times:

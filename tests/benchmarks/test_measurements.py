@@ -16,8 +16,7 @@ from benchmarks import bench, overhead, peers, ratios, rows
 from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job, shakespeare
 from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, PlainShape, _plain, nanogpt
 from benchmarks.rows import Bench, Row
-from evidence.stopwatch import Block, stopwatch
-from mantissa.formats import BASIC
+from evidence.stopwatch import Block
 from trainer.config.options import run
 from trainer.hardware import Hardware, detect
 from trainer.trainer import Trainer
@@ -69,13 +68,6 @@ def test_rows_are_printed_and_kept_as_they_come_also_beside_a_measurement_that_f
     assert run(bench.main, None, ["only=hole"]) == 2
 
 
-def test_a_stopwatch_measures_only_its_own_steps() -> None:
-    now = [1000.0]
-    block = stopwatch(lambda steps: now.append(now.pop() + 0.5 * steps), torch.device("cpu"), lambda: now[0])
-    now[0] += 100
-    assert block(4) == 2.0
-
-
 def test_blocks_take_turns_the_first_repeat_is_not_kept_and_a_speedup_is_the_slower_over_the_faster() -> None:
     calls: list[str] = []
     seconds = {"a": iter([9.0, 1.0, 2.0]), "b": iter([7.0, 3.0, 5.0])}
@@ -115,13 +107,6 @@ def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:
     times = overhead.alternate(Bench(CPU, 2, tmp_path), SMALL, ("log_every=10",), others, clock=lambda: now[0])
     assert times == {"trainer": [0.0, 0.0], "bare": [0.0, 0.0], "other": [60.0, 60.0]}
     assert len((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()) == 4  # 1, 10, 19, evaluation
-
-
-def test_the_overhead_is_of_a_whole_run_with_mlflow(tmp_path: Path) -> None:
-    jobs = (SMALL, replace(TINY_MLP, steps=2, rounds=3))
-    found = list(overhead.trainer_cost(Bench(CPU, 2, tmp_path, modes=frozenset(BASIC)), jobs))
-    assert [(row.unit, len(row.values)) for row in found] == [("%", 2), ("ms", 2), ("ms", 2)]
-    assert (tmp_path / "tiny-MLP" / "tracking.json").exists()
 
 
 # --- other loops ---
