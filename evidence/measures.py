@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from evidence.runs import DIVERGED, LOSS, Outcome
+from trainer.files import read_object
 from trainer.hardware import kind_of
 
 IN_USE = 0.1
@@ -23,7 +24,8 @@ def memory(outcome: Outcome) -> float | None:
     """Return the peak bytes of one optimizer step: allocated on a GPU, by the ledger elsewhere."""
     if _on_gpu(outcome):
         return float(outcome.summary["peak_memory_bytes"])
-    return float(outcome.ledger["peak_bytes"]) if outcome.ledger else None
+    ledger = read_object(outcome.folder / "profile" / "ledger.json")
+    return float(ledger["peak_bytes"]) if ledger else None
 
 
 def final_loss(outcome: Outcome) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -83,12 +82,6 @@ class Outcome:
         path = self.folder / METRICS_FILE
         return read_series(path) if path.exists() else {}
 
-    @cached_property
-    def ledger(self) -> dict[str, Any] | None:
-        """The memory of one step by category, if it was recorded (``profiler=memory``)."""
-        path = self.folder / "profile" / "ledger.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command line as files and MLflow may have them: redacted, one by one."""
@@ -151,7 +144,7 @@ class Runner:
         assert ended.code is not None  # without a limit
         facts: dict[str, Any] = {
             "exit_code": ended.code,
-            "failure": _last_error(ended.output) if ended.code else "",
+            "failure": _last_error(ended) if ended.code else "",
             "wall_time_s": ended.seconds,
             "summary": read_object(folder / SUMMARY_FILE),
             "others_cpu": others,
@@ -184,12 +177,10 @@ def cpu_share_of_others() -> float:
     return statistics.fmean(used[number] for number in own) / 100
 
 
-def _last_error(printed: str) -> str:
+def _last_error(ended: shell.Ended) -> str:
     """Return the last error printed, wherever in a line it begins: buffered output may precede it."""
-    _, found, after = printed.rpartition("error: ")
-    if found:
-        return after.splitlines()[0] if after.strip() else ""
-    return " / ".join([line for line in printed.splitlines() if line.strip()][-3:])
+    _, found, after = ended.output.rpartition("error: ")
+    return next(iter(after.splitlines()), "") if found else ended.last_lines()
 
 
 def _name(arm: Arm, seed: int) -> str:

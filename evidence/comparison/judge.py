@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from evidence.measures import in_use, memory, speed
-from evidence.runs import DIVERGED, LOSS, Arm, Outcome, redacted_arguments
+from evidence.measures import in_use, measured
+from evidence.runs import Arm, Outcome, redacted_arguments
 from mantissa.compare import Quality, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
 
@@ -42,8 +40,6 @@ class ArmResult:
     memory: Ratio
     """Peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
     quality: Quality
-    ledger: dict[str, int] | None = None
-    """Bytes at the peak by category, of the first run that recorded them."""
     skipped_steps: int = 0
     arithmetic: str = ""
     """Reason why the speed of its own runs is not that of their format; empty: it is."""
@@ -60,28 +56,26 @@ def judge(arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality
         qualities: from ``mantissa.compare.judge``.
     """
     by_arm = {arm.label: {run.seed: run for run in outcomes if run.arm == arm.label} for arm in arms}
-    base = _finished(by_arm[arms[0].label])
+    finished = {label: {seed: run for seed, run in runs.items() if run.finished} for label, runs in by_arm.items()}
     results = []
     for arm in arms:
-        runs = by_arm[arm.label]
-        done = _finished(runs)
-        against = None if arm is arms[0] else base
-        not_timed = _not_timed(done, against or {})
+        runs, done = by_arm[arm.label], finished[arm.label]
+        base = {} if arm is arms[0] else finished[arms[0].label]
+        not_timed = _not_timed(done, base)
         result = ArmResult(
             label=arm.label,
             overrides=redacted_arguments(arm.overrides),
             seeds=list(done),
             failures={seed: run.reason for seed, run in runs.items() if not run.finished},
-            speed=_ratio(speed, done, None if not_timed else against),
-            memory=_ratio(memory, done, against),
+            speed=_ratio("speed", done, {} if not_timed else base),
+            memory=_ratio("memory", done, base),
             quality=qualities[arm.label],
-            ledger=next((run.ledger["at_peak"] for run in done.values() if run.ledger), None),
             skipped_steps=sum(run.summary["skipped_steps"] for run in done.values()),
             arithmetic=next((wide for run in done.values() if (wide := run.summary.get("fp32_arithmetic"))), ""),
             not_timed=not_timed,
         )
-        if against is not None:
-            few, used = too_few(len(result.speed.ratios), len(runs)), in_use([*done.values(), *against.values()])
+        if arm is not arms[0]:
+            few, used = too_few(len(result.speed.ratios), len(runs)), in_use([*done.values(), *base.values()])
             result.speed.why = not_timed or "; ".join(filter(None, (few, used)))
         results.append(result)
     return results
@@ -89,7 +83,7 @@ def judge(arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality
 
 def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, float | None]]:
     """Return the final losses as ``mantissa.compare.judge`` takes them."""
-    return {arm.label: {run.seed: _loss(run) for run in outcomes if run.arm == arm.label} for arm in arms}
+    return {arm.label: {run.seed: measured(run, "loss") for run in outcomes if run.arm == arm.label} for arm in arms}
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
@@ -98,30 +92,9 @@ def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
     return "; ".join(sorted(filter(None, ways[0] ^ ways[1]))) if all(ways) else ""
 
 
-def _finished(runs: dict[int, Outcome]) -> dict[int, Outcome]:
-    return {seed: outcome for seed, outcome in runs.items() if outcome.finished}
-
-
-def _ratio(
-    quantity: Callable[[Outcome], float | None], runs: dict[int, Outcome], base: dict[int, Outcome] | None
-) -> Ratio:
-    values = {seed: value for seed, outcome in runs.items() if (value := quantity(outcome)) is not None}
-    result = Ratio(_interval(list(values.values()), mean_interval), list(values.values()))
-    if base is not None:
-        others = {seed: other for seed, outcome in base.items() if (other := quantity(outcome)) is not None}
-        result.ratios = [value / others[seed] for seed, value in values.items() if others.get(seed)]
-        result.ratio = _interval(result.ratios, ratio_interval)
-    return result
-
-
-def _interval(values: list[float], of: Callable[[list[float]], Interval]) -> Interval | None:
-    return of(values) if len(values) > 1 else None
-
-
-def _loss(outcome: Outcome) -> float | None:
-    if outcome.exit_code == DIVERGED:
-        return math.nan
-    if not outcome.finished:
-        return None
-    loss: float | None = outcome.summary["final"].get(LOSS)
-    return math.nan if loss is None else loss
+def _ratio(name: str, runs: dict[int, Outcome], base: dict[int, Outcome]) -> Ratio:
+    values = {seed: value for seed, run in runs.items() if (value := measured(run, name)) is not None}
+    pairs = [(value, measured(base[seed], name)) for seed, value in values.items() if seed in base]
+    ratios = [value / other for value, other in pairs if other]
+    mean = mean_interval(list(values.values())) if len(values) > 1 else None
+    return Ratio(mean, list(values.values()), ratio_interval(ratios) if len(ratios) > 1 else None, ratios)

@@ -1,8 +1,7 @@
-"""The plots of a comparison: the three answers, loss curves, memory by category."""
+"""The plots of a comparison: the three answers, and loss curves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,11 @@ import numpy as np
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.runs import LOSS
-from mantissa.display import mebibytes
-from mantissa.ledger import CATEGORIES, MIB
 from mantissa.page import MARGIN
 from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure
 
 SIZE = (4.6, 3.2)
 """Inches."""
-_PARTS = ("#0072b2", "#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d9d9d9", "#d55e00", "#f0b27a")
-COLOR_OF = dict(zip(CATEGORIES, _PARTS, strict=True))
 
 
 def figures(result: Result) -> dict[str, tuple[str, Any]]:
@@ -26,7 +21,6 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
     drawn = {
         "answers": (f"Speed, memory and validation loss, relative to {result.plan.baseline}", _answers(result)),
         "loss": ("Validation loss, mean over the seeds; one faint line per run", _loss(result)),
-        "memory": ("Peak memory of one optimizer step", _memory(result)),
     }
     return {name: (title, figure) for name, (title, figure) in drawn.items() if figure is not None}
 
@@ -107,30 +101,6 @@ def _loss(result: Result) -> Any:
     axes.set_ylabel("validation loss", color=QUIET)
     axes.grid(axis="y", color=RULE)
     axes.legend(frameon=False, labelcolor=INK)
-    return figure
-
-
-def _memory(result: Result) -> Any:
-    arms = [arm for arm in result.arms if arm.memory.values]
-    if not arms:
-        return None
-    figure, axes = bare_figure(*SIZE)
-    for row, arm in enumerate(arms):
-        left = 0.0
-        parts: Mapping[str, float] = arm.ledger or {"allocated": float(np.mean(arm.memory.values))}
-        for name, amount in parts.items():
-            if amount:
-                color = COLOR_OF.get(name, _color(result, arm))
-                axes.barh(row, amount / MIB, left=left / MIB, color=color, height=0.6, label=name.replace("_", " "))
-            left += amount
-        _note(axes, mebibytes(left), left / MIB, row, (4, 0), va="center")
-    _name_rows(axes, arms)
-    axes.margins(x=0.12)
-    axes.set_xlabel("MiB", color=QUIET)
-    if any(arm.ledger for arm in arms):
-        shown = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))  # each category once
-        names, bars = shown.keys(), shown.values()
-        figure.legend(bars, names, loc="outside lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=9)
     return figure
 
 

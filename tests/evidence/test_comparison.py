@@ -206,10 +206,10 @@ def test_the_load_of_others_is_that_of_the_cpus_that_runs_may_use(monkeypatch: p
 
 
 def test_an_error_is_found_behind_what_was_still_buffered() -> None:
-    assert _last_error("step 1  loss 2\nstep 2  loerror: the gradients are not finite\nss 3\n") == (
+    assert _last_error(Ended(1, 1.0, "step 1  loss 2\nstep 2  loerror: the gradients are not finite\nss 3\n")) == (
         "the gradients are not finite"
     )
-    assert _last_error("one\n\ntwo\nthree\nfour\n") == "two / three / four"
+    assert _last_error(Ended(1, 1.0, "one\n\ntwo\nthree\nfour\n")) == "two / three / four"
 
 
 # --- speed and memory ---
@@ -293,7 +293,7 @@ def test_what_was_not_measured_is_none_and_never_0(runs: Runs) -> None:
         runs.add(FP32, seed, units_per_s=None)
         runs.add(BF16, seed)
     for arm in runs.judged().values():
-        assert (arm.memory.value, arm.memory.values, arm.ledger, arm.speed.ratio) == (None, [], None, None)
+        assert (arm.memory.value, arm.memory.values, arm.speed.ratio) == (None, [], None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -314,7 +314,7 @@ def test_memory_is_the_allocators_on_cuda_and_the_ledgers_elsewhere(runs: Runs) 
         runs.add(BF16, seed, hardware={"device": "cpu"}, peak_bytes=3_500, skipped_steps=2)
     found = runs.judged()
     assert found["fp32"].memory.values == [7_000, 7_000]
-    assert (found["bf16"].memory.values, found["bf16"].ledger) == ([3_500, 3_500], {"weights": 3_500})
+    assert found["bf16"].memory.values == [3_500, 3_500]
     assert found["bf16"].skipped_steps == 4
 
 
@@ -412,11 +412,11 @@ def test_a_failed_arm_is_named_with_its_reason(
 def test_the_files_of_a_comparison(reported: Callable[..., Result]) -> None:
     found = reported(["fp32", "tf32", "bf16", "fp16", "compiled"])
     files = write_report(found)
-    names = {"report.html", "report.txt", "loss.png", "memory.png", "answers.png"}
+    names = {"report.html", "report.txt", "loss.png", "answers.png"}
     assert {file.name for file in files} == names
     assert all(file.stat().st_size for file in files)
     html = files[0].read_text()
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == 2
     assert '<tr><th scope="row">bf16</th><td class="good">EQUIVALENT</td>' in html
     assert "commit 0123456789" in html
 
