@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mantissa.compare import SEED_SHIFT
-from trainer.config.compose import combinations
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
@@ -30,13 +29,6 @@ class AdviseOptions(Overriding):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.budget_minutes) and self.budget_minutes > 0):
             raise UserError(f"budget_minutes={self.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
-
-    def commands(self, overrides: list[str]) -> list[list[str]]:
-        if len(found := list(combinations(overrides).values())) > 1:
-            raise UserError(
-                "an option has several values, but advise.py chooses what it tries; set one value, or leave it out"
-            )
-        return found
 
 
 @dataclass

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
+from torch.autograd import graph
+
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.errors import RunError, UserError
+from trainer.errors import NonFiniteError, RunError, UserError, first_line, is_out_of_memory
 
 
 @dataclass
 class Debug:
-    """The ``debug`` config group; this base is ``debug=none``, and ``fast``, whose YAML sets the sizes."""
+    """The ``debug`` config group; this base is ``debug=none``."""
 
     kind: ClassVar[str] = "none"
 
@@ -24,6 +29,10 @@ class Debug:
             batch_size: samples of an optimizer step.
         """
         return datasets
+
+    def step(self) -> AbstractContextManager[object]:
+        """Return the context of one optimizer step."""
+        return nullcontext()
 
     def check(self, first: float, last: float, steps: int) -> str | None:
         """Check the result of a complete run, and return the verdict if there is one.
@@ -37,6 +46,13 @@ class Debug:
             RunError: the run did not do what this choice expects.
         """
         return None
+
+
+@dataclass
+class Fast(Debug):
+    """``debug=fast``: two steps of everything. Its YAML sets the sizes."""
+
+    kind: ClassVar[str] = "fast"
 
 
 @dataclass
@@ -64,6 +80,27 @@ class Overfit(Debug):
                 "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained"
             )
         return f"debug=overfit: passed, the loss of one batch fell from {first:.4g} to {last:.4g} in {steps} steps"
+
+
+@dataclass
+class Anomaly(Debug):
+    """``debug=anomaly``: autograd's anomaly detection, which finds the first operation whose gradient is NaN."""
+
+    kind: ClassVar[str] = "anomaly"
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Raise NonFiniteError with the line of the forward pass."""
+        with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
+            warnings.simplefilter("always")
+            try:
+                yield
+            except RuntimeError as error:
+                # torch warns of an operation that fails in the backward pass, with its line of the forward pass.
+                where = [str(warning.message) for warning in caught if warning.filename == graph.__file__]
+                if not where or is_out_of_memory(error):
+                    raise
+                raise NonFiniteError("\n".join([f"debug=anomaly: {first_line(error)}", *where])) from error
 
 
 class FirstSamples:

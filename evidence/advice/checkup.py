@@ -53,7 +53,6 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[st
         "faults": [_in_words(finding) for finding in found["findings"]],
         "missed": [f"left out: {item}" for item in found.get("left_out", [])],
         "healthy": found["verdict"] == HEALTHY,
-        "samples": samples,
     }
 
 

@@ -18,7 +18,7 @@ from evidence.measures import IN_USE
 from evidence.options import AdviseOptions
 from evidence.runs import cpu_share_of_others, redacted_arguments
 from mantissa.display import duration
-from trainer.config.compose import compose
+from trainer.config.compose import check_single, compose
 from trainer.config.options import parse
 from trainer.files import check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import detect
@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, AdviseOptions, "overrides")
-    (own,) = options.commands(overrides)
-    config = compose(own)
+    check_single(overrides, "advise.py chooses what it tries; set one value, or leave it out")
+    config = compose(overrides)
     check_output_dir(config.output_dir)
     hardware = detect(config.device)
     steps = config.plan(hardware).steps  # mistakes before any work

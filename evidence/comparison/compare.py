@@ -12,7 +12,7 @@ from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.runs import Arm, Outcome, Runner, merge_overrides, redacted_arguments
 from mantissa.compare import Look, judge_and_keep
 from mantissa.errors import UsageError
-from trainer.config.compose import combinations, compose
+from trainer.config.compose import check_single, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -125,8 +125,7 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
     for arm in plan.arms:
         try:
             overrides = merge_overrides(plan.common, arm.overrides)
-            if swept := [text for text in overrides if len(combinations([text])) > 1]:
-                raise UserError(f"{swept[0]} has several values; use one arm per value")
+            check_single(overrides, "use one arm per value")
             composed = compose(overrides)
             resolved = composed.plan(detect(composed.device))
             config = resolved.config

@@ -136,7 +136,7 @@ LR = "search recipe=bignet space.optimizer.lr=log(1e-4,1e-2)"
 IN_OTHERS = {
     "advise recipe=gpt2 presicion=bf16": "did you mean 'precision'?",
     "advise recipe=gpt2 budget_minutes=inf": "must be a time above 0",
-    "advise recipe=gpt2 precision=fp32,bf16": "an option has several values",
+    "advise recipe=gpt2 precision=fp32,bf16": "precision=fp32,bf16 has several values; advise.py chooses",
     "compare recipe=gpt2 arms=fp32,bf61": "arms: bf61 is not a precision",
     "compare recipe=gpt2 arms=fp32,bf16 arm.x=steps=many": "steps=many must be a whole number",
     f"{PAIR} arm.fp32=clip=norm": "the arm fp32 appears twice; give each a name: arm.<name>=",
@@ -172,7 +172,7 @@ IN_OTHERS = {
     "search recipe=bignet space.optimizer.lr=uniform(-1,1)": "optimizer.lr=-1.0 must be a number above 0",
     "search recipe=bignet space.output_dir=choice(a,b)": "output_dir is not an option of the training",
     f"{LR} optimizer.lr=1": "optimizer.lr is searched and set (optimizer.lr=1); remove one of them",
-    f"{LR} precision=fp32,bf16": "search them with space.precision=choice(fp32,bf16)",
+    f"{LR} precision=fp32,bf16": "search them, as in space.precision=choice(fp32,bf16)",
     f"{LR} resume=auto": "resume=auto has no effect: the search sets it",
     "search recipe=gpt2 space.optimizer.lr=lgo(1,2)": "is no space; write space.optimizer.lr=log(1e-4,1e-2)",
     "sync uri=foo": "uri=foo is not a URI",
@@ -199,15 +199,15 @@ def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:
     process = start("precision=bf61")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert out == ""
+    assert out == "loading torch and the recipes …\n"
     assert err == f"error: precision=bf61 is not a choice; did you mean 'bf16'? {choices('precision')}\n"
     assert not list(folder.iterdir())
 
 
-def test_a_terminal_is_told_what_is_loaded(folder: Path) -> None:
+def test_on_a_terminal_a_mistake_stands_alone(folder: Path) -> None:
     ours, theirs = os.openpty()
     subprocess.run([sys.executable, PROJECT / "scripts/train.py", "precision=bf61"], stdout=theirs, stderr=theirs)
-    assert os.read(ours, 99).startswith("loading torch and the recipes …\r\nerror: ".encode())
+    assert os.read(ours, 99).startswith("loading torch and the recipes …\r\n\x1b[A\x1b[Kerror: ".encode())
 
 
 def no_space(*arguments: object) -> None:

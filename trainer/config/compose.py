@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.command_line import read
-from trainer.config.explain import explained
+from trainer.config.explain import explain
 from trainer.config.registration import CONF as CONF
-from trainer.config.registration import key_of as key_of
+from trainer.errors import UserError
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
     from trainer.config.schema import Config
@@ -30,7 +32,7 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
     Raises:
         UserError: one of them is a mistake.
     """
-    with _hydra():
+    with _explained():
         from trainer.config.build import build
         from trainer.config.resume import base
 
@@ -44,7 +46,7 @@ def composed(overrides: Sequence[str]) -> DictConfig:
     Raises:
         UserError: one of them is a mistake.
     """
-    with _hydra():
+    with _explained():
         from trainer.config.resume import base
 
         name, _, overrides = base(read(overrides))
@@ -52,14 +54,28 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 
 @contextmanager
-def _hydra() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Let Hydra compose configs, and make one sentence of its errors."""
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
     try:
-        with explained(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from error
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def key_of(override: str) -> str:
+    """Return the option that an override sets or removes: ``optimizer.lr`` of ``+optimizer.lr=1``."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def check_single(overrides: Sequence[str], remedy: str) -> None:
+    """Raise UserError where an override has several values; ``remedy`` says what to do."""
+    for override in read(overrides).overrides:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line} has several values; {remedy}")
 
 
 def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:

@@ -108,7 +108,7 @@ def open_metric_log(
         tags |= {
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }
-    tags |= config.tags | ({"note": config.note} if config.note else {})
+    tags |= config.tags | {key: text for key in ("group", "note") if (text := getattr(config, key))}
     if config.tracking.parent:
         tags["mlflow.parentRunId"] = config.tracking.parent
     if git:
@@ -116,7 +116,7 @@ def open_metric_log(
     run = TrackedRun(
         experiment=config.tracking.experiment or config.recipe.name,
         name=folder.name,
-        params={key: value for key, value in options.items() if key not in ("tags", "note")} | hardware,
+        params={key: value for key, value in options.items() if key not in ("tags", "note", "group")} | hardware,
         tags=tags,
         datasets=dataset_facts(config.data, trainer.datasets),
         checkpoints=config.tracking.checkpoints,

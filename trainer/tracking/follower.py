@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mantissa")
 
 ARTIFACTS = (
-    *(CONFIG_FILE, RUN_FILE, PRECISION_FILE, SUMMARY_FILE),
+    *("config.yaml", CONFIG_FILE, RUN_FILE, PRECISION_FILE, SUMMARY_FILE),
     *(TOKENIZER, "plots", "profile", BEST),
 )
 """Files and folders of a run that go to MLflow under their own names, beside the metrics."""
