@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.tracking.ui import HOST, free_port
+from trainer.tracking.ui import HOST
 
 UI = Path(__file__).resolve().parents[1] / "scripts" / "ui.py"
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])
 
 
 def serve_ui(*options: str) -> tuple[subprocess.Popen[str], str]:
@@ -31,7 +39,7 @@ def serve_ui(*options: str) -> tuple[subprocess.Popen[str], str]:
 @contextmanager
 def served(store: str) -> Iterator[str]:
     """Serve a store at this address."""
-    port = free_port(5600)
+    port = free_port()
     process, _ = serve_ui(f"port={port}", f"uri={store}")
     try:
         yield f"http://{HOST}:{port}"

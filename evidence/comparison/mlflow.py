@@ -13,7 +13,6 @@ from trainer.files import TRACKING_FILE
 from trainer.tracking import store
 from trainer.tracking.sync import send
 from trainer.tracking.tracked_run import TrackedRun
-from trainer.tracking.ui import curves_address
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,13 +36,9 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
         tracked = TrackedRun.read(folder)
         if tracked.uri == store.storable_uri(uri):
             delivered.append((outcome, tracked))
-    shown = [str(tracked.run_id) for outcome, tracked in delivered if outcome.finished]
-    if not shown:
+    if not any(outcome.finished for outcome, _ in delivered):
         return []
-    lines, run = publish("the comparison", uri, lambda client: _update_parent(client, result, delivered, files))
-    if run is None:
-        return lines
-    return [*lines, "its runs side by side:", f"  {curves_address(uri, run.info.experiment_id, shown)}"]
+    return publish("the comparison", uri, lambda client: _update_parent(client, result, delivered, files))[0]
 
 
 def _update_parent(

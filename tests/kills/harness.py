@@ -353,11 +353,8 @@ def left_over(whole: Path, killed: Path) -> list[str]:
 
     A run that was killed before its first checkpoint stays as it was.
     """
-    one, other = _files(whole), _files(killed)
-    if not (
-        killed.parents[1] / "mlflow.db-init.lock"
-    ).exists():  # what a server leaves that is killed is its own matter
-        other = {name for name in other if ".artifact.uploading." not in name}
+    one = _files(whole)
+    other = {name for name in _files(killed) if ".artifact.uploading." not in name}  # what MLflow leaves is its own
     found = [f"{name} is left over" for name in sorted(other - one)] + [
         f"{name} is gone" for name in sorted(one - other)
     ]

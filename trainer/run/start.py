@@ -31,7 +31,7 @@ from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal, work
-from trainer.tracking.log import finish_delivery
+from trainer.tracking.sync import finish_delivery
 
 
 def train(

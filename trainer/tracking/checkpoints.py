@@ -1,25 +1,21 @@
-"""Resumable checkpoints of a run as artifacts of MLflow.
+"""Resumable checkpoints of a run as artifacts of MLflow, in the places that they have in the run's folder.
 
-MLflow's ``checkpoints/step-00000100`` is the folder of that name. Its manifest, with the hashes by which ``fetch``
-verifies the files, is sent last: if it is there, all files are. What else is needed to resume is beside
+The manifest of a checkpoint is sent last: if it is there, all files are. What else is needed to resume is beside
 ``checkpoints``.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, best_step, path_of, steps
-from trainer.errors import first_line
 from trainer.files import CONFIG_FILE, METRICS_FILE
 from trainer.tracking.store import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-log = logging.getLogger("mantissa")
 
 CHECKPOINTS = "checkpoints"
 COMPANIONS = (CONFIG_FILE, METRICS_FILE)
@@ -35,7 +31,7 @@ def wanted(folder: Path, mode: str, uri: str) -> list[Path]:
         uri: address of the store.
     """
     root = folder / CHECKPOINTS
-    if mode == "none" or (mode == "auto" and database_file(uri)) or not root.is_dir():
+    if mode == "none" or (mode == "auto" and database_file(uri)):
         return []
     saved = steps(root)
     if mode != "all":
@@ -43,36 +39,18 @@ def wanted(folder: Path, mode: str, uri: str) -> list[Path]:
     return [path_of(root, step) for step in saved]
 
 
-def files_of(checkpoint: Path) -> list[tuple[Path, str | None]]:
-    """Return the files to send for a checkpoint in their order, with their folders in MLflow; the manifest is last."""
-    place = f"{CHECKPOINTS}/{checkpoint.name}"
-    manifest = checkpoint / MANIFEST_FILE
-    companions = [(checkpoint.parents[1] / name, None) for name in COMPANIONS]
-    tensors = [(file, place) for file in sorted(checkpoint.iterdir()) if file != manifest]
-    return [*companions, *tensors, (manifest, place)]
-
-
-def remove_others(client: MlflowClient, run_id: str, keep: list[str]) -> bool:
-    """Remove the checkpoints that the run folder no longer has; return whether MLflow does that, and warn if not."""
-    return all(remove(client, run_id, name) for name in names(client, run_id) if name not in keep)
-
-
-def remove(client: MlflowClient, run_id: str, name: str) -> bool:
-    """Remove a checkpoint from MLflow, its manifest first: without it the rest is not a checkpoint."""
+def remove(client: MlflowClient, run_id: str, names: Iterable[str]) -> None:
+    """Remove checkpoints from MLflow, of each the manifest first: without it the rest is not a checkpoint."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     place = client.get_run(run_id).info.artifact_uri
-    try:
-        repository = get_artifact_repository(place, tracking_uri=client.tracking_uri)
+    repository = get_artifact_repository(place, tracking_uri=client.tracking_uri)
+    for name in names:
         for path in (f"{CHECKPOINTS}/{name}/{MANIFEST_FILE}", f"{CHECKPOINTS}/{name}"):
             repository.delete_artifacts(path)
-    except Exception as error:  # of many kinds; a checkpoint that stays too long is no failure
-        log.warning("MLflow does not remove old checkpoints (%s); they stay there.", first_line(error))
-        return False
-    return True
 
 
-def names(client: MlflowClient, run_id: str) -> list[str]:
+def stored_names(client: MlflowClient, run_id: str) -> list[str]:
     """Return the names of the checkpoints that MLflow has, whole or not, oldest first."""
     found = [item.path.rpartition("/")[2] for item in client.list_artifacts(run_id, CHECKPOINTS) if item.is_dir]
     return sorted(name for name in found if STEP_NAME.fullmatch(name))
@@ -80,7 +58,7 @@ def names(client: MlflowClient, run_id: str) -> list[str]:
 
 def complete_steps(client: MlflowClient, run_id: str) -> list[int]:
     """Return the steps of the checkpoints that MLflow has as a whole, oldest first."""
-    found = {name: client.list_artifacts(run_id, f"{CHECKPOINTS}/{name}") for name in names(client, run_id)}
+    found = {name: client.list_artifacts(run_id, f"{CHECKPOINTS}/{name}") for name in stored_names(client, run_id)}
     return [
         int(name.removeprefix("step-"))
         for name, files in found.items()

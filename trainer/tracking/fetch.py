@@ -20,7 +20,6 @@ from trainer.files import (
     check_output_dir,
     locked,
     read_object,
-    run_facts,
 )
 from trainer.tracking.checkpoints import CHECKPOINTS, COMPANIONS, complete_steps
 from trainer.tracking.follower import FOLDER_TAG
@@ -30,7 +29,7 @@ from trainer.tracking.tracked_run import TrackedRun
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)(?:/checkpoints/step-(\d{8}))?/?")
+_ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
 
 
 @contextmanager
@@ -86,13 +85,12 @@ def downloading(partial: Path) -> Iterator[None]:
 
 
 def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
-    """Download a run from MLflow and return its folder, for ``resume=<folder>``.
+    """Download a run from MLflow and return its folder, for ``resume=<folder>``, which verifies the checkpoints.
 
-    A run whose checkpoints MLflow does not have is continued in its own folder, where that is on this machine. Else
-    everything is downloaded to a temporary folder and verified by its hashes before the folder gets its name.
+    A run whose checkpoints MLflow does not have is continued in its own folder, where that is on this machine.
 
     Args:
-        resume: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``, for an earlier checkpoint with ``/checkpoints/step-00000100``.
+        resume: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``.
         uri: ``tracking.uri``.
         output_dir: where run folders are.
 
@@ -103,7 +101,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
     match = _ADDRESS.fullmatch(resume)
     if not match:
         raise UserError(f"{given} is not a valid run; use resume=mlflow:RUN_ID, with the id from MLflow's page")
-    run_id, requested = match[1], int(match[2]) if match[2] else None
+    run_id = match[1]
     with fetched_run(given, run_id, uri, "tracking.uri", output_dir) as (client, run):
         name = run.info.run_name
         if name != Path(name).name or name.startswith("."):
@@ -111,78 +109,52 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
                 f"{given}: the run's name {name!r} is not valid as the name of a folder; rename it on MLflow's page"
             )
         saved = complete_steps(client, run_id)
-        own = Path(run.data.tags.get(FOLDER_TAG, ""))
-        if not saved and requested is None and read_object(own / TRACKING_FILE).get("run_id") == run_id:
-            return own  # on this machine, where nothing has to be copied
-        step = requested or max(saved, default=0)
-        if step not in saved:
-            missing = "complete checkpoint" if requested is None else f"complete checkpoint of step {step}"
+        if not saved:
+            own = Path(run.data.tags.get(FOLDER_TAG, ""))
+            if read_object(own / TRACKING_FILE).get("run_id") == run_id:
+                return own  # on this machine, where nothing has to be copied
             raise UserError(
-                f"{given}: MLflow has no {missing} of this run, and this machine has no {own}; choose another run "
-                "(scripts/sync.py sends what is missing from where it was trained, unless tracking.checkpoints=none)"
+                f"{given}: MLflow has no complete checkpoint of this run, and this machine has no {own}; choose "
+                "another run (scripts/sync.py sends what is missing from where it was trained, unless "
+                "tracking.checkpoints=none)"
             )
-        target = Path(output_dir).expanduser() / name
+        target, step = Path(output_dir).expanduser() / name, saved[-1]
         partial = target.with_name(f".{name}.{run_id}.partial")
-        origin = {"run_id": run_id, "step": requested}
-        # Another run in MLflow, whose points of later steps cannot be removed.
-        is_new_run = step != saved[-1]
         with downloading(partial):
-            if target.exists():
-                _check(given, target, step, origin, is_new_run)
+            if target.exists():  # of the same command, in a job that is started again
+                here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
+                if here < step or read_object(target / TRACKING_FILE).get("run_id") != run_id:
+                    raise UserError(
+                        f"{given}: {target} has another run, or this one at an earlier step than {step}; use "
+                        f"resume={target}, or choose another folder with output_dir=…"
+                    )
                 return target
             print(f"fetching {name}, step {step}, from MLflow at {redacted(str(client.tracking_uri))}", flush=True)
-            if is_new_run:
-                print(f"MLflow has this run up to step {saved[-1]}; from step {step} on it is a new run there")
             sent = {item.path for item in client.list_artifacts(run_id)}  # not all, if the upload was cut
-            ended = {SUMMARY_FILE} if run.info.status == "FINISHED" and not is_new_run else set()
+            ended = {SUMMARY_FILE} if run.info.status == "FINISHED" else set()
             for file in {*COMPANIONS, RUN_FILE, TOKENIZER, *ended} & sent:
                 client.download_artifacts(run_id, file, str(partial))
-            _download(given, client, run_id, [older for older in saved if older <= step], partial / CHECKPOINTS)
-            add_run_facts(partial, fetched=origin, launch={})
-            _describe(client, run, is_new_run, partial)
+            (partial / CHECKPOINTS).mkdir()
+            for older in saved:
+                path = checkpoint.path_of(Path(CHECKPOINTS), older)
+                client.download_artifacts(run_id, path.as_posix(), str(partial / CHECKPOINTS))
+            add_run_facts(partial, launch={})
+            _describe(client, run).write(partial)
             partial.rename(target)
         return target
 
 
-def _check(given: str, target: Path, step: int, origin: dict[str, Any], is_new_run: bool) -> None:
-    """Refuse a folder that has not this run, at this step or later.
-
-    Raises:
-        UserError: the folder is of another run, or of another state of this one.
-    """
-    again = run_facts(target, "fetched") == origin  # fetched by the same command: a job that is started again
-    ours = again or (not is_new_run and read_object(target / TRACKING_FILE).get("run_id") == origin["run_id"])
-    here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
-    if not ours or here < step or (here > step and not again and origin["step"] is not None):
-        raise UserError(
-            f"{given}: {target} has another run, or this one at another step than {step}; use resume={target}, "
-            "or choose another folder with output_dir=…"
-        )
-
-
-def _download(given: str, client: MlflowClient, run_id: str, saved: list[int], folder: Path) -> None:
-    """Download checkpoints and verify them.
-
-    Raises:
-        UserError: one is damaged.
-    """
-    folder.mkdir()
-    place = f"runs:/{run_id}/{CHECKPOINTS}/step-"
-    for step in saved:
-        path = checkpoint.path_of(folder, step)
-        client.download_artifacts(run_id, f"{CHECKPOINTS}/{path.name}", str(folder))
-        if found := checkpoint.damage(path, step):
-            older = [f"use resume={place}{other:08d}, an earlier one" for other in saved if other < step]
-            remedy = older[-1] if older else "MLflow has no earlier one: start again without resume="
-            raise UserError(f"{given}: {place}{step:08d} is damaged or incomplete: {found}; {remedy}")
-
-
-def _describe(client: MlflowClient, run: Any, is_new_run: bool, partial: Path) -> None:
-    """Write the run's own ``tracking.json``, so that the same run continues there."""
-    name = client.get_experiment(run.info.experiment_id).name
-    described = TrackedRun(name, run.info.run_name, {}, {}, uri=storable_uri(str(client.tracking_uri)))
-    if not is_new_run:
-        described.key, described.started_s = run.data.tags[KEY_TAG], run.info.start_time / 1000
-        described.run_id, described.experiment_id = run.info.run_id, run.info.experiment_id
-        described.delivered = run.info.status == "FINISHED"  # until it is continued there is nothing to send
-    described.write(partial)
+def _describe(client: MlflowClient, run: Any) -> TrackedRun:
+    """Return what ``tracking.json`` has to hold, so that the same run continues there."""
+    return TrackedRun(
+        client.get_experiment(run.info.experiment_id).name,
+        run.info.run_name,
+        params={},
+        tags={},
+        key=run.data.tags[KEY_TAG],
+        started_s=run.info.start_time / 1000,
+        uri=storable_uri(str(client.tracking_uri)),
+        run_id=run.info.run_id,
+        experiment_id=run.info.experiment_id,
+        delivered=run.info.status == "FINISHED",  # until it is continued there is nothing to send
+    )

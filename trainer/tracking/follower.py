@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint.schema import MANIFEST_FILE
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (
     BEST,
@@ -57,12 +58,8 @@ LONGEST_PAUSE_S = 30.0
 SET_UP_S = 60.0
 """Longest duration of the set-up of a new SQLite file, which reports no progress."""
 UPLOAD_BYTES_PER_S = 1e4
-"""The slowest upload of a file that still counts as progress; MLflow itself ends one that stands still."""
+"""The slowest upload of a file that is waited for; MLflow itself ends one that stands still."""
 SYSTEM_METRICS_EVERY_S = 5.0
-
-
-class GivenUp(Exception):
-    """The caller no longer waits."""
 
 
 class Follower(threading.Thread):
@@ -89,37 +86,28 @@ class Follower(threading.Thread):
         self._ending = threading.Event()
         self._given_up = threading.Event()
         self._status = ""
-        self._timeout_s = self._deadline = 0.0
         self._lacks = "this run"
         """What MLflow has to get next."""
-        self._done: set[str] = set()
-        """All that has been sent, or another step toward it; only what is not among it is progress."""
+        self._progressed_s = 0.0
+        """When MLflow got something last, later by what single calls have taken since."""
+        self._allowance_s = 0.0
+        """How long the present call may take."""
         self._failures = 0
         """Number of failed attempts since there was progress."""
         self._problem: Exception | None = None
-        self._warned = False
         self._may_remove = True
         """False: MLflow has refused to remove a checkpoint."""
         self._stored: dict[str, int] = {}
         """The last step of each metric in MLflow when this attempt began: a resumed run logs later steps again."""
 
-    def conclude(self, status: str, timeout_s: float) -> bool:
-        """Send the rest of the run; wait while there is progress, and at most ``timeout_s`` without.
-
-        A follower that was never started does only this. What is still missing then is warned of.
-
-        Returns:
-            Whether MLflow has the run.
-        """
-        self._status, self._timeout_s = status, timeout_s
-        self._deadline = max(self._deadline, time.monotonic() + timeout_s)  # an upload may be on its way
+    def conclude(self, status: str, timeout_s: float) -> None:
+        """Send the rest of the run; wait at most ``timeout_s`` without progress, and warn of what is still missing."""
+        self._status, self._progressed_s = status, time.monotonic()
         self._ending.set()
-        if self.ident is None:
-            self.start()
         reason = "interrupted"
         try:
             with work("sending the run to MLflow"):
-                while self.is_alive() and time.monotonic() < self._deadline:
+                while self.is_alive() and time.monotonic() < self._progressed_s + self._allowance_s + timeout_s:
                     self.join(0.1)
             reason = f"no answer within {timeout_s:g} s" if self.is_alive() else ""
             reason = first_line(self._problem) if self._problem else reason
@@ -127,7 +115,6 @@ class Follower(threading.Thread):
             self._given_up.set()
             if reason:
                 self._warn_incomplete(reason)
-        return not reason
 
     def abandon(self) -> None:
         """Stop without sending anything more, and warn of what is missing, unless ``conclude`` did."""
@@ -154,30 +141,23 @@ class Follower(threading.Thread):
                 self._follow()
                 self._problem = None
                 return
-            except GivenUp:
-                return
             except Exception as error:  # whatever goes wrong with MLflow, training continues
                 self._problem = error
             self._failures += 1
-            pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_S)
-            if ending:
-                left_s = self._deadline - time.monotonic()
-                if left_s <= 0 or isinstance(self._problem, UserError):  # which no patience mends
-                    return
-                self._given_up.wait(min(pause_s, left_s))
-                continue
-            if self._failures == 2:  # one failure alone is common: another run may be setting up the store
+            if ending and isinstance(self._problem, UserError):  # which no patience mends
+                return
+            if self._failures == 2 and not ending:  # one failure alone is common: another run may be setting up a store
                 self._warn(first_line(self._problem))
-            if self._ending.wait(pause_s):
+            pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_S)
+            if (self._given_up if ending else self._ending).wait(pause_s):
                 self._failures = 0
 
     def _follow(self) -> None:
         """Send what is new while the run trains, then the rest."""
         database = database_file(self._uri)
-        if database and not database.exists():
-            self._next("this run", "set-up", SET_UP_S)
-        client = connect(self._uri)
-        self._next("this run", "connection")
+        with self._taking(SET_UP_S) if database and not database.exists() else nullcontext():
+            client = connect(self._uri)
+        self._check_wanted()
         training = not self._ending.is_set()
         run_id = self._begin(client)
         with self._sampling(run_id) if training and self._system_metrics else nullcontext():
@@ -188,24 +168,27 @@ class Follower(threading.Thread):
                 self._ending.wait(self._flush_every_s)
         self._complete(client, run_id)
 
-    def _next(self, lacks: str, done: str, allowance_s: float = 0.0) -> None:
-        """Note what comes next, and that there was progress if ``done`` is new.
+    @contextmanager
+    def _taking(self, seconds: float) -> Iterator[None]:
+        """Let the caller wait so long for one call of MLflow, in which no progress can be seen."""
+        began, self._allowance_s = time.monotonic(), seconds
+        try:
+            yield
+        finally:
+            self._progressed_s += time.monotonic() - began
+            self._allowance_s = 0.0
 
-        Args:
-            lacks: what MLflow has to get next, in words.
-            done: name of the step that leads to it.
-            allowance_s: how long it may take beyond the caller's timeout.
+    def _record(self) -> None:
+        """Note what MLflow has got now, which is progress."""
+        self._check_wanted()
+        with suppress(OSError):  # a full disk must not stop it; what MLflow has already, it ignores
+            self._run.write(self._folder)
+        self._progressed_s, self._failures, self._problem = time.monotonic(), 0, None
 
-        Raises:
-            GivenUp: the caller no longer waits.
-        """
+    def _check_wanted(self) -> None:
+        """Raise where the caller no longer waits: another process may send the rest by now."""
         if self._given_up.is_set():
-            raise GivenUp
-        if done not in self._done:
-            self._lacks = lacks
-            self._done.add(done)
-            self._failures, self._problem = 0, None
-            self._deadline = max(self._deadline, time.monotonic() + self._timeout_s + allowance_s)
+            raise RuntimeError("the caller no longer waits")
 
     def _begin(self, client: MlflowClient) -> str:
         """Find or create the run, log what is known of it when it begins, and return MLflow's id of it."""
@@ -219,10 +202,9 @@ class Follower(threading.Thread):
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", run.run_id)
                 run.offset, run.sent, run.model = 0, {}, None
             found = create_run(client, run.experiment, run.name, run.key, run.started_s)
-        run_id = run.run_id = str(found.info.run_id)
-        run.experiment_id = str(found.info.experiment_id)
-        self._write_record()
-        self._next("this run", "creation")
+            run.run_id, run.experiment_id = str(found.info.run_id), str(found.info.experiment_id)
+            self._record()
+        run_id = str(run.run_id)
         self._stored = {metric.key: metric.step for metric in found.data.to_proto().metrics}
         known, tags, params = found.data.params, dict(run.tags), {}
         for key, value in run.params.items():
@@ -236,14 +218,9 @@ class Follower(threading.Thread):
         marks = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
         client.log_batch(run_id, params=new, tags=marks, synchronous=True)
         log_datasets(client, run_id, run.datasets)
-        if not self._ending.is_set():
-            self._describe(client, run_id, run.tags.get("note", ""))
-            if found.info.status != "RUNNING":
-                client.update_run(run_id, status="RUNNING")
-        self._next(METRICS, "description")
-        if self._warned:
-            log.info("MLflow at %s is available again.", redacted(self._uri))
-            self._warned = False
+        if not self._ending.is_set() and found.info.status != "RUNNING":
+            client.update_run(run_id, status="RUNNING")
+        self._lacks = METRICS
         return run_id
 
     def _send_metrics(self, client: MlflowClient, run_id: str) -> None:
@@ -258,8 +235,7 @@ class Follower(threading.Thread):
                     return
                 self._log_lines(client, run_id, map(json.loads, lines))
                 self._run.offset += sum(map(len, lines))
-                self._write_record()
-                self._next(METRICS, f"{self._run.offset} bytes of the log")
+                self._record()
 
     def _log_lines(self, client: MlflowClient, run_id: str, lines: Iterable[dict[str, Any]]) -> None:
         """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite.
@@ -286,9 +262,8 @@ class Follower(threading.Thread):
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         client.set_terminated(run_id, self._status, int(ended_s * 1000))
-        remove_unfinished(client, run_id)
         parts: dict[str, Callable[[], None]] = {
-            name: partial(self._send_artifact, client, run_id, self._folder / name)
+            name: partial(self._send_files, client, run_id, self._folder / name)
             for name in ARTIFACTS
             if (self._folder / name).exists()
         }
@@ -296,73 +271,80 @@ class Follower(threading.Thread):
         parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
         problems: dict[str, Exception] = {}
         for part, send in parts.items():
-            self._next(part, f"all before {part}")
+            self._check_wanted()
+            self._lacks = part
             try:
                 send()
-            except GivenUp:
-                raise
             except Exception as error:
                 problems[part] = error
         if problems:
             self._lacks = " and ".join(problems)
             raise next(iter(problems.values()))
         self._run.delivered = True
-        self._write_record()
+        self._record()
 
-    def _send_artifact(self, client: MlflowClient, run_id: str, path: Path) -> None:
-        """Send a file or a folder that MLflow lacks; the best weights are sent as a model if MLflow has a flavour."""
-        changed = max(file.stat().st_mtime_ns for file in (path, *path.rglob("*")))
-        if self._run.sent.get(path.name) == changed:
+    def _has(self, path: Path) -> bool:
+        """Return whether MLflow has a file or a folder of the run as it is now."""
+        return self._run.sent.get(self._place(path)) == changed_ns(path)
+
+    def _place(self, path: Path) -> str:
+        """Return the place of a file or a folder in the run's folder, and among the run's artifacts."""
+        return path.relative_to(self._folder).as_posix()
+
+    def _send_files(self, client: MlflowClient, run_id: str, path: Path) -> None:
+        """Send a file, or those of a folder, unless MLflow has it; best weights as a model if there is a flavour."""
+        if self._has(path):
             return
-        self._next(path.name, path.name, size_of(path) / UPLOAD_BYTES_PER_S)
-        model = log_best(client, client.get_run(run_id), self._folder, self._run) if path.name == BEST else None
-        if not model:
-            client.log_artifact(run_id, str(path))
-        if path.name == BEST:
+        changed, files, is_best = changed_ns(path), files_in(path), path.name == BEST
+        seconds = [file.stat().st_size / UPLOAD_BYTES_PER_S for file in files]
+        model = None
+        if is_best:
+            with self._taking(sum(seconds)):
+                model = log_best(client, client.get_run(run_id), self._folder, self._run)
+        for file, longest_s in zip(files, seconds, strict=True) if not model else ():
+            self._send_metrics(client, run_id)
+            with self._taking(longest_s):
+                client.log_artifact(run_id, str(file), None if file == path else self._place(file.parent))
+        if is_best:
             self._run.model = model
             if self._run.register:
                 register(client, self._run.register, model or f"runs:/{run_id}/{BEST}", run_id)
-        self._run.sent[path.name] = changed
-        self._write_record()
+        self._run.sent[self._place(path)] = changed
+        self._record()
 
     def _send_checkpoints(self, client: MlflowClient, run_id: str) -> None:
-        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; remove those that are gone here."""
+        """Send the checkpoints that MLflow lacks, after what is needed beside them; remove those that are gone here."""
         wanted = checkpoints.wanted(self._folder, self._run.checkpoints, self._uri)
-        sent = self._run.sent
         new = False
         for path in wanted:
             with suppress(FileNotFoundError):  # the run has removed it meanwhile
-                changed = path.stat().st_mtime_ns
-                if sent.get(path.name) == changed:
+                if self._has(path):
                     continue
-                if sent.pop(path.name, None):  # the same step was saved again, after a resume
-                    checkpoints.remove(client, run_id, path.name)
-                for file, place in checkpoints.files_of(path):
-                    self._send_metrics(client, run_id)
-                    self._next("its checkpoints", f"{path.name}/{file.name}", size_of(file) / UPLOAD_BYTES_PER_S)
-                    client.log_artifact(run_id, str(file), place)
-                sent[path.name], new = changed, True
-                self._write_record()
-        if (new or self._ending.is_set()) and wanted and self._may_remove:
-            self._may_remove = checkpoints.remove_others(client, run_id, [path.name for path in wanted])
+                if self._run.sent.pop(self._place(path), None):  # the same step was saved again, after a resume
+                    self._remove(client, run_id, {path.name})
+                for needed in (*(self._folder / name for name in checkpoints.COMPANIONS), path):
+                    self._send_files(client, run_id, needed)
+                new = True
+        if wanted and (new or self._ending.is_set()):
+            stored = checkpoints.stored_names(client, run_id)
+            self._remove(client, run_id, {*stored} - {path.name for path in wanted})
+
+    def _remove(self, client: MlflowClient, run_id: str, names: set[str]) -> None:
+        """Remove checkpoints from MLflow, unless it has refused that; one that stays too long is no failure."""
+        try:
+            if self._may_remove:
+                checkpoints.remove(client, run_id, names)
+        except Exception as error:  # of many kinds
+            log.warning("MLflow does not remove old checkpoints (%s); they stay there.", first_line(error))
+            self._may_remove = False
 
     def _send_description(self, client: MlflowClient, run_id: str) -> None:
-        resumable = self._run.checkpoints != "none"
-        if text := description(self._folder, run_id, self._run.model, resumable=resumable):
-            note = self._run.tags.get("note")
-            self._describe(client, run_id, f"{note}\n\n{text}" if note else text)
-
-    def _describe(self, client: MlflowClient, run_id: str, text: str) -> None:
-        """Set the description of the run; words that a user wrote in their place stay."""
-        before = client.get_run(run_id).data.tags.get(NOTE_TAG, "")
-        if text != before and before in ("", self._run.description):
+        """Set the description of the run on MLflow's page; words that a user wrote in its place stay."""
+        text, before = description(self._folder, self._run), client.get_run(run_id).data.tags.get(NOTE_TAG, "")
+        if text and text != before and before in ("", self._run.description):
             client.set_tag(run_id, NOTE_TAG, text)
             self._run.description = text
-            self._write_record()
-
-    def _write_record(self) -> None:
-        with suppress(OSError):  # a full disk must not stop it; what MLflow has already, it ignores
-            self._run.write(self._folder)
+            self._record()
 
     @contextmanager
     def _sampling(self, run_id: str) -> Iterator[None]:
@@ -393,29 +375,26 @@ class Follower(threading.Thread):
             problem,
             self._folder / METRICS_FILE,
         )
-        self._warned = True
 
     def _warn_incomplete(self, reason: str) -> None:
-        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
-        missing = self._missing(reason)
-        log.warning("MLflow upload incomplete (%s). Data is safe in %s; retry with: %s", missing, self._folder, command)
+        warn_incomplete(self._missing(reason), self._folder)
 
     def _missing(self, reason: str) -> str:
         return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
 
 
-def remove_unfinished(client: MlflowClient, run_id: str) -> None:
-    """Remove what an upload to a folder on this machine leaves behind when it is killed."""
-    from mlflow.utils.file_utils import local_file_uri_to_path
-    from mlflow.utils.uri import is_local_uri
-
-    place = client.get_run(run_id).info.artifact_uri
-    if is_local_uri(place):
-        for left in Path(local_file_uri_to_path(place)).rglob(".artifact.uploading.*"):
-            left.unlink()
+def warn_incomplete(missing: str, folder: Path) -> None:
+    """Say what MLflow lacks of a run, and how to send it later."""
+    command = shlex.join(["python", "scripts/sync.py", str(folder)])
+    log.warning("MLflow upload incomplete (%s). Data is safe in %s; retry with: %s", missing, folder, command)
 
 
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def files_in(path: Path) -> list[Path]:
+    """Return the files in a folder, a checkpoint's manifest last; of a file, itself."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return sorted(files, key=lambda file: file.name == MANIFEST_FILE)
+
+
+def changed_ns(path: Path) -> int:
+    """Return when a file, or one in a folder, was changed last."""
+    return max((file.stat().st_mtime_ns for file in files_in(path)), default=0)

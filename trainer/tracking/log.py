@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import RunError, UserError, redacted
-from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, final_status, write_json
+from trainer.errors import RunError
+from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, write_json
 from trainer.tracking.follower import Follower
 from trainer.tracking.options import Tracking
-from trainer.tracking.store import configured_uri, tracking_uri, usable_uri
+from trainer.tracking.store import configured_uri, store_uri
 from trainer.tracking.tracked_run import TrackedRun
 
 log = logging.getLogger("mantissa")
@@ -55,7 +55,7 @@ class MetricLog:
         self._timeout_s = config.upload_timeout_s
         self._follower: Follower | None = None
         if config.mlflow:
-            uri = _store_of(config, self.run)
+            uri = store_uri(configured_uri(config.uri), self.run.uri)
             self.run.send_to(uri)
             self._follower = Follower(folder, uri, self.run, config.flush_every_s, config.system_metrics)
         _tolerate(lambda: self.run.write(folder), folder / TRACKING_FILE)
@@ -72,23 +72,13 @@ class MetricLog:
         Raises:
             RunError: the log was removed or moved away.
         """
-        path = self.folder / METRICS_FILE
-        if not self._is_there(path):
+        if not (path := self.folder / METRICS_FILE).exists():
             raise RunError(
                 f"{path} was removed or moved away while the run trained; put it back and resume, or start anew"
             )
-        if "step" in metrics or "time" in metrics:
-            raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
         line = {"step": step, "time": time.time(), **countable(metrics)}
         self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
         self._write()
-
-    def _is_there(self, path: Path) -> bool:
-        """Return whether the log still has its name: neither removed nor moved away, nor its folder."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), path.stat())
-        except (OSError, ValueError):  # a ValueError of a file that is closed
-            return False
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
         """Write the summary with its status (FINISHED, FAILED or KILLED) and the plots, and complete the upload.
@@ -138,37 +128,6 @@ class MetricLog:
             self._file.close()
         if lines := self._unwritten.count(b"\n"):
             log.warning("%s could not be written completely: its last %d lines are lost.", self._file.name, lines)
-
-
-def finish_delivery(folder: Path, config: Tracking) -> None:
-    """Send to MLflow what it lacks of a run that has ended, while that makes progress; warn about the rest.
-
-    Args:
-        folder: folder of the run; the caller holds its lock.
-        config: the ``tracking`` group that the run is resumed with.
-    """
-    (folder / f".{SUMMARY_FILE}.partial").unlink(missing_ok=True)  # of a process that was killed at the very end
-    if not config.mlflow:
-        return
-    try:
-        run = TrackedRun.read(folder)
-        uri = _store_of(config, run)
-    except UserError as error:
-        log.warning("%s", error)
-        return
-    run.send_to(uri)
-    if run.delivered:
-        return
-    log.info("Sending the rest of this run to MLflow at %s.", redacted(uri))
-    if Follower(folder, uri, run).conclude(final_status(folder) or "KILLED", config.upload_timeout_s):
-        log.info("MLflow now has the complete run.")
-
-
-def _store_of(config: Tracking, run: TrackedRun) -> str:
-    """Return the store of a run: the one in the config or the environment, else the one that it was sent to before."""
-    if configured := configured_uri(config.uri):
-        return configured
-    return usable_uri(run.uri) if run.uri else tracking_uri()
 
 
 def _tolerate(write: Callable[[], object], path: Path) -> bool:

@@ -23,16 +23,11 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 def plot_run(folder: Path) -> None:
-    """Draw ``plots/loss.png`` and ``plots/throughput.png`` of a run, as far as its metric log has them."""
-    series, title = read_series(folder / METRICS_FILE), folder.name
-    figures = {}
+    """Draw ``plots/loss.png`` of a run, if its metric log has any loss."""
+    series = read_series(folder / METRICS_FILE)
     if "loss" in series or "valid/loss" in series:
-        figures["loss.png"] = _loss_figure(series, title)
-    if rates := [name for name in series if name.endswith("_per_s") and "/" not in name]:
-        figures["throughput.png"] = _rate_figure(series[rates[0]], rates[0].removesuffix("_per_s"), title)
-    for name, figure in figures.items():
         (folder / "plots").mkdir(exist_ok=True)
-        figure.savefig(folder / "plots" / name)
+        _loss_figure(series, folder.name).savefig(folder / "plots" / "loss.png")
 
 
 def read_series(metrics_file: Path) -> dict[str, Series]:
@@ -61,18 +56,13 @@ def bare_figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _figure(title: str, y_label: str) -> tuple[Any, Any]:
+def _loss_figure(series: dict[str, Series], title: str) -> Any:
     figure, axes = bare_figure(8, 4.5)
-    axes.set_title(title, loc="left", color=INK, fontsize=12)
+    axes.set_title(f"{title}: loss", loc="left", color=INK, fontsize=12)
     axes.set_xlabel("optimizer step", color=QUIET)
-    axes.set_ylabel(y_label, color=QUIET)
+    axes.set_ylabel("loss", color=QUIET)
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.locator_params(axis="x", integer=True, nbins=8)
-    return figure, axes
-
-
-def _loss_figure(series: dict[str, Series], title: str) -> Any:
-    figure, axes = _figure(f"{title}: loss", "loss")
     if "loss" in series:
         steps, values = series["loss"]
         _curve(axes, steps, values, "training")
@@ -85,21 +75,6 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
         best = f", best {np.nanmin(values):.4g}" if np.isfinite(values).any() else ""
         axes.plot(steps, values, "o-", color=COLORS[4], linewidth=1.8, markersize=4, label=f"validation{best}")
     axes.legend(frameon=False, labelcolor=INK)
-    return figure
-
-
-def _rate_figure(series: Series, unit: str, title: str) -> Any:
-    from matplotlib.ticker import EngFormatter
-
-    figure, axes = _figure(f"{title}: throughput", f"{unit} per second")
-    _curve(axes, *series, unit)
-    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-    if np.isfinite(series[1]).any():
-        median = float(np.nanmedian(series[1]))
-        label = f"median {EngFormatter(places=1)(median)}"
-        axes.axhline(median, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), label=label)
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, labelcolor=INK, loc="lower right")
     return figure
 
 

@@ -14,11 +14,11 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
 from trainer.files import BEST, SUMMARY_FILE, read_json_lines, read_object
+from trainer.tracking.tracked_run import TrackedRun
 
 VALID = "valid/"
 NOTE_TAG = "mlflow.note.content"
@@ -30,30 +30,24 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         log: its ``metrics.jsonl``; an incomplete last line (after a kill) is skipped.
-        summary: the content of its ``summary.json``; empty for a run that was killed, whose log then has to do.
+        summary: the content of its ``summary.json``; of a run that was killed it is empty, and validation is all.
     """
     lines = list(read_json_lines(log))
     if not lines:
         return []
-    last = {key: line for line in lines for key in line}
+    last = {key: line for line in lines for key in line if key.startswith(VALID) and not key.endswith("_nonfinite")}
     """The last line that has a metric."""
-    result = [
-        _line(line, **{f"final/{key.replace('/', '_')}": line[key]})
-        for key, line in last.items()
-        if key.startswith(VALID) and not key.endswith("_nonfinite")
-    ]
-    rate = next((key for key in last if key.endswith("_per_s") and not key.startswith(VALID)), "")
-    step_time_s = summary.get("step_time_s") or _median(lines, "step_time_s")
-    peak_bytes = max([summary.get("peak_memory_bytes") or 0, *_values(lines, "memory_bytes")])
+    final = [_line(line, **{f"final/{key.replace('/', '_')}": line[key]}) for key, line in last.items()]
+    step_time_s, peak_bytes = summary.get("step_time_s"), summary.get("peak_memory_bytes")
     numbers = {
-        "final/throughput": summary.get("units_per_s") or _median(lines, rate),
+        "final/throughput": summary.get("units_per_s"),
         "final/step_time_ms": step_time_s and 1e3 * step_time_s,
-        "final/mfu": summary.get("utilisation", {}).get("mfu") or _median(lines, "mfu"),
-        "final/peak_memory_mib": peak_bytes / 2**20 or None,
-        "final/skipped_steps": last.get("skipped_steps", {}).get("skipped_steps"),
+        "final/mfu": summary.get("utilisation", {}).get("mfu"),
+        "final/peak_memory_mib": peak_bytes and peak_bytes / 2**20,
+        "final/skipped_steps": summary.get("skipped_steps"),
     }
     numbers |= {f"test/{name}": value for name, value in summary.get("test", {}).items()}
-    return [*result, *_best(lines, summary), _line(lines[-1], **numbers)]
+    return [*final, *_best(lines, summary), _line(lines[-1], **numbers)]
 
 
 def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -71,25 +65,8 @@ def _line(of: dict[str, Any], **values: float | None) -> dict[str, Any]:
     return {"step": of["step"], "time": of["time"], **values}
 
 
-def _values(lines: list[dict[str, Any]], key: str) -> list[float]:
-    return [line[key] for line in lines if line.get(key) is not None]
-
-
-def _median(lines: list[dict[str, Any]], key: str) -> float | None:
-    """Return the median without the first line, which is of the warm-up, where there are more."""
-    values = _values(lines, key)
-    return statistics.median(values[1:] or values) if values else None
-
-
-def description(folder: Path, run_id: str, model: str | None, *, resumable: bool) -> str | None:
-    """Return how the run went, how to use the weights and to continue it, in Markdown; None: there is no summary.
-
-    Args:
-        folder: the run's.
-        run_id: MLflow's.
-        model: address of the best weights, where they are a model.
-        resumable: whether MLflow gets the checkpoints.
-    """
+def description(folder: Path, run: TrackedRun) -> str | None:
+    """Return how a run went, how to use the weights and to continue it, in Markdown; None: it has no summary."""
     summary = read_object(folder / SUMMARY_FILE)
     if "resume" not in summary:
         return None
@@ -98,14 +75,15 @@ def description(folder: Path, run_id: str, model: str | None, *, resumable: bool
     if summary["best"]:
         metric = summary.get("best_metric", "valid/loss").removeprefix("valid/")
         said += f"; best {metric}: {summary['best']['value']:.4g} at step {summary['best']['step']}"
-    parts = [f"{said}."]
+    parts = [run.tags["note"]] if "note" in run.tags else []
+    parts.append(f"{said}.")
     if (folder / "plots" / "loss.png").exists():
-        parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run_id})")
-    if model:
-        parts.append(f'The best weights: `mlflow.transformers.load_model("{model}")`.')
+        parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run.run_id})")
+    if run.model:
+        parts.append(f'The best weights: `mlflow.transformers.load_model("{run.model}")`.')
     elif (folder / BEST).exists():
-        parts.append(f'The best weights: `mlflow.artifacts.download_artifacts("runs:/{run_id}/{BEST}")`.')
-    if resumable and list(folder.glob("checkpoints/step-*")):
+        parts.append(f'The best weights: `mlflow.artifacts.download_artifacts("runs:/{run.run_id}/{BEST}")`.')
+    if run.checkpoints != "none" and list(folder.glob("checkpoints/step-*")):
         more = " with more `steps=`" if summary["status"] == "FINISHED" else ""
-        parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run_id}`{more}.")
+        parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run.run_id}`{more}.")
     return "\n\n".join(parts)

@@ -7,14 +7,11 @@ import logging
 import os
 import posixpath
 import re
-import sqlite3
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +33,6 @@ _SETTINGS = {
 }
 LONGEST = 500
 """Characters of a param or a tag that ``publish`` logs."""
-
-
-_SCHEMES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql")
 _WORKSPACES = ("databricks", "databricks-uc", "uc")
 
 
@@ -50,27 +44,24 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
         key: its name in messages.
 
     Raises:
-        UserError: it is not a URI that MLflow supports.
+        UserError: it is not a URI.
     """
     if not uri:
         key, uri = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        return None
-    scheme, found, rest = uri.partition("://")
-    kind = scheme.partition("+")[0]
-    known = bool(rest) and (kind in _SCHEMES or kind in entry_points(group="mlflow.tracking_store").names)
-    if kind == "file" and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
-        known = False  # by MLflow itself
-    if known or uri in _WORKSPACES or uri.startswith("databricks://"):
-        return uri
-    shown = redacted(uri) if found or "@" not in uri else "***"
-    remedy = "sqlite:///file.db" if found or "@" in uri else f"sqlite:///{uri}"
+    if not uri or "://" in uri or uri in _WORKSPACES:
+        return uri or None
+    shown, remedy = ("***", "sqlite:///file.db") if "@" in uri else (uri, f"sqlite:///{uri}")
     raise UserError(f"{key}={shown} is not a URI that MLflow supports; use {remedy} or http://host:port")
 
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
     """Return the tracking URI to use: see ``configured_uri``, else SQLite's ``mlflow.db`` in the current folder."""
     return configured_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
+
+
+def store_uri(uri: str | None, recorded: str | None, key: str = "tracking.uri") -> str:
+    """Return the store of a run: ``uri`` if there is one, else that of its ``tracking.json``, else ``tracking_uri``."""
+    return usable_uri(recorded) if recorded and not uri else tracking_uri(uri, key)
 
 
 def storable_uri(uri: str) -> str:
@@ -121,8 +112,7 @@ def connect(uri: str) -> MlflowClient:
     """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
 
     Raises:
-        UserError: the file is not an SQLite database, or of another program. It is not touched.
-        Exception: of many kinds, when the store does not answer.
+        Exception: of many kinds, when the store does not answer, or is none.
     """
     import_mlflow(uri)
     from mlflow import MlflowClient
@@ -130,7 +120,7 @@ def connect(uri: str) -> MlflowClient:
     if database := database_file(uri):
         database.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):
-            if not (database.exists() and _has_tables(database)):
+            if not database.exists():
                 set_up(database)
     client = MlflowClient(tracking_uri=uri)
     client.search_experiments(max_results=1)
@@ -153,20 +143,6 @@ def set_up(database: Path) -> None:
     flush(partial)
     partial.rename(database)
     flush(database.parent)
-
-
-def _has_tables(database: Path) -> bool:
-    """Return whether a file has MLflow's tables, which MLflow would add to a file that has others only."""
-    with closing(sqlite3.connect(database, timeout=20)) as connection:
-        try:
-            tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # locked, or on a disk that fails
-                raise
-            raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
-    if tables and "experiments" not in tables:
-        raise UserError(f"{database} belongs to another program; set tracking.uri=sqlite:///another.db")
-    return bool(tables)
 
 
 def find_run(client: MlflowClient, run_id: str) -> Any:

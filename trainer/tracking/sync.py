@@ -10,9 +10,12 @@ from typing import Literal, NamedTuple
 
 from trainer.errors import UserError, redacted
 from trainer.files import SUMMARY_FILE, TRACKING_FILE, final_status, in_use
-from trainer.tracking.follower import Follower
-from trainer.tracking.store import configured_uri, tracking_uri, usable_uri
+from trainer.tracking.follower import Follower, warn_incomplete
+from trainer.tracking.options import Tracking
+from trainer.tracking.store import configured_uri, store_uri
 from trainer.tracking.tracked_run import TrackedRun
+
+log = logging.getLogger("mantissa")
 
 
 @dataclass
@@ -45,7 +48,7 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
         UserError: ``uri`` is not one, or a folder holds no run.
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    logging.getLogger("mantissa").setLevel(logging.INFO)
+    log.setLevel(logging.INFO)
     uri = options.uri or None
     configured_uri(uri, "uri")
     if not options.output_dir.is_dir() and not named:
@@ -65,7 +68,7 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
 
 
 def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncResult:
-    """Send to MLflow what it lacks of a run.
+    """Send to MLflow what it lacks of a run, in one attempt.
 
     Args:
         folder: folder of the run.
@@ -73,15 +76,13 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
         named: whether the user named this run; a run with ``tracking=local`` is sent only then.
     """
     try:
-        run = TrackedRun.read(folder)
-        if run.uri is None and not named:
+        if TrackedRun.read(folder).uri is None and not named:
             return SyncResult("skipped", "tracking=local; skipped")
-        store = usable_uri(run.uri) if run.uri and not uri else tracking_uri(uri, "uri")
-        run.send_to(store)
-        if run.delivered:
-            return SyncResult("complete", "already complete")
+        run, store = _opened(folder, uri, "uri")
     except UserError as error:
         return SyncResult("incomplete", str(error))
+    if run.delivered:
+        return SyncResult("complete", "already complete")
     try:
         with in_use(folder):
             missing = Follower(folder, store, run).send(final_status(folder) or "KILLED")
@@ -91,3 +92,29 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
         return SyncResult("incomplete", f"upload incomplete: {missing}")
     ended = "" if final_status(folder) else f"; it has no {SUMMARY_FILE}: it was killed, or the file was removed"
     return SyncResult("sent", f"sent to {redacted(store)}{ended}")
+
+
+def finish_delivery(folder: Path, config: Tracking) -> None:
+    """Send to MLflow what it lacks of a run that is complete, or warn; the caller holds the lock of its folder."""
+    (folder / f".{SUMMARY_FILE}.partial").unlink(missing_ok=True)  # of a process that was killed at the very end
+    if not config.mlflow:
+        return
+    try:
+        run, store = _opened(folder, configured_uri(config.uri), "tracking.uri")
+    except UserError as error:
+        log.warning("%s", error)
+        return
+    if run.delivered:
+        return
+    if missing := Follower(folder, store, run).send(final_status(folder) or "KILLED"):
+        warn_incomplete(missing, folder)
+    else:
+        log.info("MLflow now has the complete run.")
+
+
+def _opened(folder: Path, uri: str | None, key: str) -> tuple[TrackedRun, str]:
+    """Return a run, and the store that it is sent to."""
+    run = TrackedRun.read(folder)
+    store = store_uri(uri, run.uri, key)
+    run.send_to(store)
+    return run, store

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import quote
 
 from trainer.errors import UserError, redacted
 from trainer.tracking.store import database_file, tracking_uri
@@ -38,11 +36,14 @@ def ui(options: UiOptions) -> None:
     if _is_server(uri):
         print(f"the runs are at {redacted(uri)}")
         return
-    port = free_port(options.port)
-    if port != options.port:
-        print(f"port {options.port} is taken, using {port}")
-    print(f"starting MLflow on {redacted(uri)}: open http://{HOST}:{port} when it is running", flush=True)
-    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port), "--workers", "1"]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, options.port))
+        except (OSError, OverflowError) as error:
+            raise UserError(f"port={options.port} cannot be used ({error}); use another, such as port=5001") from None
+    print(f"starting MLflow on {redacted(uri)}: open http://{HOST}:{options.port} when it is running", flush=True)
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(options.port), "--workers", "1"]
     command += ["--uvicorn-opts", "--no-access-log --timeout-graceful-shutdown 10"]
     # MLflow takes the store from the environment, too: a command line would show its password.
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -50,41 +51,10 @@ def ui(options: UiOptions) -> None:
     os.execve(sys.executable, command, environment)
 
 
-def free_port(wanted: int) -> int:
-    """Return the first free port, from ``wanted`` on.
-
-    Raises:
-        UserError: there is none among the next hundred.
-    """
-    for port in range(wanted, min(wanted + 100, 65536)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise UserError(f"port={wanted}: no free port from this one on; use another, such as port=5000")
-
-
 def shown_at(uri: str, experiment_id: str, run_id: str) -> str:
     """Return the line that says where in MLflow a run is."""
-    when = "" if _is_server(uri) else ", while python scripts/ui.py runs"
-    return f"in MLflow{when}: {page_of(uri)}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
-
-
-def curves_address(uri: str, experiment_id: str, run_ids: Sequence[str]) -> str:
-    """Return the address of the page that draws each metric of some runs of an experiment in one chart."""
-    runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
-    chosen = f"searchFilter={quote(f'attributes.run_id IN ({runs})')}"
-    # In the order of time, MLflow hides the runs of a comparison below their parent, and draws nothing of them.
-    order = f"orderByKey={quote('tags.`mlflow.runName`')}&orderByAsc=true"
-    return f"{page_of(uri)}/#/experiments/{experiment_id}/runs?{TRAINING}&compareRunsMode=CHART&{chosen}&{order}"
-
-
-def page_of(uri: str) -> str:
-    """Return the beginning of the addresses on a store's page."""
-    return uri.rstrip("/") if _is_server(uri) else f"http://{HOST}:{PORT}"
+    page, when = (uri.rstrip("/"), "") if _is_server(uri) else (f"http://{HOST}:{PORT}", ", while scripts/ui.py runs")
+    return f"in MLflow{when}: {page}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
 
 
 def _is_server(uri: str) -> bool:

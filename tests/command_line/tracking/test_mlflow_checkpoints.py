@@ -18,11 +18,11 @@ from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from tests.command_line.conftest import Train
 from tests.helpers import same_bits
 from tests.serving import served
-from tests.tracked import run_id, tracked
+from tests.tracked import run_id, save, tracked
 from trainer.checkpoint.reader import load
 from trainer.errors import UserError
 from trainer.run.run import Run
-from trainer.tracking.checkpoints import names, remove_others
+from trainer.tracking.checkpoints import stored_names
 from trainer.tracking.fetch import fetch
 from trainer.tracking.sync import send
 from trainer.trainer import Trainer
@@ -54,20 +54,21 @@ def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
 
 
 def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
-    client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(*given: Any, **options: Any) -> None:
         raise PermissionError("no right at http://me:s3cret@host to delete")
 
-    run = client.create_run("0").info.run_id
-    for step in (3, 6):
-        client.log_text(run, "{}", f"checkpoints/step-{step:08d}/manifest.json")
+    save(folder / "run", 3)
+    (folder / "run" / "config.json").write_text("{}")
+    tracked(folder / "run", 3, "KILLED")
+    shutil.rmtree(save(folder / "run", 6).with_name("step-00000003"))
     with monkeypatch.context() as patch:
         patch.setattr(LocalArtifactRepository, "delete_artifacts", forbidden)
-        assert not remove_others(client, run, ["step-00000006"])
+        tracked(folder / "run", 6, resume_step=3)
     (said,) = caplog.messages
     assert "no right at http://***@host to delete" in said
-    assert len(names(client, run)) == 2
+    assert len(stored_names(client, run_id(folder / "run"))) == 2
 
 
 def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
@@ -77,7 +78,7 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
     real, real_save = MlflowClient.log_artifact, Run._save
 
     def log_artifact(self: MlflowClient, run_id: str, path: str, place: str | None = None) -> None:
-        if place:
+        if place and place.startswith("checkpoints/"):
             sent[f"{place}/{Path(path).name}"] += 1
         real(self, run_id, path, place)
 
@@ -85,14 +86,16 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
         real_save(self, score)
         self.writer.finish()
         assert self.metric_log
-        while not (own := self.metric_log.run.run_id) or f"step-{self.trainer.step:08d}" not in names(client, own):
+        while not (own := self.metric_log.run.run_id) or f"step-{self.trainer.step:08d}" not in stored_names(
+            client, own
+        ):
             time.sleep(0.05)
 
     monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
     monkeypatch.setattr(Run, "_save", save_and_wait)
     succeed(*JOB, "steps=12", "tracking.checkpoints=all", "checkpoint.keep=2")
     here = sorted(path.name for path in (RUN / "checkpoints").iterdir())
-    assert names(client, run_id(RUN)) == here
+    assert stored_names(client, run_id(RUN)) == here
     assert len(here) in (2, 3)
     assert len({place.split("/")[1] for place in sent}) == 4
     assert set(sent.values()) == {1}  # each file of each checkpoint once
@@ -120,7 +123,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
     assert not list(Path("other").iterdir())
     moved.rename(RUN)
     assert send(RUN).status == "sent"
-    assert names(client, run_id(RUN)) == ["step-00000003"]
+    assert stored_names(client, run_id(RUN)) == ["step-00000003"]
     finished = succeed(*JOB, "steps=3", f"resume=runs:/{run_id(RUN)}", "output_dir=other")
     assert "already complete (3 steps)" in finished.out
 
@@ -130,7 +133,7 @@ def test_a_file_on_this_machine_gets_none_and_the_run_is_continued_in_its_folder
 ) -> None:
     succeed(*JOB, "steps=3")
     own = run_id(RUN)
-    assert names(client, own) == []
+    assert stored_names(client, own) == []
     assert "run, resumed after step 3" in succeed(f"resume=mlflow:{own}", "steps=6", "output_dir=other").out
     assert state(client, own)[3] == Counter(range(1, 7))
     assert "of run, step 6" in succeed(*JOB, f"init_from=mlflow:{own}", "run_name=tuned").out
@@ -163,7 +166,7 @@ def test_a_run_is_continued_on_an_empty_machine_bit_for_bit(
         stopped = train(*JOB, "steps=12", f"tracking.uri={server}")
         assert stopped.code == 130, stopped.err
     client, own = MlflowClient(server), run_id(RUN)
-    assert "step-00000007" in names(client, own)
+    assert "step-00000007" in stored_names(client, own)
     shutil.rmtree("outputs")  # another machine
     done = train(f"tracking.uri={server}", f"resume=mlflow:{own}")  # the recorded config is enough
     assert done.code == 0, done.err
@@ -178,57 +181,17 @@ def test_a_run_is_continued_on_an_empty_machine_bit_for_bit(
     assert logged[0] == logged[1]
     for key, steps in (("loss", range(1, 13)), ("valid/loss", (3, 6, 9, 12))):
         assert Counter(point.step for point in client.get_metric_history(own, key)) == Counter(steps)
-    assert names(client, own) == sorted(path.name for path in (RUN / "checkpoints").iterdir())
+    assert stored_names(client, own) == sorted(path.name for path in (RUN / "checkpoints").iterdir())
     assert not list(Path("outputs").glob(".*.partial"))
 
 
-def test_a_finished_run_that_is_fetched_is_the_same_and_an_earlier_checkpoint_begins_a_new_one(
-    train: Train, succeed: Train, client: MlflowClient, saved: str
-) -> None:
+def test_a_finished_run_that_is_fetched_is_the_same(succeed: Train, client: MlflowClient, saved: str) -> None:
     before = state(client, saved)
-    assert "already complete (6 steps)" in succeed(f"resume=mlflow:{saved}", "output_dir=same").out
+    for _ in range(2):  # the second job finds what the first one has fetched
+        assert "already complete (6 steps)" in succeed(f"resume=mlflow:{saved}", "output_dir=same").out
     assert state(client, saved) == before
-    earlier = f"resume=runs:/{saved}/checkpoints/step-00000003"
-    refused = train(earlier)
-    assert refused.code == 2
-    assert "use resume=outputs/run, or choose another folder" in refused.err
-    done = succeed(earlier, "output_dir=other")
-    assert "MLflow has this run up to step 6; from step 3 on it is a new run there" in done.out
-    new = run_id(Path("other/run"))
-    assert new != saved
-    assert state(client, saved) == before
-    status, _, _, steps = state(client, new)
-    assert (status, steps) == ("FINISHED", Counter(range(1, 7)))
-    again = train(earlier, "output_dir=other")  # a job that is started once more by the same command
-    assert again.code == 0, again.err
-    assert "already complete (6 steps)" in again.out
     succeed(f"resume=mlflow:{saved}", "output_dir=same", "steps=9")
     assert state(client, saved)[3] == Counter(range(1, 10))
-
-
-def test_damage_is_found_and_named_as_in_mlflow_and_nothing_is_left(
-    store: str, saved: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = MlflowClient.download_artifacts
-
-    def damage(self: MlflowClient, run_id: str, path: str, target: str | None = None) -> str:
-        got = real(self, run_id, path, target)
-        if path.endswith("step-00000006"):
-            file = Path("other", f".run.{saved}.partial", path, "model.safetensors")
-            content = file.read_bytes()
-            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        return got
-
-    monkeypatch.setattr(MlflowClient, "download_artifacts", damage)
-    with pytest.raises(UserError) as raised:
-        fetch(f"mlflow:{saved}", store, "other")
-    step = f"runs:/{saved}/checkpoints/step-0000000"
-    assert str(raised.value) == (
-        f"resume=mlflow:{saved}: {step}6 is damaged or incomplete: model.safetensors does not match its SHA-256; "
-        f"use resume={step}3, an earlier one"
-    )
-    assert [path.suffix for path in Path("other").iterdir()] == [".lock"]
-    assert fetch(f"runs:/{saved}/checkpoints/step-00000003", store, "other") == Path("other/run")
 
 
 def test_what_cannot_be_fetched_is_said_in_a_sentence(store: str, saved: str) -> None:
@@ -244,12 +207,7 @@ def test_what_cannot_be_fetched_is_said_in_a_sentence(store: str, saved: str) ->
     assert "is not a valid run" in refusal("mlflow:../../etc")
     assert "check tracking.uri" in refusal(own, "http://127.0.0.1:9")
     assert "there is no" in refusal(own, "sqlite:///absent.db")
-    assert "no complete checkpoint of step 2" in refusal(f"runs:/{saved}/checkpoints/step-00000002", output_dir="x")
-    checkpoints = RUN / "checkpoints"
-    (checkpoints / "step-00000006").rename(checkpoints / "step-00000009")
-    assert f"use resume={RUN}" in refusal(f"runs:/{saved}/checkpoints/step-00000006")
-    assert fetch(own, store, "outputs") == RUN  # a job that is started once more
-    shutil.rmtree(checkpoints / "step-00000009")
-    assert "outputs/run has another run, or this one at another step than 6; use resume=outputs/run" in refusal(own)
+    shutil.rmtree(RUN / "checkpoints" / "step-00000006")
+    assert "outputs/run has another run, or this one at an earlier step than 6; use resume=outputs/run" in refusal(own)
     (RUN / "tracking.json").unlink()
     assert f"use resume={RUN}" in refusal(own)

@@ -1,4 +1,4 @@
-"""MLflow's SQLite file, whose set-up is killed, or was killed by an earlier version, or is of another MLflow."""
+"""MLflow's SQLite file, whose set-up is killed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
 from tests.helpers import PROJECT
-from trainer.errors import UserError
-from trainer.tracking.store import connect
 
 KILLED = """
 import os, signal, sys, warnings
@@ -60,21 +56,3 @@ def test_a_set_up_that_was_killed_is_done_anew(tmp_path: Path) -> None:
 def integrity(database: Path) -> str:
     with closing(sqlite3.connect(database)) as connection:
         return str(connection.execute("pragma integrity_check").fetchone()[0])
-
-
-def test_a_file_of_another_program_is_not_touched(tmp_path: Path) -> None:
-    other, notes, empty = (tmp_path / name for name in ("optuna.db", "notes.db", "empty.db"))
-    with closing(sqlite3.connect(other)) as connection:
-        connection.executescript("create table studies (name text); create table alembic_version (version_num text)")
-    notes.write_bytes(b"notes" * 1000)
-    for database, said in (
-        (other, "belongs to another program; set tracking"),
-        (notes, "is not an SQLite database; move"),
-    ):
-        before = database.read_bytes()
-        with pytest.raises(UserError, match=said):
-            connect(f"sqlite:///{database}")
-        assert database.read_bytes() == before
-    empty.write_bytes(b"")
-    connect(f"sqlite:///{empty}")
-    assert integrity(empty) == "ok"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
@@ -13,7 +11,7 @@ import pytest
 
 from scripts.ui import main
 from tests.command_line.conftest import Result
-from tests.serving import serve_ui
+from tests.serving import free_port, serve_ui
 
 
 def test_a_store_without_runs_is_named_and_a_server_has_a_page_of_its_own(
@@ -28,18 +26,14 @@ def test_a_store_without_runs_is_named_and_a_server_has_a_page_of_its_own(
 
 
 @pytest.mark.usefixtures("store")
-def test_it_serves_the_store_until_it_is_stopped() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        process, printed = serve_ui(f"port={port}")
-        assert f"port {port} is taken" in printed
-        address = re.search(r"open (http://127\.0\.0\.1:\d+) when", printed)
-        assert address, printed
-        assert f":{port}" not in address[1]
-        with urlopen(f"{address[1]}/health") as answer:
-            assert answer.status == 200
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=300)
+def test_it_serves_the_store_until_it_is_stopped(script: Callable[..., Result]) -> None:
+    port = free_port()
+    process, printed = serve_ui(f"port={port}")
+    assert f"open http://127.0.0.1:{port} when" in printed
+    with urlopen(f"http://127.0.0.1:{port}/health") as answer:
+        assert answer.status == 200
+    done = script(main, f"port={port}")
+    assert (done.code, f"port={port} cannot be used" in done.err) == (2, True)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=300)
     assert process.returncode == 0
