@@ -45,8 +45,8 @@ class RunConfig:
 
     @property
     def _kernels(self) -> str:
-        config = self.config
-        return config.precision.kernels_here(self.hardware, config.deterministic, config.recipe.convolves)
+        precision, convolves = self.config.precision, self.config.recipe.convolves
+        return kernels.choose(precision.half, precision.kernels, self.hardware, convolves)
 
     def with_data(self, datasets: Datasets) -> RunConfig:
         """Return the config with what the open data decides."""

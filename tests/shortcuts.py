@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
-from mantissa.formats import BF16, FP16
-from trainer.precision import kernels
 from trainer.profiling import rates
 from trainer.tracking import plots, store
 
@@ -27,16 +23,9 @@ draw, set_up = plots.plot_run, store.set_up
 
 def take() -> None:
     """Take them all in this process."""
-    kernels.cached = made_up_answer  # measuring takes time, and between equals chance decides
     rates.cached = lambda kind, of, work: RATES[of["format"]]
     store.set_up = copied  # MLflow's migrations
     plots.plot_run = lambda folder: None
-
-
-def made_up_answer(kind: str, of: dict[str, Any], work: Callable[[], bool]) -> bool:
-    """As ``kernels.is_slow`` where matmuls are slow without instructions for the format."""
-    (number,) = (number for number in (BF16, FP16) if str(number.dtype) == of["dtype"])
-    return number.instructions.isdisjoint(of["flags"])
 
 
 def copied(database: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 
 import torch
@@ -24,6 +24,7 @@ from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
+from trainer.precision import kernels
 from trainer.precision.modes import allow_cudnn_attention
 from trainer.recipe import LossOutput, UserRecipe
 
@@ -82,9 +83,9 @@ class Trainer(Generic[Config]):
         self.hardware = hardware
         self.device = hardware.device
         select(self.device)
-        choose = partial(config.precision.kernels_here, hardware, config.deterministic, config.recipe.convolves)
-        self.kernels = world.run_on_main(choose)
-        """How 16-bit operands are multiplied on a CPU, see ``precision.kernels.choose``."""
+        precision, convolves = config.precision, config.recipe.convolves
+        self.kernels = kernels.choose(precision.half, precision.kernels, hardware, convolves)
+        """How 16-bit operands are multiplied on a CPU."""
         config.precision.apply(self.kernels)
         allow_cudnn_attention(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
@@ -120,12 +121,7 @@ class Trainer(Generic[Config]):
         """The averaged weights, which evaluation and the export use where there are any."""
         self.loss_scale = config.scaler.build(config.precision.format, self.device)
         self.update = self.update_class(
-            self.optimizer,
-            changed.parameters(),
-            self.loss_scale,
-            config.clip,
-            self.masters,
-            config.optimizer.set_to_none,
+            self.optimizer, changed.parameters(), self.loss_scale, config.clip, self.masters
         )
         self.step = 0
         """Optimizer steps done."""

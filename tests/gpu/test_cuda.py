@@ -25,7 +25,7 @@ from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, UNAVAILABLE, detect
 from trainer.precision.manifest import dtypes_in_use
-from trainer.precision.modes import Precision, allowed_attention
+from trainer.precision.modes import Precision
 from trainer.profiling import rates
 from trainer.profiling.utilisation import data_sheet
 from trainer.run.monitor import Monitor
@@ -242,7 +242,7 @@ def test_a_model_that_masks_attention_does_not_take_cudnns_kernel(mode: str) -> 
         record = trainer.train_step(step)
     assert torch.isfinite(record.grad_norm)
     assert not [event.key for event in profile.key_averages() if "dot_product_cudnn" in event.key]
-    assert "cudnn" not in allowed_attention()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -12,84 +12,43 @@ recomputation and compiled code (inductor leaves matmuls and convolutions to the
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import BF16, FORMATS, FP16
-from trainer.cache import cached
-from trainer.hardware import NATIVE, Hardware, processor, threads
+from trainer.hardware import NATIVE, Hardware
 
 AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
-"""auto: what is faster here; native: torch's own; fp32: fp32 arithmetic."""
+"""auto: torch's own where they use instructions for the format; native: torch's own; fp32: fp32 arithmetic."""
 UNSEEN = "native, but fp32 for taps that see only padding"
 """torch's own kernels, but for gradients of convolutions that oneDNN computes wrongly in 16 bits: those of taps that
 lie outside of the image at every position (docs/precision.md)."""
 _NAMES = {number.dtype: number.name for number in (BF16, FP16)}
 _MANY = 8
 """Rows from which a matmul is one of many rows: with fewer, widening the other factor takes longer than the matmul."""
-_CLEARLY = 0.8
-"""fp32 arithmetic is chosen where it takes less than this fraction of the time of torch's own kernel."""
 
 
-def choose(
-    dtype: torch.dtype | None, kernels: str, hardware: Hardware, deterministic: bool = False, convolves: bool = True
-) -> str:
+def choose(dtype: torch.dtype | None, kernels: str, hardware: Hardware, convolves: bool = True) -> str:
     """Return how 16-bit operands are multiplied on this machine: ``native``, ``fp32``, or ``UNSEEN``.
 
-    With ``auto`` the processor's instructions decide. Where oneDNN does not agree with them (it computes bf16 without
-    any, or ignores those of the processor), a matmul is timed both ways, once for this processor and torch; with
-    ``deterministic`` it is not, as a measurement may differ when it is repeated.
+    With ``auto`` they are native where the processor has instructions for the format and oneDNN uses them.
 
     Args:
         dtype: the 16-bit format; None: of fp32.
         kernels: of ``KERNELS``.
         hardware: where it runs; other devices than CPUs keep their kernels.
-        deterministic: whether a repeated run must have the same bits.
         convolves: whether the model may have convolutions.
     """
     if dtype is None or hardware.device.type != "cpu":
         return OWN
     onednn = computed_by_onednn(dtype)
     if kernels == AUTO:
-        native = hardware.support(_NAMES[dtype]) == NATIVE
-        slow = not native
-        if native != onednn and not deterministic:
-            slow = cached("kernels", processor(hardware) | {"dtype": str(dtype)}, functools.partial(is_slow, dtype))
-        kernels = WIDE if slow else OWN
+        kernels = OWN if onednn and hardware.support(_NAMES[dtype]) == NATIVE else WIDE
     return UNSEEN if kernels == OWN and convolves and onednn else kernels
-
-
-def is_slow(dtype: torch.dtype) -> bool:
-    """Return whether torch's own matmul of a layer takes clearly longer than fp32 arithmetic, by a measurement.
-
-    It is one thread's own time, in which other programs do not count, whatever the number of threads of the run. What
-    they displace in the processor's caches does: so the two take turns, and medians are compared.
-    """
-    before = dict(_in_use)
-    with threads(1), unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(256, 256, generator=generator, device="cpu").to(dtype) for _ in range(2))
-        times: tuple[list[float], list[float]] = [], []
-        _in_use.clear()
-        try:
-            for _ in range(9):
-                began = time.thread_time()
-                torch.mm(x, weight.mT)
-                between = time.thread_time()
-                torch.mm(x.float(), weight.mT.float()).to(dtype)
-                times[0].append(between - began)
-                times[1].append(time.thread_time() - between)
-        finally:
-            _in_use.update(before)
-    native, wide = (median(each[1:]) for each in times)  # the first is for warming up
-    return wide < _CLEARLY * native
 
 
 def computed_by_onednn(dtype: torch.dtype) -> bool:

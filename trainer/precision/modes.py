@@ -60,8 +60,8 @@ class Precision:
     half_ops: list[str] | None = None
     """Operators to run in 16 bits although autocast or the model uses fp32: ``[layer_norm]``."""
     kernels: str = "auto"
-    """How a CPU multiplies 16-bit operands: ``native`` kernels or ``fp32`` arithmetic; auto: whichever is faster
-    here."""
+    """How a CPU multiplies 16-bit operands: ``native`` kernels or ``fp32`` arithmetic; auto: native if the CPU has
+    instructions for it."""
 
     def __post_init__(self) -> None:
         if self.mode not in FORMATS:
@@ -127,12 +127,8 @@ class Precision:
                     f"unset it for precision={self.mode} (unset {variable})"
                 )
 
-    def kernels_here(self, hardware: Hardware, deterministic: bool = False, convolves: bool = True) -> str:
-        """Return how 16-bit operands are multiplied here, see ``kernels.choose``."""
-        return kernels.choose(self.half, self.kernels, hardware, deterministic, convolves)
-
     def apply(self, chosen: str = OWN) -> None:
-        """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands (see ``kernels_here``).
+        """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands (see ``kernels.choose``).
 
         One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
         """
@@ -289,15 +285,3 @@ def allow_cudnn_attention(allowed: bool) -> None:
     free of it.
     """
     torch.backends.cuda.enable_cudnn_sdp(allowed)
-
-
-def allowed_attention() -> list[str]:
-    """Return the names of the kernels that torch's fused attention may use in this process."""
-    backends = torch.backends.cuda
-    flags = {
-        "flash": backends.flash_sdp_enabled(),
-        "efficient": backends.mem_efficient_sdp_enabled(),
-        "cudnn": backends.cudnn_sdp_enabled(),
-        "math": backends.math_sdp_enabled(),
-    }
-    return [name for name, flag in flags.items() if flag]

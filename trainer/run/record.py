@@ -16,7 +16,6 @@ from trainer.config.schema import Config
 from trainer.errors import redacted
 from trainer.precision.kernels import not_timed
 from trainer.precision.manifest import dtypes_in_use, manifest_of
-from trainer.precision.modes import allowed_attention
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import matmul_rates
 from trainer.profiling.utilisation import Utilisation, data_sheet
@@ -49,7 +48,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective, formats = found["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
     effective["matmul_tflops"] = trainer.world.run_on_main(lambda: matmul_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer)
-    effective |= {"sdpa_allowed": allowed_attention()} | config.precision.operator_overrides
+    effective |= config.precision.operator_overrides
     effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
     effective["arithmetic"] = not_timed(config.precision.mode, trainer.kernels, trainer.hardware) or own
