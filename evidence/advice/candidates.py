@@ -111,7 +111,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
         now = config.activation_checkpointing.mode
         values["activation_checkpointing"] = [mode for mode in CHECKPOINTING if mode != now]
     optimizer = config.optimizer
-    if optimizer.fused == "auto" and "fused" in accepted_options(optimizer_class(optimizer.name)):
+    if optimizer.fused and "fused" in accepted_options(optimizer_class(optimizer.name)):
         values["optimizer.fused"] = ["false"]
     for key, several in values.items():
         for override in (f"{key}={value}" for value in several if not is_set(overrides, key)):

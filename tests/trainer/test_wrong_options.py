@@ -40,8 +40,6 @@ ROWS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Optimizer, {"lr": 0.0}, r"optimizer.lr=0"),
     (Optimizer, {"lr": nan}, r"optimizer.lr=nan"),
     (Optimizer, {"weight_decay": -1.0}, r"optimizer.weight_decay=-1"),
-    (Optimizer, {"fused": "yes"}, r"optimizer.fused=yes must be true, false or auto"),
-    (Optimizer, {"name": "RMSprop", "fused": True}, r"optimizer.fused=true: torch.optim.RMSprop has no fused form"),
     (Optimizer, {"options": {"beta": [0.9]}}, r"options.beta: AdamW has no such argument; did you mean 'betas'"),
     (Optimizer, {"options": {"lr": 0.1}}, r"optimizer.options.lr has its own key"),
     (Optimizer, {"options": {"params": 0}}, r"optimizer.options.params"),

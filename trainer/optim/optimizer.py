@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,10 +36,8 @@ class Optimizer:
     replaces theirs, if they have any. If several patterns match, the last one wins. """
     layer_decay: float | None = None
     """Layer-wise learning-rate decay: factor from each block to the one below, starting with 1 at the head; null: 1."""
-    fused: bool | str = "auto"
-    """Use torch's fused kernel for the update; auto: if there is one for this device."""
-    set_to_none: bool = True
-    """Clear gradients to None; false fills them with zeros, to measure the difference."""
+    fused: bool = True
+    """Use torch's fused kernel for the update, where there is a sound one for this device, these dtypes and options."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer class, such as ``betas`` or ``momentum``."""
 
@@ -51,8 +49,6 @@ class Optimizer:
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise UserError(f"optimizer.layer_decay={self.layer_decay} must be above 0 and at most 1, such as 0.75")
         check_patterns(self.groups)
-        if isinstance(self.fused, str) and self.fused != "auto":
-            raise UserError(f"optimizer.fused={self.fused} must be true, false or auto")
         accepted = accepted_options(optimizer_class(self.name))
         for option in self.options:
             if option in ("lr", "weight_decay", "fused"):
@@ -62,16 +58,6 @@ class Optimizer:
                     f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}; "
                     f"leave it out, or remove that of the YAML with ~optimizer.options.{option}"
                 )
-        if self.fused is True and "fused" not in accepted:
-            raise UserError(
-                f"optimizer.fused=true: torch.optim.{self.name} has no fused form; use optimizer.fused=auto"
-            )
-        if self.fused is True and self._dampened:
-            raise UserError("optimizer.fused=true cannot have optimizer.options.dampening; use optimizer.fused=auto")
-
-    @property
-    def _dampened(self) -> bool:
-        return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
     def check(self, parallel: str) -> None:
         """Check that it can train with this choice of ``parallel``.
@@ -104,7 +90,9 @@ class Optimizer:
         keywords: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
         }
-        if self._takes_fused(cls, parameters, device):
+        if not parameters:
+            raise UserError("every parameter is frozen, so there is nothing to train; freeze fewer of them")
+        if self.fused and self._takes_fused(cls, parameters, device):
             keywords["fused"] = True
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
@@ -113,10 +101,10 @@ class Optimizer:
         # Muon's takes the scale, and rounds the unscaled gradients of matrices to their dtype again.
         scales = self.name != "Muon" and getattr(optimizer, "_step_supports_amp_scaling", False)
         if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
-            helps = self.name != "Muon" and replace(self, fused="auto")._takes_fused(cls, parameters, device)
+            helps = self.name != "Muon" and self._takes_fused(cls, parameters, device)
             raise UserError(
                 f"precision=fp16_pure: {self.name} gets fp16 gradients without the loss scale, of which those below "
-                f"6e-8 are 0; use {'optimizer.fused=auto' if helps else 'optimizer=adamw'}, or precision=fp16_master"
+                f"6e-8 are 0; use {'optimizer.fused=true' if helps else 'optimizer=adamw'}, or precision=fp16_master"
             )
         if self.name == "SGD" and "fused" in keywords:
             _start_momentum(optimizer)
@@ -144,26 +132,17 @@ class Optimizer:
     def _takes_fused(
         self, cls: type[torch.optim.Optimizer], parameters: list[nn.Parameter], device: torch.device
     ) -> bool:
-        """Return whether the fused form is used, or refuse it where ``fused=true`` and it cannot be."""
-        if not parameters:
-            raise UserError("every parameter is frozen, so there is nothing to train; freeze fewer of them")
-        if "fused" not in accepted_options(cls):
-            return False
+        """Return whether there is a fused form that updates these parameters as the other one does."""
         kernel: Any = torch.optim.AdamW if self.name == "Muon" else cls
+        if "fused" not in accepted_options(cls) or not has_fused_kernel(kernel, device):
+            return False
+        # The first momentum of fused SGD is not the whole gradient, see ``_start_momentum``.
+        dampened = self.name == "SGD" and self.options.get("dampening", 0)
         # Of torch's fused kernels, only Adam's support sharded weights (FSDP2's DTensors).
-        sharded = is_sharded(parameters[0]) and kernel not in (torch.optim.Adam, torch.optim.AdamW)
-        if sharded and self.fused is True:
-            raise UserError(f"optimizer.fused=true: {self.name} has no fused form for parallel=fsdp; use auto")
+        if dampened or (is_sharded(parameters[0]) and kernel not in (torch.optim.Adam, torch.optim.AdamW)):
+            return False
         halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
-        tried = () if kind_of(device).fused_amp or not has_fused_kernel(kernel, device) else halves
-        unsound = not all(fused_is_sound(kernel, dtype, device.type) for dtype in tried)
-        if unsound and self.fused is True:
-            raise UserError(
-                f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
-                f"wrongly on {kind_of(device).words}; use optimizer.fused=auto"
-            )
-        possible = has_fused_kernel(kernel, device) and not (self._dampened or sharded or unsound)
-        return self.fused is True or (self.fused == "auto" and possible)
+        return kind_of(device).fused_amp or all(fused_is_sound(kernel, dtype, device.type) for dtype in halves)
 
 
 _ELSEWHERE = {

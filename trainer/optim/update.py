@@ -115,7 +115,6 @@ class Update:
         loss_scale: LossScale,
         clip: Clip,
         masters: MasterWeights | None = None,
-        set_to_none: bool = True,
     ) -> None:
         """Prepare the updates of one run.
 
@@ -125,14 +124,12 @@ class Update:
             loss_scale: of the run.
             clip: of the config.
             masters: the fp32 weights that the optimizer updates in place of the model's 16-bit ones.
-            set_to_none: how gradients are cleared; False fills them with zeros, which keeps their memory.
         """
         self.optimizer = optimizer
         self.masters = masters
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.loss_scale = loss_scale
         self.clip = clip
-        self.set_to_none = set_to_none
         self.meter: UpdateMeter | None = None
         """Measures the steps that are taken while it is set."""
         self._sharded = any(map(is_sharded, self.parameters))
@@ -189,11 +186,8 @@ class Update:
         scale = self.loss_scale.scale
         if self.loss_scale.recovers:
             self.loss_scale.update(~overflow)
-        if self.set_to_none:
-            for parameter in self.parameters:  # the optimizer's method opens a range of the profiler, too
-                parameter.grad = None
-        else:
-            self.optimizer.zero_grad(set_to_none=False)
+        for parameter in self.parameters:  # the optimizer's method opens a range of the profiler, too
+            parameter.grad = None
         return UpdateResult(norm, skipped, scale)
 
     def _measure(self, gradients: list[Tensor], factor: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from trainer.errors import RunError, UserError
 from trainer.hardware import detect
 
 SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", "data.samples=64", "device=cpu"]
-FIXED = ["compile=off", "precision=fp32", "optimizer.fused=auto"]
+FIXED = ["compile=off", "precision=fp32", "optimizer.fused=true"]
 
 
 def varied(*overrides: str) -> dict[str, list[str]]:

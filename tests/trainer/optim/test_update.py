@@ -10,16 +10,6 @@ from trainer.precision.scaler import LossScale
 CPU = torch.device("cpu")
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def loss_of(net: nn.Module) -> Tensor:
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
-    return (net(x) * 5).square().mean()
-
-
 def given(gradient: Tensor, clip: Clip, on_device: bool) -> tuple[nn.Parameter, Update]:
     """A weight of zeros with a gradient, and its update, which may not read anything back if it is as on a GPU."""
     weight = nn.Parameter(torch.zeros_like(gradient))
@@ -58,22 +48,3 @@ def test_a_finite_norm_is_bitwise_that_of_torch_without_a_host_read() -> None:
     gradient = torch.randn(40, 40, generator=torch.Generator().manual_seed(0)) * 1e-3
     _, update = given(gradient.clone(), Clip(), on_device=True)
     assert torch.equal(update.step().grad_norm, torch.nn.utils.get_total_norm([gradient]))
-
-
-def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:
-    weights = []
-    for set_to_none in (True, False):
-        net = model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        update = Update(optimizer, net.parameters(), LossScale(CPU), Clip(), set_to_none=set_to_none)
-        places = []
-        for _ in range(2):
-            update.backward(loss_of(net))
-            places.append(net[0].weight.grad)
-            update.step()
-        assert (net[0].weight.grad is None) == set_to_none
-        if not set_to_none:
-            assert places[0] is places[1] is net[0].weight.grad
-            assert not net[0].weight.grad.any()
-        weights.append(net[0].weight)
-    assert torch.equal(*weights)
