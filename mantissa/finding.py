@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
@@ -63,10 +63,6 @@ class Finding:
     def place(self) -> str:
         """The tensor or the module at fault, in words where that is none."""
         return self.tensor or self.module or "(the model itself, or the loss)"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self) | {"shape": list(self.shape)}
 
     def lines(self) -> list[str]:
         """Return the finding as text for a terminal, two spaces before all lines but the first."""

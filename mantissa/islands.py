@@ -15,18 +15,10 @@ entered = False
 """Whether the program is inside of an island. Of the whole process, as autocast's own state is."""
 
 
-def in_fp32(forward: Callable[..., Any], device_type: str, result: torch.dtype | None) -> Callable[..., Any]:
-    """Return a forward that casts its inputs to fp32 and runs with autocast off.
-
-    The outermost island casts its results to the dtype ``result``, except scalars; None: they stay fp32.
-    """
-    # Not a closure, so that in a copy of the module it is the copy's own forward.
-    return functools.update_wrapper(functools.partial(_fp32_forward, forward, device_type, result), forward)
-
-
 def _fp32_forward(
     forward: Callable[..., Any], device_type: str, result: torch.dtype | None, /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Call a forward with inputs in fp32 and autocast off; the outermost island casts results, but scalars, back."""
     global entered
     outermost = not entered
     entered = True
@@ -55,7 +47,9 @@ def keep_fp32(
     # A container may never be called, only its children. So they are converted with it.
     inside = {id(module): module for name in names for module in model.get_submodule(name).modules()}
     for module in inside.values():
-        module.forward = in_fp32(module.forward, device_type, half_weights)
+        # Not a closure, so that in a copy of the module it is the copy's own forward.
+        forward = functools.partial(_fp32_forward, module.forward, device_type, half_weights)
+        module.forward = functools.update_wrapper(forward, module.forward)
         module.float()
 
 

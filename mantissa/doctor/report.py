@@ -69,7 +69,7 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
             for trial in diagnosis.sweep
         ],
         "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
-        "findings": [finding.to_dict() for finding in diagnosis.findings],
+        "findings": [asdict(finding) for finding in diagnosis.findings],
         "islands": None
         if islands is None
         else asdict(islands) | {"override": replay.step.remedies.modules(islands.fp32_modules)},
