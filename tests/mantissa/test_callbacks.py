@@ -114,6 +114,7 @@ def test_weights_that_nobody_asked_to_be_bf16_are_named(tmp_path: Path) -> None:
     assert "are bfloat16, and precision=bf16 asks for fp32 ones" in said[0]
     assert "from_pretrained(…, dtype=torch.float32)" in said[0]
     assert "Gradients of 2 forward passes are summed in bfloat16" in said[0]
+    assert "the model's config: sdpa" in said[0]
     assert any("are lost, too small" in each for each in said[1:])
 
 

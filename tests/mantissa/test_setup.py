@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,22 +220,3 @@ def test_a_precision_set_for_another_device_reaches_the_cpus_products_too(flags:
 def test_old_and_new_flags_that_contradict_each_other(flags: Any) -> None:
     torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision = "ieee", "tf32"
     assert any("contradict" in each for each in flags_differ("cuda", nn.Linear(2, 2), None))
-
-
-def test_transformers_loads_a_checkpoints_bf16_weights_though_fp32_is_trained(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=8)
-    transformers.GPT2LMHeadModel(config).to(BF16).save_pretrained(tmp_path)
-    for options, differs in (({}, True), ({"dtype": torch.float32}, False)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-        optimizer = torch.optim.AdamW(model.parameters())
-        first = FirstStep(model, optimizer, None, True)
-        tokens = torch.arange(8)[None]
-        with torch.autocast("cpu", dtype=BF16):
-            loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        first.before_update()
-        optimizer.step()
-        found = read_setup(first, "bf16")
-        assert any("from_pretrained(…, dtype=torch.float32)" in each for each in found.differences) == differs
-        assert "the model's config: sdpa" in found.effective["attention"]
