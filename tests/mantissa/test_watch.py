@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mantissa
 from mantissa.errors import UsageError
+from mantissa.meters import Measured
 from tests.helpers import same_bits
 
 BAD = 7
@@ -150,26 +152,19 @@ class Late:
         Late.made = max(Late.made, self.number + 2)
 
 
+@pytest.mark.parametrize("closes", [False, True])
 def test_a_bad_step_that_an_accelerator_reports_late_is_replayed_from_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host learns of it two steps later; weights and batch norm's statistics are NaN by then."""
+    """The host learns of it two steps later, or when it closes; weights and batch norm's statistics are NaN by then."""
     monkeypatch.setattr(mantissa.Watch, "_mark", lambda watch: Late())
-    training = Training(BAD, folder=tmp_path, keep_weights=True)
-    training.train(BAD + 1)
-    with pytest.raises(mantissa.NotFiniteError, match=f"^step {BAD}: .*root"):
-        training.step(BAD + 2)
-    assert training.net.norm.running_mean.isnan().any()
-    assert training.net.head.weight.isnan().any()
-    assert "input" not in training.said[-1].split("FOUND")[1]
-
-
-def test_closing_waits_for_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mantissa.Watch, "_mark", lambda watch: Late())
-    training = Training(BAD, folder=tmp_path, keep_weights=True).train(BAD)
+    training = Training(BAD, folder=tmp_path, keep_weights=True).train(BAD if closes else BAD + 1)
     assert training.watch is not None
     with pytest.raises(mantissa.NotFiniteError, match=f"^step {BAD}: .*root"):
-        training.watch.close()
+        training.watch.close() if closes else training.step(BAD + 2)
+    assert closes or training.net.norm.running_mean.isnan().any()
+    assert training.net.head.weight.isnan().any()
+    assert "input" not in training.said[-1].split("FOUND")[1]
 
 
 class Coin(nn.Module):
@@ -191,35 +186,52 @@ class Counter(nn.Module):
         return x / (self.calls != 5)
 
 
-@pytest.mark.parametrize("keep_weights", [False, True])
-def test_buffers_are_those_from_before_the_step(keep_weights: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "options", "words"),
+    [
+        (Counter, {}, "step 5: "),
+        (Counter, {"keep_weights": True}, "step 5: "),
+        (Coin, {}, ""),
+        (Coin, {"passes": 2}, ""),
+    ],
+)
+def test_buffers_and_random_numbers_are_those_from_before_the_step(
+    fault: type[nn.Module], options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     def wrap(net: Net) -> Net:
-        net.drop = Counter()
+        net.drop = fault()
         return net
 
-    with pytest.raises(mantissa.NotFiniteError, match=r"step 5: .*drop; aten\.div"):
-        Training(wrap=wrap, keep_weights=keep_weights, folder=tmp_path).train(9)
+    with pytest.raises(mantissa.NotFiniteError, match=rf"{words}.*drop; aten\.div"):
+        Training(wrap=wrap, folder=tmp_path, **options).train(400)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_fault_of_chance_is_replayed_with_the_same_random_numbers(passes: int, tmp_path: Path) -> None:
-    def wrap(net: Net) -> Net:
-        net.drop = Coin()
-        return net
-
-    with pytest.raises(mantissa.NotFiniteError, match=r"drop; aten\.div"):
-        Training(wrap=wrap, passes=passes, folder=tmp_path).train(400)
+class Bound(Net):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("bound to a socket")
 
 
-def test_a_batch_that_was_overwritten_is_said_to_be_so(tmp_path: Path) -> None:
-    net, x, y, said = Net(), torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long), list[str]()
+@pytest.mark.parametrize(
+    ("kind", "returns_loss", "overwritten", "words", "note"),
+    [
+        (Net, True, True, "its replay is finite", "note: a batch was changed in place after it was kept"),
+        (Net, False, False, "root", "give Watch(loss=…)"),
+        (Bound, True, False, "cannot be replayed: .*bound to a socket", ""),
+    ],
+)
+def test_a_replay_that_is_not_the_step_is_said_to_be_so_and_why(
+    kind: type[Net], returns_loss: bool, overwritten: bool, words: str, note: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net, x, targets, said = kind(), torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long), [""]
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     mantissa.Watch(net, optimizer, folder=tmp_path, say=said.append)
-    net(x, y)[1].backward()
-    x.fill_(1.0)
-    with pytest.raises(mantissa.NotFiniteError, match="its replay is finite"):
+    (net(x, targets)[1] if returns_loss else F.cross_entropy(net(x), targets)).backward()
+    if overwritten:
+        x.fill_(1.0)
+    with pytest.raises(mantissa.NotFiniteError, match=words):
         optimizer.step()
-    assert "note: a batch was changed in place after it was kept" in said[-1]
+    assert note in said[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
@@ -248,30 +260,6 @@ def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) 
         training.train(4)
     assert not training.net._forward_pre_hooks
     assert not training.optimizer._optimizer_step_pre_hooks
-
-
-def test_without_the_loss_the_forward_pass_is_replayed_and_that_is_said(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net, said = Net(), []
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    mantissa.Watch(net, optimizer, folder=tmp_path, say=said.append)
-    F.cross_entropy(net(torch.full((4, 4), -9.0)), torch.zeros(4, dtype=torch.long)).backward()
-    with pytest.raises(mantissa.NotFiniteError, match="root"):
-        optimizer.step()
-    assert "give Watch(loss=…)" in said[-1]
-
-
-def test_a_model_that_cannot_be_replayed_is_said_to_be_so_and_why(tmp_path: Path) -> None:
-    class Bound(Net):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise RuntimeError("bound to a socket")
-
-    net = Bound()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    mantissa.Watch(net, optimizer, folder=tmp_path)
-    net(torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long))[1].backward()
-    with pytest.raises(mantissa.NotFiniteError, match=r"cannot be replayed: .*bound to a socket"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("keep_weights", [False, True])
@@ -346,22 +334,27 @@ def test_lost_updates_are_measured_by_parameter_group_and_warned_about_once() ->
     assert "lost updates, group 1" in str(watch)
 
 
-def test_headroom_is_that_of_the_outputs_and_of_the_scaled_gradients() -> None:
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Identity())
-    nn.init.eye_(net[0].weight)
-    optimizer = torch.optim.SGD(net.parameters(), 0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    said: list[str] = []
+def scaled_step(
+    net: nn.Module, x: Tensor, scaler: Any, loss_of: Callable[[Tensor], Tensor]
+) -> tuple[Measured, list[str]]:
+    """Take a step of weights that stay, under autocast in fp16; return what was measured, and what was said."""
+    optimizer, said = torch.optim.SGD(net.parameters(), 0.0), list[str]()
     watch = mantissa.Watch(net, optimizer, scaler, every=1, say=said.append)
-    x = torch.tensor([[2.0**15, 2.0**15], [2.0**15, 2.0**15]])
     with torch.autocast("cpu", dtype=torch.float16):
-        loss = net(x).float().mean() / 2**10
+        loss = loss_of(net(x).float())
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-    watch.step(loss)
-    (found,) = watch.history
-    assert found.loss == loss
+    watch.step(loss.item())
+    assert watch.history[0].loss == loss
+    return watch.history[0], said
+
+
+def test_headroom_is_that_of_the_outputs_and_of_the_scaled_gradients() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Identity())
+    nn.init.eye_(net[0].weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    found, said = scaled_step(net, torch.full((2, 2), 2.0**15), scaler, lambda output: output.mean() / 2**10)
     assert found.overflow["0"] == pytest.approx(1.0, abs=1e-3)
     assert found.underflow["0"] == pytest.approx(15 + 14)
     # Each is 2 · 2^15 / 4 / 2^10, times the scale
@@ -371,19 +364,10 @@ def test_headroom_is_that_of_the_outputs_and_of_the_scaled_gradients() -> None:
 
 
 def test_a_scale_that_grows_at_the_measured_step_is_the_one_before_and_its_gradients_are_no_warning() -> None:
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=1)
-    said: list[str] = []
-    watch = mantissa.Watch(net, optimizer, scaler, every=1, say=said.append)
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = net(torch.ones(4, 2)).float().sum(1).mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    watch.step(loss)
+    found, said = scaled_step(nn.Linear(2, 2), torch.ones(4, 2), scaler, lambda output: output.sum(1).mean())
     assert scaler.get_scale() == 2.0**16
-    assert watch.history[0].overflow["bias.grad"] == pytest.approx(1 - 2**-11, abs=1e-3)
+    assert found.overflow["bias.grad"] == pytest.approx(1 - 2**-11, abs=1e-3)
     assert not any("within a factor of 2" in each for each in said)
 
 
@@ -437,17 +421,6 @@ def test_an_optimizer_of_another_model_is_named_and_stops_no_training(of: str) -
     watch.close()
     words = {"optimizer": "2 of 2 tensors of the optimizer are not the model's parameters", "loop": "saw no step of"}
     assert words[of] in said[-1]
-
-
-def test_a_loss_may_be_a_number() -> None:
-    net = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    watch = mantissa.Watch(net, optimizer, every=1, say=lambda text: None)
-    loss = net(torch.ones(3, 2)).square().mean()
-    loss.backward()
-    optimizer.step()
-    watch.step(loss.item())
-    assert watch.history[0].loss == loss.item()
 
 
 def test_a_loss_needs_the_batches() -> None:
