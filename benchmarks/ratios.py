@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -208,21 +209,20 @@ def _seconds(command: list[str], folder: Path, code: int = 0, until: str | None 
         RunError: it ended otherwise.
     """
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
-    printed: list[float] = []
-    began = time.perf_counter()
-
-    def ends(line: str) -> bool:
-        if until is not None and line.startswith(until):
-            printed.append(time.perf_counter() - began)
-        return bool(printed)
-
-    ended = shell.run(command, cwd=folder, env=environment, on_line=ends)
-    if printed:
-        return printed[0]
-    if until is None and ended.code == code:
-        return ended.seconds
-    last = "\n".join(ended.output.splitlines()[-20:])
-    raise RunError(f"{' '.join(command)} ended with status {ended.code}:\n{last}")
+    began, printed = time.perf_counter(), []
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line)
+            if until is not None and line.startswith(until):
+                seconds = time.perf_counter() - began
+                process.terminate()
+                return seconds
+    if until is None and process.returncode == code:
+        return time.perf_counter() - began
+    raise RunError(f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(printed[-20:])}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) 
         command: what measures them again.
         measured: by name ``value``, ``low``, ``high`` and ``unit``; a comparison's loss also has a ``verdict``.
     """
-    git = git_facts()
+    commit = os.environ.get("MANTISSA_COMMIT")  # in a copy of the project without git
+    git = {"commit": commit, "dirty": "false"} if commit else git_facts()
     if git.get("dirty") != "false":
         return "not kept: commit your changes first, so that others can run what was measured"
     path = RESULTS / f"{machine_name(hardware)}.json"

@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,18 +153,29 @@ def run(checkout: Path, folder: Path, commands: Iterable[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"MANTISSA_CACHE": str(folder.parent / "cache")}
 
-    def saved(line: str) -> bool:
-        return any(folder.glob("outputs/*/checkpoints/step-*/manifest.json"))
-
     for number, line in enumerate(commands):
         words = shlex.split(line)
         stops = words[0] == "stop"
         words = [str(checkout / word) if word.startswith("scripts/") else word for word in words[stops:]]
         command, output = [sys.executable, *words], folder / f"output-{number}.txt"
-        done = shell.run(command, output, cwd=folder, env=environment, stop_s=STOP_S, on_line=saved if stops else None)
-        if done.code != (None if stops else 0):
+        if stops:
+            _run_until_saved(command, output, folder, environment)
+            continue
+        done = shell.run(command, output, cwd=folder, env=environment)
+        if done.code:
             raise SystemExit(f"exit status {done.code}: {line}\n{done.output[-3000:]}")
     ended.write_text(f"{commit} {commands}")
+
+
+def _run_until_saved(command: list[str], output: Path, folder: Path, environment: dict[str, str]) -> None:
+    """Run a training until it has a checkpoint, and tell it to end."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        while process.poll() is None and not any(folder.glob("outputs/*/checkpoints/step-*/manifest.json")):
+            time.sleep(0.01)
+        process.terminate()
+        if process.wait(STOP_S) == 0:
+            raise SystemExit(f"it ended before it was told to: {' '.join(command)}")
 
 
 def write_data(folder: Path) -> None:

@@ -21,7 +21,7 @@ from mantissa.statistics import (
     WORSE,
     Equivalence,
     Interval,
-    equivalence_family,
+    equivalence,
     look_level,
     mean_interval,
     ratio_interval,
@@ -204,7 +204,7 @@ def judge(arms: Mapping[str, Losses], margin: float, looks: Sequence[Look] = ())
     Args:
         arms: losses by label, with the failed runs. The first is the baseline.
         margin: relative difference that is too small to matter.
-        looks: from ``with_look``, of which the last one is this; without looks this one is the first.
+        looks: all that were kept, of which the last one is this; without looks this one is the first.
     """
     found: dict[str, Quality] = {}
     for number, look in enumerate([*looks[:-1], None], 1):
@@ -216,25 +216,19 @@ def judge(arms: Mapping[str, Losses], margin: float, looks: Sequence[Look] = ())
     return found
 
 
-def with_look(looks: list[Look], arms: Mapping[str, Losses], margin: float) -> list[Look]:
-    """Return the looks so far and this one.
+def judge_and_keep(arms: Mapping[str, Losses], margin: float, store: Store) -> tuple[list[Look], dict[str, Quality]]:
+    """Judge every arm, and keep the look before any report shows it; return all looks and the verdicts.
 
     To see the same runs again is no other look, and neither is one that judges nothing.
     """
     ended = sorted([label, seed] for label, losses in arms.items() for seed, loss in losses.items() if loss is not None)
     look = {"seeds": sorted(set().union(*arms.values())), "ended": ended}
-    if look in looks[-1:]:
-        return looks
-    found = judge(arms, margin, [*looks, look]).values()
-    return [*looks, look] if any(quality.test or quality.verdict == WORSE for quality in found) else looks
-
-
-def judge_and_keep(arms: Mapping[str, Losses], margin: float, store: Store) -> tuple[list[Look], dict[str, Quality]]:
-    """Judge every arm, and keep the look before any report shows it; return all looks and the verdicts."""
-    before = store.of("look")
-    looks = with_look(before, arms, margin)
-    for look in looks[len(before) :]:
-        store.add("look", look)
+    looks = store.of("look")
+    if look not in looks[-1:]:
+        found = judge(arms, margin, [*looks, look])
+        if any(quality.test or quality.verdict == WORSE for quality in found.values()):
+            store.add("look", look)
+            return [*looks, look], found
     return looks, judge(arms, margin, looks)
 
 
@@ -262,7 +256,7 @@ def _judged(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, Q
     found |= {label: _compared(arms[label], arms[baseline]) for label in others}
     tested = [found[label] for label in others if not found[label].verdict]
     differences = [quality.differences for quality in tested]
-    tests = equivalence_family(differences, margin, untested=len(others) - len(tested), look=look)
+    tests = equivalence(differences, margin, untested=len(others) - len(tested), look=look)
     for quality, test in zip(tested, tests, strict=True):
         quality.test, quality.verdict, quality.look = test, test.verdict, look
         if test.pairs_needed:
@@ -348,10 +342,6 @@ class Comparison:
             raise UsageError(f"{len(seeds)} seeds are too few for a verdict; use 4 or more")
         self.runs = run_all(list(self.arms), seeds, run, store, self.metric)
         self._check_digits()
-        self.judge(seeds, store)
-
-    def judge(self, seeds: Sequence[int], store: Store) -> None:
-        """Judge the runs, and keep the look before any report shows it."""
         sign = -1 if self.higher_is_better else 1
         losses: dict[str, dict[int, float | None]] = {arm: dict.fromkeys(seeds) for arm in self.arms}
         for ended in self.runs:

@@ -9,20 +9,16 @@ from pathlib import Path
 
 from mantissa.compare import Comparison, Run, Store
 from mantissa.errors import UsageError
-from mantissa.printed import SEED, name_of, run_and_read
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE
-
-PRECISION = "{precision}"
 
 
 def precision_gate(
-    train: Callable[[str, int], float] | str,
+    train: Callable[[str, int], float],
     arms: Sequence[str] = ("fp32", "bf16"),
     *,
     margin: float = 0.003,
     seeds: int = 4,
     max_seeds: int | None = None,
-    metric: str = "",
     higher_is_better: bool = False,
     report: str | Path = "mantissa-gate",
 ) -> Comparison:
@@ -34,13 +30,11 @@ def precision_gate(
     the differences are about normal; where they are strongly skewed it may be four to six times that.
 
     Args:
-        train: takes a precision and a seed, trains from nothing, and returns the final loss, all in this process; or a
-            shell command with ``{precision}`` and ``{seed}``, which runs in a fresh process each time.
+        train: takes a precision and a seed, trains from nothing, and returns the final loss.
         arms: the precisions, as ``train`` knows them; the first is the baseline.
         margin: the relative difference that is too small to matter; 0.003 is 0.3 %.
         seeds: how many, from 0 on; 3 or more.
         max_seeds: how many if those do not decide it; default: four times as many.
-        metric: of a command: a regular expression, whose last match in what it prints counts.
         higher_is_better: whether ``train`` returns something like an accuracy.
         report: folder of the page, which is replaced.
 
@@ -48,24 +42,15 @@ def precision_gate(
         The comparison, with the verdicts.
 
     Raises:
-        AssertionError: an arm is not EQUIVALENT, or a command failed; the message is the report.
+        AssertionError: an arm is not EQUIVALENT; the message is the report.
         UsageError: an argument cannot work.
     """
     __tracebackhide__ = True  # pytest shows the report, and none of this
     if isinstance(arms, str) or len(set(arms)) < max(2, len(arms)):
         raise UsageError(f"arms {arms!r} must be two or more different precisions, such as ('fp32', 'bf16')")
-    if isinstance(train, str) and (not metric or PRECISION not in train or SEED not in train):
-        raise UsageError(f"`{train}` needs {PRECISION}, {SEED}, and metric='val loss ([0-9.]+)' to read its loss")
-    commands = {arm: train.replace(PRECISION, arm) if isinstance(train, str) else "train(…)" for arm in arms}
 
     def run(arm: str, seed: int) -> Run:
         __tracebackhide__ = True
-        if isinstance(train, str):
-            command = commands[arm].replace(SEED, str(seed))
-            ended = run_and_read(arm, seed, command, metric, Path(report) / "runs")
-            if ended.failure:
-                raise AssertionError(f"{arm}, seed {seed}: {ended.failure}")
-            return ended
         began = time.monotonic()
         returned = train(arm, seed)
         if returned is None:
@@ -73,7 +58,7 @@ def precision_gate(
         value = float(returned)
         return Run(arm, seed, value if math.isfinite(value) else None, time.monotonic() - began)
 
-    comparison = Comparison(commands, name_of(metric or "loss"), margin, higher_is_better)
+    comparison = Comparison(dict.fromkeys(arms, "train(…)"), "loss", margin, higher_is_better)
     store = Store()  # a gate measures anew each time
     for count in (seeds, max(seeds, max_seeds or 4 * seeds)):
         comparison.run(range(count), run, store)

@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
 
 STOP_TIMEOUT_S = 10.0
 """Seconds that a command has to end by itself once it was told to; then it is killed."""
-POLL_S = 0.01
-"""Seconds between two looks at what a command has printed."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Ended:
     """How a command ended."""
 
     code: int | None
-    """Exit code, minus a signal's number where one killed it; None: it was ended, at its limit or by ``on_line``."""
+    """Exit code, minus a signal's number where one killed it; None: it was ended at its limit."""
     seconds: float
     """Seconds from its start to its end."""
     output: str
@@ -47,7 +44,6 @@ def run(
     stop_s: float = STOP_TIMEOUT_S,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    on_line: Callable[[str], bool | None] | None = None,
 ) -> Ended:
     """Run a command until it ends, and end whatever it has left running.
 
@@ -65,8 +61,6 @@ def run(
         stop_s: seconds that it may take to end when it is told to.
         cwd: folder to run in; None: the current one.
         env: whole environment; None: that of this process.
-        on_line: is called with each line of the output, while the command runs; once it returns True, the command is
-            ended.
     """
     began = time.monotonic()
     with TemporaryDirectory() as folder, ExitStack() as files:
@@ -84,35 +78,14 @@ def run(
             start_new_session=True,
         )
         try:
-            if on_line is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(limit_s)
-            else:
-                _follow(process, streams[0], on_line, limit_s)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
         finally:
             code = process.returncode
             _end(process, stop_s)
         seconds = time.monotonic() - began
         texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in streams]
     return Ended(code, seconds, *(text.decode("utf-8", "replace") for text in texts))
-
-
-def _follow(
-    process: subprocess.Popen[bytes], output: IO[bytes], on_line: Callable[[str], bool | None], limit_s: float | None
-) -> None:
-    """Call ``on_line`` with what is printed, until the process ends, it returns True, or the time is over."""
-    until, seen, partial = None if limit_s is None else time.monotonic() + limit_s, 0, b""
-    while until is None or time.monotonic() < until:
-        running = process.poll() is None  # before the look, so that the last lines are seen
-        content = os.pread(output.fileno(), 1 << 20, seen)
-        seen += len(content)
-        *lines, partial = (partial + content).split(b"\n")
-        if any(on_line(line.decode("utf-8", "replace")) for line in lines):
-            return
-        if not running and not content:
-            on_line(partial.decode("utf-8", "replace"))
-            return
-        time.sleep(POLL_S if running else 0)
 
 
 def _end(process: subprocess.Popen[bytes], stop_s: float) -> None:

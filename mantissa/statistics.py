@@ -13,8 +13,6 @@ import numpy as np
 EQUIVALENT, WORSE, BETTER, INCONCLUSIVE = "EQUIVALENT", "WORSE", "BETTER", "INCONCLUSIVE"
 ALPHA = 0.05
 """Chance of a wrong EQUIVALENT for a difference equal to the margin, and of a wrong WORSE or BETTER within it."""
-
-
 POWER = 0.8
 """Share of repetitions in which the number of pairs that is named would decide."""
 
@@ -74,39 +72,26 @@ def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.level, logs.count)
 
 
-def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
+def equivalence(
+    arms: Sequence[Sequence[float]], margin: float, untested: int = 0, look: int | None = None
+) -> list[Equivalence]:
     """Judge paired relative differences of a loss (lower is better) against a margin that was set beforehand.
 
     EQUIVALENT by two one-sided tests (Schuirmann 1987), each of 5 %: the 90 % interval of the mean lies inside of
     ±``margin``. WORSE or BETTER by a two-sided test of 5 % against the margin: the 95 % interval lies wholly above
     or below it. INCONCLUSIVE otherwise. (The four cases as in Lakens, *Equivalence Tests*, 2017.)
 
-    Args:
-        differences: (other − baseline) / baseline, one per pair.
-        margin: above 0; 0.003 is 0.3 %.
-
-    Raises:
-        ValueError: fewer than two pairs, a value that is not finite, a margin that is not above 0.
-    """
-    return equivalence_family([differences], margin)[0]
-
-
-def equivalence_family(
-    arms: Sequence[Sequence[float]], margin: float, untested: int = 0, look: int | None = None
-) -> list[Equivalence]:
-    """Judge several arms against one baseline, each as ``equivalence`` does, with a family-wise error of 5 %.
-
     The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979).
 
     Args:
-        arms: for each arm its ``differences``.
-        margin: of all of them.
+        arms: for each arm (other − baseline) / baseline, one per pair; all against the same baseline.
+        margin: above 0; 0.003 is 0.3 %.
         untested: the number of further arms, of which too few runs finished.
         look: how often the arms have been judged, this time included, with fewer pairs before: see ``look_level``.
             None: they are judged once, and never with more pairs.
 
     Raises:
-        ValueError: see ``equivalence``.
+        ValueError: fewer than two pairs, a value that is not finite, a margin that is not above 0.
     """
     if not 0 < margin < math.inf:
         raise ValueError(f"the margin must be above 0, not {margin}")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch.autograd import graph
-
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.errors import NonFiniteError, RunError, UserError, first_line, is_out_of_memory
+from trainer.errors import RunError, UserError
 
 
 @dataclass
 class Debug:
-    """The ``debug`` config group; this base is ``debug=none``."""
+    """The ``debug`` config group; this base is ``debug=none``, and ``fast``, whose YAML sets the sizes."""
 
     kind: ClassVar[str] = "none"
 
@@ -29,10 +24,6 @@ class Debug:
             batch_size: samples of an optimizer step.
         """
         return datasets
-
-    def step(self) -> AbstractContextManager[object]:
-        """Return the context of one optimizer step."""
-        return nullcontext()
 
     def check(self, first: float, last: float, steps: int) -> str | None:
         """Check the result of a complete run, and return the verdict if there is one.
@@ -46,13 +37,6 @@ class Debug:
             RunError: the run did not do what this choice expects.
         """
         return None
-
-
-@dataclass
-class Fast(Debug):
-    """``debug=fast``: two steps of everything. Its YAML sets the sizes."""
-
-    kind: ClassVar[str] = "fast"
 
 
 @dataclass
@@ -80,27 +64,6 @@ class Overfit(Debug):
                 "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained"
             )
         return f"debug=overfit: passed, the loss of one batch fell from {first:.4g} to {last:.4g} in {steps} steps"
-
-
-@dataclass
-class Anomaly(Debug):
-    """``debug=anomaly``: autograd's anomaly detection, which finds the first operation whose gradient is NaN."""
-
-    kind: ClassVar[str] = "anomaly"
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Raise NonFiniteError with the line of the forward pass."""
-        with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
-            warnings.simplefilter("always")
-            try:
-                yield
-            except RuntimeError as error:
-                # torch warns of an operation that fails in the backward pass, with its line of the forward pass.
-                where = [str(warning.message) for warning in caught if warning.filename == graph.__file__]
-                if not where or is_out_of_memory(error):
-                    raise
-                raise NonFiniteError("\n".join([f"debug=anomaly: {first_line(error)}", *where])) from error
 
 
 class FirstSamples:

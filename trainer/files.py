@@ -18,8 +18,6 @@ from trainer.errors import UserError
 PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
 
-roots = [PROJECT]
-"""The folders below which modules of recipes are; others are those of recipes from elsewhere."""
 
 # What a run's folder holds, beside checkpoints/
 CONFIG_FILE = "config.json"

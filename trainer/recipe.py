@@ -114,18 +114,6 @@ class Augment:
         return self
 
 
-class FirstWeights:
-    """Where a new model's first weights come from, in the place of the recipe's own."""
-
-    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Decision]:
-        """Overwrite the weights of a new model, on the host; return what is not taken over.
-
-        Raises:
-            UserError: the weights do not fit the model, or are damaged.
-        """
-        raise NotImplementedError
-
-
 @dataclass
 class Recipe:
     """The ``recipe`` config group: model, data, loss and metrics of one family.

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.checkpoint.schema import steps
 from trainer.errors import UserError
 from trainer.files import (
@@ -21,7 +19,6 @@ from trainer.files import (
     read_object,
     run_facts,
     write_json,
-    write_text,
 )
 from trainer.parallel.world import launch_id, launched_processes, restarted
 
@@ -30,7 +27,7 @@ _PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretr
 
 
 class RunFolder:
-    """One run's folder: config.json, config.yaml, precision.json, metrics.jsonl, checkpoints/, summary.json."""
+    """One run's folder: config.json, precision.json, metrics.jsonl, checkpoints/, summary.json."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,26 +39,16 @@ class RunFolder:
 
     @classmethod
     def create(cls, output_dir: str, run_name: str) -> RunFolder:
-        """Make a new folder: ``run_name``, or ``run_name-2`` and so on where that exists.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
-        root = Path(output_dir).expanduser()
-        try:
-            make_folder(root)
-            number = 1
-            while True:
-                path = root / (run_name if number == 1 else f"{run_name}-{number}")
-                try:
-                    make_folder(path, exist_ok=False)
-                    return cls(path)
-                except FileExistsError:
-                    number += 1
-        except OSError as error:
-            raise UserError(
-                f"output_dir={output_dir} cannot be written ({error.strerror}); choose another with output_dir=…"
-            ) from error
+        """Make a new folder: ``run_name``, or ``run_name-2`` and so on where that exists."""
+        root, number = Path(output_dir).expanduser(), 1
+        make_folder(root)
+        while True:
+            path = root / (run_name if number == 1 else f"{run_name}-{number}")
+            try:
+                make_folder(path, exist_ok=False)
+                return cls(path)
+            except FileExistsError:
+                number += 1
 
     @classmethod
     def open(cls, key: str, given: str, output_dir: str, uri: str | None = None) -> RunFolder:
@@ -91,14 +78,13 @@ class RunFolder:
         return read_object(self.path / SUMMARY_FILE)
 
     def write_config(self, flat: dict[str, Any]) -> None:
-        """Record the config with a value for every ``auto``, as JSON and, for people, as YAML.
+        """Record the config with a value for every ``auto``.
 
         Before that, how the run is started: in which folder, and by which torchrun, whose restart finds it by that.
         """
         launch: dict[str, Any] = {"launch": launch_id()} if launched_processes() else {}
         add_run_facts(self.path, launch=launch | {"folder": str(Path.cwd())})
         write_json(self.path / CONFIG_FILE, flat)
-        write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
 
     def config(self) -> dict[str, Any]:
         """Return what ``write_config`` recorded, with paths that are valid in the present folder.

@@ -77,8 +77,8 @@ def _verdict(finding: Finding) -> str:
     if criterion.within is not None:
         if not all(map(math.isfinite, values)):
             return REFUTED
-        verdict = equivalence([value - 1 for value in values], criterion.within).verdict
-        return {EQUIVALENT: CONFIRMED, INCONCLUSIVE: INCONCLUSIVE}.get(verdict, REFUTED)
+        (found,) = equivalence([[value - 1 for value in values]], criterion.within)
+        return {EQUIVALENT: CONFIRMED, INCONCLUSIVE: INCONCLUSIVE}.get(found.verdict, REFUTED)
     low = -math.inf if criterion.at_least is None else criterion.at_least
     high = math.inf if criterion.at_most is None else criterion.at_most
     assert finding.low is not None and finding.high is not None  # noqa: PT018

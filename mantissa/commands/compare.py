@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import signal
@@ -10,11 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mantissa import shell
 from mantissa.commands import report_folder
 from mantissa.compare import SEED_SHIFT, Comparison, Run, Store
 from mantissa.errors import UsageError
-from mantissa.printed import SEED, name_of, run_and_read
 
+SEED = "{seed}"
+"""What a command has in the place of the seed."""
 DESCRIPTION = f"""
 Run each command with several seeds, in turns and in fresh processes, and say whether the others train as well as the
 first: EQUIVALENT, WORSE, BETTER or INCONCLUSIVE. Write {SEED} in each command for the seed. A command may choose its
@@ -25,6 +28,11 @@ the same command continues after a stop, and more --seeds continue a comparison 
 
 Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake, 130 when interrupted.
 """
+_NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|(?:nan|inf(?:inity)?)\b)", re.I)
+_SIGNED = re.compile(r"(?<![\w.])(?:[-+]?(?:nan|inf(?:inity)?)\b|[-+](?=\.?\d))", re.I)
+"""What an expression for digits would pass over."""
+_SEPARATOR = re.compile(r"_\d|,\d{3}(?!\d)")
+"""What follows the first digits of ``12_345`` and ``12,345.6``."""
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +49,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of runs and report")
     options = parser.parse_args(arguments)
     arms = _arms(options.commands)
-    comparison = Comparison(arms, name_of(options.metric), options.margin, options.higher_is_better)
+    comparison = Comparison(arms, _name_of(options.metric), options.margin, options.higher_is_better)
     store = Store(report_folder(options.report) / "kept.jsonl")
     plan = {key: getattr(options, key) for key in ("commands", "metric", "margin", "higher_is_better")}
     store.begin(plan, range(options.seeds), "give this one another folder with --report")
@@ -49,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
     def run(arm: str, seed: int) -> Run:
         command = arms[arm].replace(SEED, str(seed + SEED_SHIFT * times_before[arm]))
-        ended = run_and_read(arm, seed, command, options.metric, options.report / "runs", options.timeout)
+        ended = _run(arm, seed, command, options.metric, options.report / "runs", options.timeout)
         if ended.failure and not any(kept["arm"] == arm and not kept["failure"] for kept in store.of("run")):
             raise UsageError(f"{arm}, seed {seed}: {ended.failure}")
         return ended
@@ -92,3 +100,57 @@ def _arms(commands: Sequence[str]) -> dict[str, str]:
             name = f"{label}-{number}"
         arms[name] = command
     return arms
+
+
+def _run(arm: str, seed: int, command: str, metric: str, folder: Path, timeout_s: float | None) -> Run:
+    """Run an arm's command, with its seed, in a fresh process, and read its metric; the folder takes what it prints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = shell.run(command, folder / f"{arm}-s{seed}.out", errors_apart=True, limit_s=timeout_s)
+    numbers = (last_number(metric, text) for text in (ended.output, ended.errors))
+    value = next((number for number in numbers if number is not None), None)
+    if value is not None and (ended.code == 0 or not math.isfinite(value)):  # not finite: whatever the exit code
+        return Run(arm, seed, value if math.isfinite(value) else None, ended.seconds)
+    failure = f"printed nothing that {metric!r} matches"
+    if ended.code is None:
+        failure = f"was still running after {timeout_s:g} s and was ended"
+    elif ended.code:
+        failure = f"ended with exit code {ended.code}"
+    why = f"`{command}` {failure}; its last lines: {ended.last_lines() or 'none'}"
+    return Run(arm, seed, None, ended.seconds, why)
+
+
+def last_number(metric: str, text: str) -> float | None:
+    """Return the number at the last match of a regular expression, where its first group begins; None: no match.
+
+    A sign, a nan and an infinity are found wherever the expression accepts digits, or an earlier number would pass for
+    the last one. The number is read to its end, also where the expression knows no exponent.
+
+    Raises:
+        UsageError: there is no number, or one with separators between its digits.
+    """
+    pattern = re.compile(metric, re.MULTILINE)
+    unsigned = _SIGNED.sub(lambda found: "0" * len(found[0]), text)
+    matches = [*pattern.finditer(text), *pattern.finditer(unsigned)]
+    if not matches:
+        return None
+    begin, end = max(matches, key=lambda match: match.start()).span(min(1, pattern.groups))
+    number = _NUMBER.match(text, begin) if pattern.groups else _NUMBER.search(text, begin, end)
+    if number is None or (pattern.groups and text[number.end() : end].strip(".")):
+        raise UsageError(f"the metric {metric!r} found {text[begin:end]!r}, no number; put (…) around the number alone")
+    if number[0].isdecimal() and _SEPARATOR.match(text, number.end()):
+        around = text[begin : number.end() + 4]
+        raise UsageError(f"the metric {metric!r} found {around!r}, with separators; print the number without them")
+    return float(number[0])
+
+
+def _name_of(metric: str) -> str:
+    """Return the words of a regular expression before its group, as the metric's name.
+
+    Raises:
+        UsageError: it is no regular expression.
+    """
+    try:
+        re.compile(metric)
+    except re.error as error:
+        raise UsageError(f"the metric {metric!r} is no regular expression ({error}), unlike 'loss ([0-9.]+)'") from None
+    return " ".join(re.findall("[A-Za-z]{2,}", metric.partition("(")[0])) or "metric"

@@ -119,7 +119,7 @@ def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
     assert done.err == ""
     run = only_run(folder)
     assert {path.name for path in run.iterdir()} == {
-        "config.json", "config.yaml", "precision.json", "metrics.jsonl", "summary.json", "checkpoints", "best", "plots",
+        "config.json", "precision.json", "metrics.jsonl", "summary.json", "checkpoints", "best", "plots",
         "profile", "tracking.json", "run.json", "tokenizer", ".lock",
     }  # fmt: skip
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000008"}

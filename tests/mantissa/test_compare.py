@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from mantissa.__main__ import main
-from mantissa.compare import NOT_JUDGED, Look, Losses, Quality, judge, with_look
+from mantissa.commands.compare import last_number
+from mantissa.compare import NOT_JUDGED, Losses, Quality, Store, judge, judge_and_keep
 from mantissa.errors import UsageError
-from mantissa.printed import last_number
 from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE
 from tests.mantissa.test_shell import ends
 
@@ -122,35 +122,37 @@ def test_arms_are_corrected_for_their_number_also_for_those_that_failed() -> Non
     assert failed.test.difference.level == pytest.approx(1 - 2 * 0.04 / 2)
 
 
-def look_at(looks: list[Look], losses: dict[int, float | None], seeds: int) -> tuple[list[Look], Quality]:
-    """Judge an arm whose relative differences are given by seed."""
+def look_at(store: Store, losses: dict[int, float | None], seeds: int) -> tuple[int, Quality]:
+    """Judge an arm whose relative differences are given by seed; return how many looks there are, and its quality."""
     base: Losses = {seed: 2.0 + 0.01 * seed for seed in range(seeds)}
     arm = {seed: None if losses[seed] is None else base[seed] * (1 + losses[seed]) for seed in base}  # type: ignore[operator]
-    arms = {"base": base, "arm": arm}
-    looks = with_look(looks, arms, 0.003)
-    return looks, judge(arms, 0.003, looks)["arm"]
+    looks, found = judge_and_keep({"base": base, "arm": arm}, 0.003, store)
+    assert looks == store.of("look")
+    return len(looks), found["arm"]
 
 
 def test_more_seeds_are_another_look_with_stricter_tests_and_what_one_has_decided_stands() -> None:
     spread: dict[int, float | None] = {seed: 0.0008 * (-1) ** seed for seed in range(6)}
-    assert look_at([], dict.fromkeys(range(4)), 4)[0] == [], "nothing is judged"
-    looks, first = look_at([], spread, 4)
-    assert (first.verdict, first.look, look_at(looks, spread, 4)[0]) == (EQUIVALENT, 1, looks)
-    looks, second = look_at(looks, spread | {4: 0.02}, 5)
-    assert [len(look["seeds"]) for look in looks] == [4, 5]
-    assert (second.verdict, second.test, second.look) == (EQUIVALENT, first.test, 1)
+    store = Store()
+    assert look_at(store, dict.fromkeys(range(4)), 4)[0] == 0, "nothing is judged"
+    first = look_at(store, spread, 4)
+    assert (first[0], first[1].verdict, first[1].look) == (1, EQUIVALENT, 1)
+    assert look_at(store, spread, 4) == first, "the same runs are no other look"
+    looks, second = look_at(store, spread | {4: 0.02}, 5)
+    assert (looks, second.verdict, second.test, second.look) == (2, EQUIVALENT, first[1].test, 1)
     assert second.why == "decided at look 1, of 4 seeds"
-    assert len(look_at(looks, spread | {4: 0.02, 1: None}, 5)[0]) == 3, "other runs of the same seeds are another look"
+    assert look_at(store, spread | {4: 0.02, 1: None}, 5)[0] == 3, "other runs of the same seeds are another look"
 
 
 def test_a_look_is_judged_by_the_runs_that_had_ended_then() -> None:
     """A run that failed at the first look and was retried counts at the second one alone, with its stricter tests."""
     losses: dict[int, float | None] = {seed: 0.0025 * (-1) ** seed for seed in range(4)} | {4: 0.0}
-    looks, first = look_at([], losses | {3: None}, 5)
-    _, second = look_at(looks, losses, 5)
+    store = Store()
+    _, first = look_at(store, losses | {3: None}, 5)
+    _, second = look_at(store, losses, 5)
     assert (len(first.differences), first.verdict, first.look) == (4, INCONCLUSIVE, 1)
     assert (len(second.differences), second.verdict, second.look) == (5, INCONCLUSIVE, 2)
-    assert look_at([], losses, 5)[1].verdict == EQUIVALENT, "as it would be with all runs at the first look"
+    assert look_at(Store(), losses, 5)[1].verdict == EQUIVALENT, "as it would be with all runs at the first look"
 
 
 @pytest.fixture

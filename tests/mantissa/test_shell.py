@@ -44,17 +44,16 @@ def test_files_keep_what_is_printed_and_errors_may_be_apart(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("start", ["", "exec setsid -w "])
-def test_all_processes_of_a_command_are_ended(start: str) -> None:
+def test_all_processes_of_an_interrupted_command_are_ended(start: str, tmp_path: Path) -> None:
     """Also those that ignore SIGTERM, and those in a session of their own, as the ranks of torchrun are."""
-    left: list[int] = []
+    interrupt = f"until grep -q do_wait /proc/{os.getpid()}/wchan; do sleep 0.01; done; kill -INT {os.getpid()}"
+    command = f"trap '' TERM; {start}sh -c 'echo $$; sleep 1000 & echo $!; {interrupt}; wait'"
+    with pytest.raises(KeyboardInterrupt):
+        shell.run(command, tmp_path / "out", stop_s=0.1)
+    assert [ends(int(process)) for process in (tmp_path / "out").read_text().split()] == [True, True]
 
-    def on_line(line: str) -> bool:
-        left.append(int(line))
-        return len(left) == 2
 
-    command = f"trap '' TERM; {start}sh -c 'echo $$; sleep 1000 & echo $!; wait'"
-    assert shell.run(command, stop_s=0.1, on_line=on_line).code is None
-    assert all(map(ends, left))
+def test_a_command_is_ended_at_its_limit() -> None:
     assert shell.run("sleep 1000", limit_s=0.1).code is None
 
 
@@ -62,28 +61,3 @@ def test_what_an_ended_command_leaves_running_ends_too() -> None:
     ended = shell.run("sleep 1000 & echo $!")
     assert ended.code == 0
     assert ends(int(ended.output))
-
-
-def test_lines_are_seen_while_the_command_runs_and_may_end_it() -> None:
-    lines: list[str] = []
-
-    def on_line(line: str) -> bool:
-        lines.append(line)
-        return line == "two"
-
-    ended = shell.run("echo one; echo two; sleep 1000", on_line=on_line)
-    assert (ended.code, lines) == (None, ["one", "two"])
-    assert shell.run("printf 'one\\ntwo'; exit 1", on_line=lines.append).code == 1
-    assert lines[2:] == ["one", "two"]
-
-
-def test_an_exception_here_ends_the_command() -> None:
-    started: list[int] = []
-
-    def interrupt(line: str) -> None:
-        started.append(int(line))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        shell.run("echo $$; sleep 1000", on_line=interrupt)
-    assert ends(started[0])

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from trainer.config import external_recipes
 from trainer.config.explain import intended_key, is_text
-from trainer.config.registration import CONF, by_key, choices
+from trainer.config.registration import CONF, choices
 from trainer.config.text import unquoted
 from trainer.errors import UserError, nearest
 
@@ -60,13 +60,9 @@ def read(arguments: Sequence[str]) -> CommandLine:
         UserError: an argument without a key, with dashes before the key, or a name that no group or choice has.
     """
     flags = get_args_parser()._option_string_actions
-    path = unquoted(by_key(arguments).get("recipe_path", "null"))
-    external_recipes.use_folder(None if path == "null" else path)
     readable: list[str] = []
     overrides: list[Override] = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        if argument[:1] in ("=", "@"):
-            raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
         if argument.startswith("-") and argument.partition("=")[0] not in flags:
             raise UserError(_without_dashes(argument, following))
         is_value = "=" not in argument and readable[-1:] and readable[-1].startswith("-")
@@ -77,13 +73,16 @@ def read(arguments: Sequence[str]) -> CommandLine:
         if override is None or override.key_or_group == "note" or override.key_or_group.startswith("tags."):
             argument = _quoted_text(argument, override)
             override = _parsed(argument)
-        if override is None:
+        if override is None or argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
-        _check_names(override)
         readable.append(argument)
         overrides.append(override)
     # argparse wants flags first
-    return CommandLine(sorted(readable, key=lambda argument: argument not in _MULTIRUN), overrides)
+    line = CommandLine(sorted(readable, key=lambda argument: argument not in _MULTIRUN), overrides)
+    external_recipes.use_folder(line.value("recipe_path"))
+    for override in overrides:
+        _check_names(override)
+    return line
 
 
 def _without_dashes(argument: str, following: str) -> str:
@@ -120,28 +119,26 @@ def _check_names(override: Override) -> None:
     if override.is_add():
         raise UserError(f"{key} already has a value; set it with {key}=…, without the +")
     known, value = choices(key), override.value()
-    if isinstance(value, ChoiceSweep):
-        chosen = [unquoted(text) for text in override.sweep_string_iterator()]
-    elif isinstance(value, list) and key == "experiment":  # Hydra's way to take several
-        chosen = [*map(str, value)]
-    elif isinstance(value, list):
+    if isinstance(value, list) and key != "experiment":  # of which Hydra takes several
         raise UserError(
             f"{override.input_line}: a run has one {key}; to run one after the other, add -m and no brackets"
         )
+    if isinstance(value, ChoiceSweep):
+        chosen = [unquoted(text) for text in override.sweep_string_iterator()]
+    elif value is None or isinstance(value, Sweep):
+        chosen = []
     else:
-        chosen = [] if value is None or isinstance(value, Sweep) else [str(value)]
-    if key == "recipe":  # one may be a class without a YAML, which is not imported here
-        elsewhere = external_recipes.find_modules()
-        chosen = [name for name in chosen if name != "own" and not elsewhere and not _is_quoted_in_recipes(name)]
+        chosen = [*map(str, value)] if isinstance(value, list) else [str(value)]
     for name in chosen:
-        if name not in known:
+        if name not in known and not (key == "recipe" and _may_be_a_class(name)):
             raise UserError(f"{key}={name} is not a choice{nearest(name, known)} ({', '.join(known)})")
 
 
-def _is_quoted_in_recipes(name: str) -> bool:
-    """Return whether a file of ``recipes/`` has the name in quotes, as its class's name has to stand there."""
-    texts = (path.read_text(encoding="utf-8") for path in (CONF.parent / "recipes").rglob("*.py"))
-    return any(f'"{name}"' in text or f"'{name}'" in text for text in texts)
+def _may_be_a_class(name: str) -> bool:
+    """Return whether a recipe without a YAML may have this name: a file of recipes then has it in quotes."""
+    files = [*(CONF.parent / "recipes").rglob("*.py"), *external_recipes.find_modules().values()]
+    texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    return name == "own" or any(f'"{name}"' in text or f"'{name}'" in text for text in texts)
 
 
 def _parsed(argument: str) -> Override | None:

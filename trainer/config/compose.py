@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.command_line import read
-from trainer.config.explain import explain
+from trainer.config.explain import explained
 from trainer.config.registration import CONF as CONF
+from trainer.config.registration import key_of as key_of
 from trainer.errors import UserError
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
@@ -32,7 +31,7 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
     Raises:
         UserError: one of them is a mistake.
     """
-    with _explained():
+    with _hydra():
         from trainer.config.build import build
         from trainer.config.resume import base
 
@@ -46,7 +45,7 @@ def composed(overrides: Sequence[str]) -> DictConfig:
     Raises:
         UserError: one of them is a mistake.
     """
-    with _explained():
+    with _hydra():
         from trainer.config.resume import base
 
         name, _, overrides = base(read(overrides))
@@ -54,21 +53,14 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _hydra() -> Iterator[None]:
     """Let Hydra compose configs, and make one sentence of its errors."""
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
     try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        with explained(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from error
     finally:
         GlobalHydra.instance().hydra = outer
-
-
-def key_of(override: str) -> str:
-    """Return the option that an override sets or removes: ``optimizer.lr`` of ``+optimizer.lr=1``."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def check_single(overrides: Sequence[str], remedy: str) -> None:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import Field, is_dataclass
 from typing import Any
 
-from hydra.errors import MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from trainer.config import registration as config
-from trainer.errors import nearest
+from trainer.errors import UserError, nearest
 
 
-def explain(error: BaseException) -> str:
+@contextmanager
+def explained(where: str = "") -> Iterator[None]:
+    """Make a ``UserError``, one sentence, of what Hydra or OmegaConf raises; ``where`` stands before it."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{where}{_sentence(error)}") from error
+
+
+def _sentence(error: BaseException) -> str:
     """Return what was wrong with the command line, or with a YAML file it composes."""
     chain: list[Any] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     cause, text = chain[-1], "\n".join(map(str, chain))
-    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
-        group, _, typed = cause.missing_cfg_file.rpartition("/")
-        hidden = ("recipe", "own")  # which only Python can give
-        choices = [name for name in cause.options if not name.endswith("_schema") and (group, name) != hidden]
-        return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         if not is_dataclass(cause.object_type):
             return (
@@ -90,8 +96,8 @@ def _unknown(key: str, owner: Any, value: str) -> str:
 def _others_with(key: str) -> str:
     """Return which choices of a group have an option that only YAML names, such as ``optimizer.options.betas``."""
     group, _, inner = key.partition(".")
-    files = sorted((config.CONF / group).glob("*.yaml")) if inner.count(".") else ()
-    found = [file.stem for file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
+    files = sorted(config.yaml_files(group).items()) if inner.count(".") else ()
+    found = [name for name, file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
     return f"; it belongs to {', '.join(f'{group}={name}' for name in found)}" if found else ""
 
 

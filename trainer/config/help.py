@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.config import external_recipes
 from trainer.config.command_line import read
 from trainer.config.compose import composed
 from trainer.config.explain import intended_key, known_options
-from trainer.config.registration import CONF, by_key, choices, groups, options, root
+from trainer.config.registration import CONF, by_key, choices, groups, options, root, yaml_files
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT, write_text
 
@@ -61,15 +60,9 @@ def page(arguments: Sequence[str]) -> str:
     found, known, typed = keys(composed(overrides)), known_options(), by_key(overrides)
     for word in words:
         if not any(_is_below(key, word) for key in found):
-            group = word.partition(".")[0]
-            owners = [f"{group}={choice}" for choice in known.get(word, {})]
-            if not owners:
-                raise UserError(f"{word} is not a key of the config{nearest(word, known)}; --help lists the groups")
-            if group in typed:
-                raise UserError(
-                    f"{word} is not an option of {group}={typed[group]}; it belongs to {', '.join(sorted(owners))}"
-                )
-            found = keys(composed(overrides := [*overrides, owners[0]]))
+            if owners := ", ".join(f"{word.partition('.')[0]}={choice}" for choice in sorted(known.get(word, {}))):
+                raise UserError(f"{word} belongs to {owners}; add one of them")
+            raise UserError(f"{word} is not a key of the config{nearest(word, known)}; --help lists the groups")
     asked = words or ([] if "recipe" in typed else [name for name in typed if name in _groups()])
     parts = []
     for key in found:
@@ -196,11 +189,11 @@ def _choices(group: str) -> list[tuple[str, str]]:
     found = {
         name: (ast.get_docstring(_definition(cls)) or "").partition("\n")[0] for name, cls in classes if name != "own"
     }  # which only Python can give
-    for path in [path for conf in (CONF, *external_recipes.config_folders()) for path in (conf / group).glob("*.yaml")]:
+    for name, path in yaml_files(group).items():
         text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
         if head := re.match(r"(# \S.*\n)*?# \S.*\.\n|(# \S.*\n)+", text):
             about = head[0].removeprefix("# ").replace("\n# ", " ").strip()
-            found[path.stem] = about.removeprefix(f"{group}={path.stem}: ")
+            found[name] = about.removeprefix(f"{group}={name}: ")
     return sorted(found.items())
 
 

@@ -24,12 +24,12 @@ from trainer.files import (
     read_object,
     run_facts,
 )
-from trainer.recipe import Decision, FirstWeights, Recipe
+from trainer.recipe import Decision, Recipe
 from trainer.run_folder import RunFolder, run_of, to_continue
 
 
 @dataclass(frozen=True)
-class InitFrom(FirstWeights):
+class InitFrom:
     """The run whose weights another one starts from."""
 
     path: Path

@@ -129,12 +129,13 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
         UserError: there is one.
     """
     from trainer.config.explain import intended_key, known_options
+    from trainer.config.registration import key_of
 
     own = [*(entry.name for entry in dataclasses.fields(options)), *getattr(options, "takes", ())]
     takes, fixed = getattr(options, "takes", ()), getattr(options, "fixed", {})
     known = {"experiment", *known_options()}
     for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
+        key = key_of(override)
         group = key.partition(".")[0]
         unknown = "." not in key and key not in known and intended_key(key) == key
         if unknown and (near := nearest(key, own)):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -13,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import external_recipes
-from trainer.config.external_recipes import module_of
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT, default_name
 
@@ -32,7 +32,8 @@ def groups() -> dict[str, dict[str, type]]:
     """
     bases = {group: base for group, base in get_type_hints(root()).items() if (CONF / group).is_dir()}
     modules = [*(base.__module__ for base in bases.values()), *external_recipes.import_modules()]
-    modules += [module_of(file, PROJECT) for file in sorted((PROJECT / "recipes").rglob("*.py"))]
+    for file in sorted((PROJECT / "recipes").rglob("*.py")):
+        modules.append(".".join(file.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__"))
     for module in modules:
         importlib.import_module(module)
     found: dict[str, dict[str, type]] = {}
@@ -87,11 +88,15 @@ def register() -> None:
                 store.store(group=group, name=name, node={"defaults": defaults}, package="_global_")
 
 
+def yaml_files(group: str) -> dict[str, Path]:
+    """Return the YAML files of a config group, by the name of the choice."""
+    folders = [conf / group for conf in (CONF, *external_recipes.config_folders())]
+    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+
+
 def choices(group: str) -> list[str]:
     """Return the names of the YAML files of a config group."""
-    return sorted(
-        path.stem for conf in (CONF, *external_recipes.config_folders()) for path in (conf / group).glob("*.yaml")
-    )
+    return sorted(yaml_files(group))
 
 
 _registered: dict[tuple[str | None, str], type] = {}
@@ -115,9 +120,14 @@ def name_of_composed(composed: DictConfig) -> str:
     return composed.run_name or default_name(name, composed.precision.mode, composed.seed)
 
 
+def key_of(override: str) -> str:
+    """Return the option that an override sets or removes: ``optimizer.lr`` of ``+optimizer.lr=1``."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Return what overrides set, as typed; of a key that is given twice the last counts."""
-    return dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    return {key_of(override): override.partition("=")[2] for override in overrides}
 
 
 def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:

@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer.checkpoint import store as checkpoint
 from trainer.config import external_recipes
 from trainer.config.command_line import CommandLine
-from trainer.config.explain import explain
+from trainer.config.explain import explained
 from trainer.config.registration import CONF, flatten, groups, register, root
 from trainer.config.schema import Config
 from trainer.config.step import Plan
@@ -34,7 +33,7 @@ State = Literal["complete", "not finite", "interrupted"]
 
 _ELSEWHERE = (
     *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name"),
-    *("tags", "note", "group"),
+    *("tags", "note"),
 )
 """Keys and groups that change nothing about a run but where its results are, and what is said of it."""
 MAY_CHANGE = (
@@ -107,13 +106,11 @@ def _register(recorded: Mapping[str, Any]) -> None:
                 raise UserError(f"config.json names {group}={kind:.60}, which this version does not have")
             config[group] = choices[kind]
             chosen.add(group)
-    try:
+    with explained("config.json: "):
         for key, value in recorded.items():
             if key not in chosen:
                 literal = value.replace("${", "\\${") if isinstance(value, str) else value
                 OmegaConf.update(config, key, literal, merge=False)
-    except OmegaConfBaseException as error:
-        raise UserError(f"config.json: {explain(error)}") from error
     store, choice = ConfigStore.instance(), f"{_NAME}_schema"
     for group in chosen:
         store.store(choice, config[group], group)

@@ -70,8 +70,6 @@ class RunConfig:
     """Tags for MLflow and tables, such as ``tags.team=vision``."""
     note: str | None = None
     """A sentence about the run; it opens the description in MLflow."""
-    group: str | None = None
-    """What the run belongs to, such as a sweep: the tag ``group`` in MLflow."""
 
 
 @dataclass
@@ -86,7 +84,7 @@ class Config(RunConfig, StepConfig):
             raise UserError(f"log_every={self.log_every} must be at least 1")
         self.diagnostics.check(self.optimizer)
         for name in self.tags:
-            if is_own_tag(name) or name in ("group", "note"):
+            if is_own_tag(name) or name == "note":
                 raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(f"run_name={self.name} must be the name of a folder, without a slash")

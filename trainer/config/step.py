@@ -23,7 +23,7 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler
-from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, FirstWeights, Recipe
+from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, Recipe
 
 _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
 EPOCH = "epoch"
@@ -89,8 +89,8 @@ class StepConfig:
     """Parameters or modules to freeze, by name or pattern: ``[layer1, "*.bn1", wte]``."""
     deterministic: bool = False
     """Bitwise reproducible results on the same hardware; some operations are slower."""
-    source: FirstWeights | None = field(default=None, metadata=NO_OPTION)
-    """Where the first weights come from; None: they are the recipe's."""
+    source: Any = field(default=None, metadata=NO_OPTION)
+    """The run that the first weights come from, see ``init_from``; None: they are the recipe's."""
     preset: tuple[Decision, ...] = field(default=(), metadata=NO_OPTION)
     """What was chosen while the config was composed."""
 

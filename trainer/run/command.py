@@ -14,17 +14,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import help
 from trainer.config.command_line import read
-from trainer.config.explain import explain
+from trainer.config.explain import explained
 from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import provenance
-from trainer.run.signals import OUTSIDE, erase_loading_line
+from trainer.run.signals import OUTSIDE
 from trainer.run.sweep import Ended, Sweep, TrainOne
 from trainer.terminal import leave_unread
 
@@ -49,8 +47,6 @@ def main(run_class: type[Run] | None = None) -> int:
         codes = _sweep(Sweep(read(sys.argv[1:])), train_one)
     except UserError as error:
         return _report(error)
-    except (HydraException, OmegaConfBaseException) as error:
-        return _report(UserError(explain(error)))
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()
     return max(codes, default=0)
@@ -75,8 +71,9 @@ def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
     """Train every run of a command line, print their table, and return their exit codes."""
     failed = []
     try:
-        sweep.run(train_one)
-    except (UserError, HydraException, OmegaConfBaseException):
+        with explained():
+            sweep.run(train_one)
+    except UserError:
         raise
     except Exception as error:
         if sweep.jobs is None:
@@ -104,28 +101,21 @@ def _train_one(
         from trainer.config.build import build
         from trainer.run.start import Run, train
 
-        config = build(composed, overrides, recorded)
+        with explained():
+            config = build(composed, overrides, recorded)
         return Ended(0, train(config, run_class or Run))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared
         return Ended(_report(error), {}, ends_all=isinstance(error, Interrupted) or some_ranks)
-    except OmegaConfBaseException as error:
-        return Ended(_report(UserError(explain(error))), {})
     except KeyboardInterrupt:
         return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
     except Exception as error:
         return Ended(_report_bug(error), {}, ends_all=launched_processes() > 1)
-    finally:
-        if "torch" in sys.modules:
-            from trainer.run.fit import release_memory
-
-            release_memory()
 
 
 def _report(error: RunError | Interrupted) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
     leave_unread()
-    erase_loading_line()
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:

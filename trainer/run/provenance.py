@@ -18,24 +18,16 @@ from trainer.parallel.world import launched_processes
 
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
 _PLAIN = re.compile("[A-Za-z0-9_./-]*[A-Za-z][A-Za-z0-9_./-]*")
-_COMMIT = re.compile("([0-9a-f]{40})(-dirty)?")
 _NO_CODE = (":!*.md", ":!docs", ":!results")
 
 
 def git_facts() -> dict[str, str]:
-    """Return the commit and whether the tree differs from it, pages and outcomes aside.
-
-    In a copy of the tree without git, the variable MANTISSA_COMMIT says it, as ``git describe --always --abbrev=40
-    --dirty --exclude '*'`` prints it; without that nothing is known.
-    """
+    """Return the commit and whether the tree differs from it, pages and outcomes aside; nothing without git."""
     commit = _git("rev-parse", "HEAD")
     if not commit:
-        given = _COMMIT.fullmatch(os.environ.get("MANTISSA_COMMIT", ""))
-        return {"commit": given[1], "dirty": str(bool(given[2])).lower()} if given else {}
-    return {
-        "commit": commit,
-        "dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NO_CODE))).lower(),
-    }
+        return {}
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NO_CODE)
+    return {"commit": commit, "dirty": str(bool(changes)).lower()}
 
 
 def versions() -> dict[str, str | None]:

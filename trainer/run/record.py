@@ -107,7 +107,7 @@ def open_metric_log(
         tags |= {
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }
-    tags |= config.tags | {key: text for key in ("group", "note") if (text := getattr(config, key))}
+    tags |= config.tags | ({"note": config.note} if config.note else {})
     if config.tracking.parent:
         tags["mlflow.parentRunId"] = config.tracking.parent
     if git:
@@ -115,7 +115,7 @@ def open_metric_log(
     run = TrackedRun(
         experiment=config.tracking.experiment or config.recipe.name,
         name=folder.name,
-        params={key: value for key, value in options.items() if key not in ("tags", "note", "group")} | hardware,
+        params={key: value for key, value in options.items() if key not in ("tags", "note")} | hardware,
         tags=tags,
         datasets=dataset_facts(config.data, trainer.datasets),
         checkpoints=config.tracking.checkpoints,

@@ -84,9 +84,9 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
 
 
 def labels(config: Config) -> Rows:
-    """Return rows of what the user says of the run: its group, tags and note."""
+    """Return rows of what the user says of the run: its tags and note."""
     tags = ", ".join(f"{name}={value}" for name, value in config.tags.items())
-    return [(name, text) for name, text in (("group", config.group), ("tags", tags), ("note", config.note)) if text]
+    return [(name, text) for name, text in (("tags", tags), ("note", config.note)) if text]
 
 
 def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:

@@ -211,7 +211,7 @@ class Run:
         if not isinstance(profiled, nullcontext):
             self.monitor.leave_out()
         self.diagnostics.begin(self.trainer.step + 1)
-        with profiled, self.config.debug.step():
+        with profiled:
             record = self.step(microbatches)
         self.begun = True
         self.log(record)

@@ -5,6 +5,7 @@ Nothing here imports anything large: scripts/train.py needs it first.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.errors import Interrupted
 
@@ -24,8 +25,6 @@ OUTSIDE = "interrupted before or after training; saved files are unchanged"
 _HANGUP = getattr(signal, "SIGHUP", None)
 _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 """Variables that torchrun and SLURM set."""
-_QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
-"""Options that print something to be read by itself, or by a program."""
 
 
 class _Program:
@@ -34,8 +33,8 @@ class _Program:
     is_begun = False
     start_time: float | None = None
     """On the monotonic clock; None: a run has taken it."""
-    has_loading_line = False
-    """Whether the line that says what is being loaded stands on a terminal."""
+    exit_code: int | None = None
+    """None: it has not come to its end."""
 
 
 def is_program() -> bool:
@@ -43,25 +42,33 @@ def is_program() -> bool:
     return _Program.is_begun
 
 
-def begin_program(arguments: Sequence[str]) -> None:
-    """Handle SIGINT and SIGTERM from now on, and print what is being loaded.
+def begin_program() -> None:
+    """Handle SIGINT and SIGTERM from now on, and tell a terminal what is being loaded.
 
     What is imported is no garbage: Python looks for some again when ``train`` allows it, which saves half a second.
     """
     _Program.is_begun, _Program.start_time = True, time.monotonic()
+    atexit.register(_skip_teardown)  # what is registered first is called last
     gc.disable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
-    if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
-        print("loading torch and the recipes …", flush=True)
-        _Program.has_loading_line = sys.stdout.isatty()
+    if _speaks() and sys.stderr.isatty():
+        print("loading torch and the recipes …", file=sys.stderr, flush=True)
 
 
-def erase_loading_line() -> None:
-    """Erase from a terminal the line that says what is being loaded, unless a run has begun and said more."""
-    if _Program.has_loading_line and _Program.start_time is not None:
-        print("\x1b[A\x1b[K", end="", flush=True)
-    _Program.has_loading_line = False
+def end_program(code: int) -> NoReturn:
+    """Exit with this code, without freeing each object first."""
+    _Program.exit_code = code
+    sys.exit(code)
+
+
+def _skip_teardown() -> None:
+    """Let the system free the memory at once: for Python, half a million objects are a second or two of work."""
+    if _Program.exit_code is not None:
+        with suppress(OSError, ValueError):  # closed by whoever read it
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_Program.exit_code)
 
 
 def take_start_time() -> float:

@@ -30,7 +30,7 @@ from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
 from trainer.run_folder import RunFolder
-from trainer.terminal import Terminal, work
+from trainer.terminal import Terminal
 from trainer.tracking.sync import finish_delivery
 
 
@@ -63,8 +63,7 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
         stack.enter_context(terminal.in_use())
         hardware = detect(config.device)
         try:
-            with work("opening the data"):  # to count the steps of its epochs
-                plan = config.plan(hardware, world)
+            plan = config.plan(hardware, world)
         except UserError as error:
             error.shared = True
             raise
@@ -81,8 +80,7 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
             saved = CheckpointReader(checkpoint)
         terminal.note("opening the data …")
         opened = None if saved else plan.opened  # a run may have recorded how its data is to be opened
-        with work("opening the data"):
-            datasets = opened or world.main_first(plan.config.open_datasets)
+        datasets = opened or world.main_first(plan.config.open_datasets)
         if folder is None:
             plan = fit_plan(config, plan, hardware, world, datasets)
         if gc.isenabled():  # else the program has only imported modules so far
@@ -93,8 +91,7 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
         terminal.note("building the model …")
         run = None
         try:
-            with work("building the model"):
-                trainer = run_class.trainer_class(plan, hardware, world, datasets)
+            trainer = run_class.trainer_class(plan, hardware, world, datasets)
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
@@ -102,9 +99,8 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
                 if folder is None:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
                     folder = world.run_on_main(partial(_begun, plan.config, datasets, stack))
-                with work("preparing the run"):
-                    decisions = [*plan.decisions, *trainer.decisions]
-                    run = run_class(trainer, folder, saved, terminal, signals, decisions, began)
+                decisions = [*plan.decisions, *trainer.decisions]
+                run = run_class(trainer, folder, saved, terminal, signals, decisions, began)
             started(run)
             return run.train()
         except Exception as error:

@@ -31,7 +31,6 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         "seed": config.seed,
         "tags": config.tags,
         "note": config.note,
-        "group": config.group,
         "step": trainer.step,
         "steps": trainer.plan.steps,
         "final": finite(scores.final),

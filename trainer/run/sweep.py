@@ -152,8 +152,12 @@ class Sweep:
 
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def task(composed: DictConfig) -> None:
-            if self.rows and self.rows[-1].ended.ends_all:
-                return
+            if self.rows:
+                if self.rows[-1].ended.ends_all:
+                    return
+                from trainer.run.fit import release_memory
+
+                release_memory()
             # As given: Hydra would resolve ${…} in them against its own keys.
             given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             overrides = cast("list[str]", given)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mantissa")
 
 ARTIFACTS = (
-    *("config.yaml", CONFIG_FILE, RUN_FILE, PRECISION_FILE, SUMMARY_FILE),
+    *(CONFIG_FILE, RUN_FILE, PRECISION_FILE, SUMMARY_FILE),
     *(TOKENIZER, "plots", "profile", BEST),
 )
 """Files and folders of a run that go to MLflow under their own names, beside the metrics."""

@@ -24,6 +24,7 @@ from tests.helpers import PROJECT
 from trainer.files import read_json_lines
 from trainer.run.run import Run
 from trainer.run.scores import Score
+from trainer.run.signals import OUTSIDE
 from trainer.trainer import Trainer
 
 # Steps of some ten milliseconds, with dropout and accumulation, and log lines that a stop falls between.
@@ -289,17 +290,11 @@ def test_an_interrupt_before_training_leaves_no_traceback(
     assert not (folder / "outputs").exists()
 
 
-def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(start: Start, folder: Path) -> None:
-    process = start(*RUN, "steps=100000", "schedule=constant", fresh=True)
-    assert process.stdout
-    assert process.stdout.readline() == "loading torch and the recipes …\n"
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 143
-    assert "Traceback" not in err
-
-
-def test_what_is_printed_to_be_read_by_a_program_has_no_notes(start: Start) -> None:
-    out, err = start("--cfg", "job").communicate(timeout=120)
-    assert "loading torch" not in out
-    assert err == ""
+def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(folder: Path) -> None:
+    ours, theirs = os.openpty()
+    process = subprocess.Popen([sys.executable, PROJECT / "scripts/train.py", *RUN], cwd=folder, stderr=theirs)
+    with os.fdopen(ours) as terminal:
+        assert terminal.readline() == "loading torch and the recipes …\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 143
+        assert terminal.readline() == f"{OUTSIDE}\n"

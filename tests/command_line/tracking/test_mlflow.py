@@ -53,7 +53,7 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
     opened = open_log(path, experiment="gpt2", params=params, tags=tags)
     for step in range(1, 301):
         opened.append(step, {"loss": NAN if step == 7 else INF if step == 8 else 1.0 / step})
-    (path / "config.yaml").write_text("seed: 0\n")
+    write_json(path / "config.json", {"seed": 0})
     write_json(path / "precision.json", {})
     for kept in ("best", "checkpoints"):
         (path / kept).mkdir()
@@ -76,7 +76,7 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
     history = client.get_metric_history(opened.run.run_id, "loss")
     assert min(point.timestamp for point in history) == int(first["time"] * 1000)
     assert {item.path for item in client.list_artifacts(opened.run.run_id)} == {
-        "config.yaml", "summary.json", "plots", "best", "precision.json",
+        "config.json", "summary.json", "plots", "best", "precision.json",
     }  # fmt: skip
     assert list((folder / "mlartifacts" / "gpt2" / opened.run.run_id).rglob("model.safetensors"))
     forget(path)
@@ -227,13 +227,13 @@ def test_a_refused_run_is_reported_and_gets_what_it_missed(
     assert "upload incomplete" not in caplog.text
 
 
-def test_tags_note_and_group_are_the_runs_own_and_the_last_count(succeed: Train, folder: Path, store: str) -> None:
+def test_tags_and_note_are_the_runs_own_and_the_last_count(succeed: Train, folder: Path, store: str) -> None:
     job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
-    done = succeed(*job, "steps=1", "tags.team=vision", "note=first, with a comma", "group=lr-sweep")
-    assert "\n  group       lr-sweep\n  tags        team=vision\n  note        first, with a comma\n" in done.out
+    done = succeed(*job, "steps=1", "tags.team=vision", "note=first, with a comma")
+    assert "\n  tags        team=vision\n  note        first, with a comma\n" in done.out
     path = folder / "outputs" / "bignet-fp32-s0"
     summary = json.loads((path / "summary.json").read_text())
-    assert (summary["tags"], summary["group"]) == ({"team": "vision"}, "lr-sweep")
+    assert summary["tags"] == {"team": "vision"}
     client, own = connect(store), run_id(path)
 
     def tags() -> dict[str, str]:
@@ -241,12 +241,12 @@ def test_tags_note_and_group_are_the_runs_own_and_the_last_count(succeed: Train,
 
     assert tags()["mlflow.note.content"].startswith("first, with a comma\n\n**bignet** in fp32 finished")
     succeed(f"resume={path}", "steps=2", "tags.team=audio", "tags.try=2", "note=second")
-    assert {"team": "audio", "try": "2", "group": "lr-sweep", "note": "second"}.items() <= tags().items()
+    assert {"team": "audio", "try": "2", "note": "second"}.items() <= tags().items()
     assert tags()["mlflow.note.content"].startswith("second\n\n**bignet** in fp32 finished at step 2")
     client.set_tag(own, "mlflow.note.content", "my own words")
     succeed(f"resume={path}", "steps=3", "note=third")
     assert (tags()["mlflow.note.content"], tags()["note"]) == ("my own words", "third")
-    assert not {"tags", "note", "group"} & client.get_run(own).data.params.keys()
+    assert not {"tags", "note"} & client.get_run(own).data.params.keys()
 
 
 def test_system_metrics_are_sampled_and_end_with_the_run(

@@ -1,4 +1,4 @@
-"""Recipes that are not in the project's folder: of ``recipe_path``, and of installed packages."""
+"""Recipes that are not in the project's folder: those of ``recipe_path``."""
 
 from __future__ import annotations
 
@@ -110,25 +110,6 @@ def test_yaml_beside_the_recipe_composes_with_the_projects(folder: Path, succeed
     assert (config["recipe"], config["recipe.width"], config["steps"]) == ("withyaml", 7, 5)
     assert "did you mean 'withyaml'?" in train("recipe_path=mine", "recipe=withyalm").err
     assert "did you mean 'recipe.width'?" in train("recipe_path=mine", "recipe=withyaml", "recipe.widht=1").err
-
-
-def test_an_installed_package_brings_recipes(folder: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = folder / "site"
-    write(site / "brought" / "recipes", "installed", imports="from brought.recipes.base import WIDTH\n", width="WIDTH")
-    (site / "brought" / "recipes" / "__init__.py").touch()
-    (site / "brought" / "recipes" / "base.py").write_text("WIDTH = 4\n")
-    (metadata := site / "brought-1.dist-info").mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[{external_recipes.ENTRY_POINTS}]\nours = brought.recipes\n")
-    monkeypatch.syspath_prepend(site)
-    external_recipes._installed.cache_clear()
-    try:
-        succeed("recipe=installed", *FAST)
-        config = read_object(only_run(folder) / "config.json")
-        assert (config["recipe"], config["recipe.width"]) == ("installed", 4)
-    finally:
-        monkeypatch.undo()
-        external_recipes._installed.cache_clear()
 
 
 def test_an_error_in_a_recipe_is_shown_with_its_line_and_a_sweep_continues(folder: Path, train: Train) -> None:
