@@ -106,9 +106,7 @@ class MaxBatchOptions(Overriding):
 
 @dataclass
 class MemoryOptions(Overriding):
-    """Options of scripts/memory.py."""
-
-    check: bool = False
+    """Options of scripts/memory.py: none of its own."""
 
 
 @dataclass

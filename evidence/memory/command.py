@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
-from evidence.memory.trial import trial
 from evidence.options import MaxBatchOptions, MemoryOptions
 from mantissa.display import columns
 from mantissa.ledger import CATEGORIES, MIB, Ledger
@@ -16,28 +15,24 @@ from trainer.run.forecast import forecast
 
 
 def memory(arguments: list[str]) -> int:
-    """Forecast every combination of the overrides, measure it too where ``check=true``, and print a table."""
+    """Forecast every combination of the overrides, and print a table."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    options, overrides = parse(arguments, MemoryOptions, "overrides")
-    combined = combinations(overrides)
-    configs = {label: compose(own) for label, own in combined.items()}  # mistakes before any work
+    _, overrides = parse(arguments, MemoryOptions, "overrides")
+    configs = {label: compose(own) for label, own in combinations(overrides).items()}  # mistakes before any work
     ledgers = {label or "forecast": forecast(config) for label, config in configs.items()}
-    measured = [trial([*own, "compile.mode=off"], ledger=True).peak_bytes for own in combined.values() if options.check]
     print("Forecast of an optimizer step, at its peak, of the model without torch.compile:\n")
-    print(_table(ledgers, measured))
+    print(_table(ledgers))
     return 0
 
 
-def _table(ledgers: dict[str, Ledger], measured: list[int]) -> str:
-    """Return a line for each forecast: MiB by category, the peak, its ratio to the first, and what was measured."""
+def _table(ledgers: dict[str, Ledger]) -> str:
+    """Return a line for each forecast: MiB by category, the peak, its ratio to the first, and where it is reached."""
     first = next(iter(ledgers.values())).peak_bytes
     names = [name for name in CATEGORIES if any(ledger.at_peak[name] for ledger in ledgers.values())]
-    rows = [["MiB", *names, "peak", "ratio", "reached in", *(["measured", "error"] if measured else [])]]
+    rows = [["MiB", *names, "peak", "ratio", "reached in"]]
     for label, ledger in ledgers.items():
         sizes = [f"{size / MIB:.1f}" for size in (*(ledger.at_peak[name] for name in names), ledger.peak_bytes)]
         rows.append([label, *sizes, f"{ledger.peak_bytes / first:.2f}x", ledger.peak_phase])
-    for row, ledger, real in zip(rows[1:], ledgers.values(), measured, strict=False):
-        row += [f"{real / MIB:.1f}", f"{ledger.peak_bytes / real - 1:+.1%}"]
     return columns(rows)
 
 

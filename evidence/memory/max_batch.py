@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evidence.memory.trial import trial
+from evidence.memory import trial
 from mantissa.display import size
 from trainer.config.compose import compose, key_of
 from trainer.errors import UserError
@@ -52,7 +52,7 @@ def largest_micro_batch(
 ) -> LargestBatch:
     """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget.
 
-    Every trial is a fresh process, in which an allocation beyond the budget fails (see ``trial.trial``). A step has two
+    Every trial is a fresh process, in which an allocation beyond the budget fails (see ``trial.fits``). A step has two
     microbatches where ``batch_size`` has more than one: the second runs with the gradients of the first in memory. The
     search starts at the forecast, goes up or down in steps that double until it has a size that fits and one that does
     not, and then bisects.
@@ -82,7 +82,7 @@ def largest_micro_batch(
     def fits(multiples: int) -> bool:
         size = multiple * multiples
         tried.append(size)
-        fitted = trial(sized(size), limit_bytes).fits
+        fitted = trial.fits(sized(size), limit_bytes)
         report(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}")
         return fitted
 

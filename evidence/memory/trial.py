@@ -1,4 +1,4 @@
-"""Two optimizer steps in a fresh process, and the memory they took: the check of forecasts and batch sizes."""
+"""Two optimizer steps in a fresh process with so much memory, and whether they fit."""
 
 from __future__ import annotations
 
@@ -26,71 +26,57 @@ class Trial:
     """The result of two steps."""
 
     fits: bool
-    peak_bytes: int = 0
-    """Allocated on a CUDA device, tracked by a ledger, or resident above what the process held before."""
 
 
-def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool = False) -> Trial:
-    """Train two full optimizer steps in a fresh process.
+def fits(overrides: Sequence[str], limit_bytes: int) -> bool:
+    """Train two full optimizer steps in a fresh process, and return whether they fit.
 
     Args:
         overrides: as for scripts/train.py.
         limit_bytes: of memory for everything from the model on, with the host's copy of a checkpoint where that is
             the same memory. A larger allocation fails, as on a smaller machine: on CUDA by the allocator's limit, on
             Linux by the kernel's limit of this process's data; elsewhere a ledger is compared with it.
-        ledger: track the second step with a MemoryLedger, where CUDA does not count.
 
     Raises:
         UserError: train.py would refuse these overrides too.
         RunError: the steps failed for another reason.
     """
-    options = {"limit_bytes": limit_bytes, "ledger": ledger}
     try:
-        return Trial(**measure_isolated(__name__, overrides, options))
+        return Trial(**measure_isolated(__name__, overrides, {"limit_bytes": limit_bytes})).fits
     except ProcessError as error:
-        # C++ aborts where it cannot raise.
-        if error.out_of_memory or (limit_bytes and error.code == -signal.SIGABRT):
-            return Trial(fits=False)
+        if error.out_of_memory or error.code == -signal.SIGABRT:  # C++ aborts where it cannot raise
+            return False
         raise RunError(f"a trial with {' '.join(overrides)} failed: {error}") from None
 
 
-def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
-    """Take the two steps in this process; the arguments are ``trial``'s."""
+def measure(config: Config, limit_bytes: int) -> Trial:
+    """Take the two steps in this process; the arguments are those of ``fits``."""
     hardware = detect(config.device)
     config = config.plan(hardware).config
     # Libraries, data and threads come first: they do not depend on the batch.
     datasets = config.open_datasets()
     meta_model(config.recipe, datasets)
     torch.ones(_WARM_UP).exp_().sum()
-    reset_peak_memory(hardware.device)
-    before = 0 if hardware.is_gpu else peak_memory_bytes(hardware.device)
-    enforced = limit_bytes is not None and _limit(hardware, limit_bytes)
     del datasets  # the trainer opens its own
-    tracked = not hardware.is_gpu and (ledger or limit_bytes is not None) and not enforced
-    tracked_bytes = _two_steps(config, hardware, tracked, copied=limit_bytes is not None)
-    peak = peak_memory_bytes(hardware.device) - before if tracked_bytes is None else tracked_bytes
-    return Trial(limit_bytes is None or enforced or peak <= limit_bytes, peak)
-
-
-def _two_steps(config: Config, hardware: Hardware, tracked: bool, copied: bool) -> int | None:
-    """Train two steps; return the peak bytes of the second if ``tracked``; ``copied``: with a checkpoint's copy."""
+    enforced = _limit(hardware, limit_bytes)
     trainer = Trainer.from_config(config, hardware)
     # No overflow: after a skipped step the optimizer would have no state.
     trainer.loss_scale.scale.fill_(1.0)
     batches = trainer.batches()
     trainer.train_step(next(batches))
-    microbatches = next(batches)
-    saved = []
-    if copied and copies_on_device(config):
+    microbatches, saved = next(batches), []
+    if copies_on_device(config):
         masters = [] if trainer.masters is None else list(trainer.masters.persistent_weights())
         saved = [tensor.clone() for tensor in tensors((trainer.model.state_dict(), trainer.optimizer.state, masters))]
-    tracked_bytes = peak_of(trainer, lambda: trainer.train_step(microbatches)) if tracked else None
-    if not tracked:
+    peak = 0
+    if enforced:
         trainer.train_step(microbatches)
+    else:
+        peak = peak_of(trainer, lambda: trainer.train_step(microbatches))
     del saved
     if not trainer.optimizer.state:
         raise RunError("the gradients are not finite, so the optimizer took no step")
-    return tracked_bytes
+    return Trial(peak <= limit_bytes)
 
 
 def peak_of(trainer: Trainer, step: Callable[[], object]) -> int:

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from evidence.memory.command import max_batch, memory
-from evidence.memory.trial import Trial, trial
+from evidence.memory.trial import fits
 from tests import forks
 from trainer.config.options import run
 from trainer.run.fit import release_memory
@@ -27,32 +27,27 @@ def rows(text: str) -> list[dict[str, str]]:
     return [dict(zip(heading, line, strict=True)) for line in lines]
 
 
-def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_forecasts_a_line_for_each_combination(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = [*JOB, "batch_size=2048", "compile=default"]
     assert run(memory, None, [*job, "precision=fp32,bf16"]) == 0
     fp32, bf16 = rows(capsys.readouterr().out)
     assert (fp32["MiB"], bf16["MiB"], fp32["ratio"]) == ("fp32", "bf16", "1.00x")
     assert fp32["weights"] == bf16["weights"] == "1.0"
     assert (fp32["autocast_copies"], bf16["autocast_copies"]) == ("0.0", "0.4")
-    assert run(memory, None, [*job, "precision=bf16", "check=true"]) == 0
-    (one,) = rows(capsys.readouterr().out)
-    assert one["peak"] == bf16["peak"]
-    assert float(one["measured"]) > 10
-    assert abs(float(one["error"].rstrip("%"))) <= 5
     assert not list(folder.iterdir())
 
 
 def test_a_trial_fails_where_its_limit_is_reached() -> None:
     job = [*JOB, "checkpoint=none"]
-    for size, fits in ((512, True), (65536, False)):  # activations alone: 4 × 256 × 65536 × 4 bytes
-        assert trial([*job, f"batch_size={size}", f"micro_batch_size={size}"], 60 * 2**20).fits == fits
+    for size, fitting in ((512, True), (65536, False)):  # activations alone: 4 × 256 × 65536 × 4 bytes
+        assert fits([*job, f"batch_size={size}", f"micro_batch_size={size}"], 60 * 2**20) == fitting
 
 
 def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def pretended(overrides: list[str], limit_bytes: int) -> Trial:
-        return Trial(int(overrides[-2].split("=")[1]) <= 1000 and limit_bytes > 2**20)
+    def pretended(overrides: list[str], limit_bytes: int) -> bool:
+        return int(overrides[-2].split("=")[1]) <= 1000 and limit_bytes > 2**20
 
-    monkeypatch.setattr("evidence.memory.max_batch.trial", pretended)
+    monkeypatch.setattr("evidence.memory.trial.fits", pretended)
     many = "data.samples=4096"  # larger microbatches than the data has are not tried
     assert run(max_batch, None, [*JOB, many, "batch_size=3072", "budget=100MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from evidence.memory import max_batch
+from evidence.memory import max_batch, trial
 from evidence.memory.max_batch import LargestBatch, largest_micro_batch, parse_budget, search
-from evidence.memory.trial import Trial
 from trainer.errors import is_out_of_memory
 from trainer.hardware import Hardware
 
@@ -72,13 +71,13 @@ def test_trials_are_steps_as_training_takes_them(
 ) -> None:
     seen: list[tuple[int, int]] = []
 
-    def trial(overrides: list[str], limit_bytes: int) -> Trial:
+    def fits(overrides: list[str], limit_bytes: int) -> bool:
         assert limit_bytes == 95 * 2**20
         micro, batch = (int(override.split("=")[1]) for override in overrides[-2:])
         seen.append((micro, batch))
-        return Trial(micro <= most, 1)
+        return micro <= most
 
-    monkeypatch.setattr(max_batch, "trial", trial)
+    monkeypatch.setattr(trial, "fits", fits)
     monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: guess)
     largest = largest_micro_batch(job, 100 * 2**20)
     multiple = 2 if job[0] == "recipe=resnet" else 1
