@@ -1,4 +1,4 @@
-"""The plots of a diagnosis: error by module, exponents of gradients, losses that diverge."""
+"""The plots of a diagnosis: error by module, exponents of gradients."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import numpy as np
 from mantissa.doctor.diagnosis import Diagnosis
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents
 from mantissa.doctor.module_errors import LocalError
-from mantissa.doctor.training import TIMES, Divergence
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.page import Plot
-from trainer.tracking.plots import ALARM, COLORS, INK, NOISE, QUIET, RULE, bare_figure
+from trainer.tracking.plots import ALARM, COLORS, INK, QUIET, RULE, bare_figure
 
 MOST = 40
 """Modules, or gradients, of one plot."""
 _LONGEST = 30
 """Characters of a name; of a longer one the middle is left out."""
-_WIDTH, _HEIGHT = 4.8, 3.2
+_WIDTH = 4.8
 """Inches."""
 
 
@@ -37,8 +36,6 @@ def figures(diagnosis: Diagnosis) -> list[Plot]:
         for direction in (FORWARD, BACKWARD):
             rows = [row for row in diagnosis.modules.rows if 0 < row.e < math.inf and row.direction == direction]
             drawn += [_errors(direction, rows)] if rows else []
-    if diagnosis.divergence is not None:
-        drawn.append(_divergence(diagnosis.divergence, diagnosis.taken.precision, diagnosis.step.number))
     return drawn
 
 
@@ -94,19 +91,6 @@ def _exponents(what: str, layers: list[Exponents], scale: float | None) -> Plot:
     figure.colorbar(image, ax=axes, location="bottom", shrink=0.5, label="share of the nonzero elements")
     of = f", {len(shown)} of {len(layers)}: the largest, and those that lose most" if len(layers) > len(shown) else ""
     return f"Gradients of {what}{of}", figure
-
-
-def _divergence(found: Divergence, own: str, step: int) -> Plot:
-    """Draw how far the losses of the steps from ``step`` on are from those of fp32 in the run's ``own`` format."""
-    steps = range(step, step + len(found.away))
-    figure, axes = bare_figure(_WIDTH, _HEIGHT)
-    axes.fill_between(steps, found.limit, color=NOISE, alpha=0.25, label=f"within {TIMES:g} × the spread of fp32")
-    axes.plot(steps, found.away, "o-", color=COLORS[0], markersize=3, label=own)
-    axes.set_yscale("log")
-    axes.set_xlabel("optimizer step", color=QUIET)
-    axes.grid(axis="y", color=RULE)
-    _legend(figure)
-    return f"Distance of the loss from fp32 with weights perturbed by {own}'s rounding", figure
 
 
 def _by_name(names: list[str]) -> tuple[Any, Any]:

@@ -38,7 +38,7 @@ from mantissa.doctor.sweep import (
     format_sweep,
     overflow_of_sum,
 )
-from mantissa.doctor.training import REPLAYS, Divergence, divergence, steps_to_train
+from mantissa.doctor.training import REPLAYS, divergence, steps_to_train
 from mantissa.finding import (
     BACKWARD,
     CRASH,
@@ -120,7 +120,6 @@ class Diagnosis:
     range: Range | None = None
     modules: Examined | None = None
     islands: Islands | None = None
-    divergence: Divergence | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -412,7 +411,7 @@ def _divergence(result: Diagnosis) -> None:
     def broken_after(count: int, format: str = "") -> Finding | None:
         return budget.run("the step that breaks", lambda: _broken_later(step, batches, count, format))
 
-    found = result.divergence = result.add(divergence(step, batches))
+    found = result.add(divergence(step, batches))
     if found.broken is not None and (later := broken_after(found.broken, FP32)):
         result.findings.append(later)
     if not found.findings or found.findings[0].kind != DIVERGENCE:
@@ -423,7 +422,7 @@ def _divergence(result: Diagnosis) -> None:
         return
     for other in lost:
         other.cure = []
-    later = broken_after(found.at) if found.at and not math.isfinite(found.away[found.at]) else None
+    later = broken_after(found.at) if found.at and not found.is_finite else None
     if later is not None and later.direction == UPDATE:
         finding.tensor, finding.detail = later.tensor, f"{finding.detail}; {later.detail}"
     elif later is not None:

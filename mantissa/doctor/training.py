@@ -40,16 +40,14 @@ def steps_to_train(step: Step) -> int:
 
 @dataclass
 class Divergence(Examined):
-    """How far the losses of some steps in the run's format are from those in fp32, and how far they may be."""
+    """Whether the losses of some steps in the run's format leave those in fp32, and where."""
 
-    away: list[float]
-    """The distance of each step's loss from the mean of the fp32 losses."""
-    limit: list[float]
-    """Distance that rounding explains, of each step."""
     fixes: Callable[[Sequence[float]], bool] = field(default=lambda losses: False)
     """Whether other losses of the same steps do not diverge, nor lose half as much."""
     at: int = 0
     """The index of the step from which on it diverges."""
+    is_finite: bool = True
+    """Whether its loss is finite there."""
     broken: int | None = None
     """The index of the first step that is not finite in fp32 either, whatever the learning rate."""
 
@@ -70,9 +68,9 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     wide, low = step.reference(reference), step.as_run()
     exact = _fp64(wide.train(batches))
     if finding := explosion(step, batches, exact, reference):
-        return Divergence(away=[], limit=[], findings=[finding])
+        return Divergence(findings=[finding])
     if not exact.isfinite().all():
-        return Divergence(away=[], limit=[], broken=int((~exact.isfinite()).nonzero()[0]))
+        return Divergence(broken=int((~exact.isfinite()).nonzero()[0]))
 
     def perturbed(unit: float, seed: int) -> Tensor:
         passes = step.reference(reference)
@@ -88,7 +86,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
         first = leaves(own, middle, limit)
     elif not own.isfinite().all():
         first = int((~own.isfinite()).nonzero()[0])
-    result = Divergence(away=(own - middle).abs().tolist(), limit=limit.tolist())
+    result = Divergence()
     loss = lost(own, exact)
     # What a change of the last bit does, too, is the chaos of the training.
     chaos = abs(lost(perturbed(FP32.unit_roundoff, 0), exact)) if loss > _WORSE else 0.0
@@ -113,6 +111,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
             f"{dtype_name(reference)}, and to {own[-third:].mean():.4g} here"
         )
     result.at = first or 0
+    result.is_finite = math.isfinite(own[result.at])
     if alone and (name := _stuck(low, wide, len(batches))):
         detail += f"; {name} moves by less than half of what it moves there: its updates are too small for its size"
         result.findings = [Finding(LOST, UPDATE, name.rpartition(".")[0], format.name, detail=detail, tensor=name)]

@@ -25,7 +25,6 @@ from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError
 from mantissa.doctor.report import lines, opening
-from mantissa.doctor.training import Divergence
 from mantissa.examination import take
 from mantissa.finding import Examined, Finding
 from mantissa.step import Step
@@ -33,7 +32,6 @@ from tests.mantissa.doctor.faults import large_ffn
 from tests.mantissa.doctor.planted import WIDTH, Planted, around
 from trainer.precision.modes import Precision
 
-NAN = float("nan")
 COMMAND = "python scripts/doctor.py 'resume=a run'"
 
 
@@ -102,13 +100,6 @@ def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
         assert fact in text
     assert found.manifest is not None
     assert f"({len(found.manifest.rows)} rows)" in text
-
-
-def test_losses_over_time_are_drawn(found: Diagnosis) -> None:
-    found.divergence = Divergence(away=[0.05, NAN], limit=[0.4, 0.4])
-    text, plots = page_of(found)
-    assert plots == 1
-    assert "Distance of the loss from fp32" in text
 
 
 def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
