@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.finding import BACKWARD, FORWARD
+from mantissa.finding import BACKWARD, FORWARD, Finding
 from mantissa.tensors import numbers_in, tensors
 
 CAST = "aten._to_copy"
@@ -174,6 +174,12 @@ class Op:
     def line(self) -> Line | None:
         """Line of the forward code that it belongs to; of a backward operator only where the trace keeps lines."""
         return self._trace.line()
+
+    def finding(self, result: Tensor) -> Finding:
+        """Return a finding in one of its results, whose kind and format are still to be said."""
+        module, direction = self.place
+        dtype, shape, line = dtype_name(result.dtype), tuple(result.shape), str(self.line or "")
+        return Finding("", direction, module, "", self.name, dtype, shape, line=line)
 
 
 @cache

@@ -27,7 +27,7 @@ from mantissa.doctor.training import find_outlier, outlier_note, without_outlier
 from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.step import Replay, batch_key, map_tensors
 from mantissa.tensors import finite, numbers_in
-from mantissa.trace import Line, Op, Trace, line_of_exception
+from mantissa.trace import Op, Trace, line_of_exception
 
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""
@@ -50,28 +50,6 @@ _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
 _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
-
-
-class Operator(NamedTuple):
-    """One operator that ran, and its result."""
-
-    op: str
-    module: str
-    """Name of the module that ran it; an empty string: the model itself, or the loss."""
-    direction: str
-    dtype: str
-    shape: tuple[int, ...]
-    line: Line | None = None
-
-    @classmethod
-    def of(cls, op: Op, result: Tensor) -> Operator:
-        """Describe an operator while it runs."""
-        return cls(op.name, *op.place, dtype_name(result.dtype), tuple(result.shape), op.line)
-
-    @property
-    def name(self) -> str:
-        """Operator's name without its namespace."""
-        return self.op.removeprefix("aten.")
 
 
 class Outside(NamedTuple):
@@ -98,7 +76,8 @@ class Node:
 
     number: int
     """Number among all operators of the passes, from 0: the same in every repetition."""
-    operator: Operator
+    at: Finding
+    """Where it ran, and its result."""
     given: bool
     """Whether the infinities were asked for (a mask of -inf), and not computed."""
     sources: list[Node] = field(default_factory=list)
@@ -172,7 +151,7 @@ class Tape:
         passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
         passed = passed and op.bare_name not in _MIXING
         given = (asked or passed) and not bool(result.isnan().any())
-        return Node(op.number, Operator.of(op, result), given, sources, outside)
+        return Node(op.number, op.finding(result), given, sources, outside)
 
     def behind(self, outputs: Iterable[Tensor]) -> list[Node]:
         """Return the operators that wrote what is not finite in these tensors, and all that those were made from."""
@@ -216,39 +195,33 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
         return None
     starts = [node for node in slice_ if node.computes] or slice_[:1]
     cause, alone = _cause(passes, starts)
-    path = _path(cause, slice_, found.nonfinite)
-
-    def finding(kind: str, at: Operator, detail: str) -> Finding:
-        line = str(at.line or "")
-        return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path, line=line)
-
-    operator = cause.operator
+    finding = replace(cause.at, format=format, path=_path(cause, slice_, found.nonfinite))
     masks = [each for each in cause.roots() if each.is_mask]
-    if cause.roots() and (len(masks) < len(cause.roots()) or operator.name not in _MASKED):
-        return _of_input(passes, cause, finding(INPUT, operator, ""))
-    if "scaled_dot_product" in operator.op and not opened:
+    if cause.roots() and (len(masks) < len(cause.roots()) or finding.op.removeprefix("aten.") not in _MASKED):
+        return _of_input(passes, cause, finding)
+    if "scaled_dot_product" in finding.op and not opened:
         with sdpa_kernel(SDPBackend.MATH):
             inside = find_origin(passes, format, opened=True)
         if inside is not None:
-            inside.detail += f"; inside {operator.op}, opened (fused kernels keep the scores in fp32)"
+            inside.detail += f"; inside {finding.op}, opened (fused kernels keep the scores in fp32)"
             return inside
-    kind, detail = _kind(passes, cause.number)
-    if kind == DOMAIN and format not in (FP32, FP64) and (source := _flushed(passes, cause.number)):
-        flushed, lost = source
-        return finding(UNDERFLOW, flushed, f"{lost}; {operator.op} then divides by 0 or takes a logarithm of it")
+    finding.kind, finding.detail = _kind(passes, cause.number)
+    if finding.kind == DOMAIN and format not in (FP32, FP64) and (flushed := _flushed(passes, cause.number)):
+        detail = f"{flushed.detail}; {finding.op} then divides by 0 or takes a logarithm of it"
+        return replace(flushed, kind=UNDERFLOW, format=format, detail=detail, path=finding.path)
     if masks:
-        detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
-    if kind == OVERFLOW and operator.direction == FORWARD:
+        finding.detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
+    if finding.kind == OVERFLOW and finding.direction == FORWARD:
         sample = find_outlier(passes.microbatches)
         if format == FP32 and sample is not None and _finite_without(passes):
-            result = finding(INPUT, operator, f"{detail}; {sample}")
-            result.module, result.tensor = "", sample.place
-            result.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
-            return result
-        detail += outlier_note(passes.microbatches)
+            finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
+            finding.detail += f"; {sample}"
+            finding.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
+            return finding
+        finding.detail += outlier_note(passes.microbatches)
     if not alone:
-        detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
-    return finding(kind, operator, detail)
+        finding.detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
+    return finding
 
 
 def _finite_without(passes: Replay) -> bool:
@@ -264,7 +237,7 @@ def _finite_without(passes: Replay) -> bool:
 def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
     """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
     outside = min(cause.roots(), key=lambda each: not each.name.startswith("batch"))
-    name, rows = outside.name, outside.rows
+    name, rows, finding.kind = outside.name, outside.rows, INPUT
     bad = int((~outside.tensor.detach().isfinite()).sum())
     stored = f"{dtype_name(outside.tensor.dtype)}, " if outside.tensor.dtype.itemsize == 2 else ""
     finding.detail = f"{name} ({stored}{bad:,} of {outside.tensor.numel():,} elements) is not finite before the step"
@@ -309,12 +282,12 @@ def name_overflows(passes: Replay, errors: list[Finding]) -> list[Finding]:
     result = []
     for error in errors:
         place = error.module, error.direction
-        node = next((node for node in tape.computed if node.operator[1:3] == place), None)
+        node = next((node for node in tape.computed if (node.at.module, node.at.direction) == place), None)
         if node is not None:
             kind, detail = _kind(passes, node.number)
             if kind == OVERFLOW:
-                at, detail = node.operator, f"{detail}; infinities here become finite again, and wrong"
-                error = replace(error, kind=kind, op=at.op, dtype=at.dtype, shape=at.shape, detail=detail)
+                detail += "; infinities here become finite again, and wrong"
+                error = replace(node.at, kind=kind, format=error.format, detail=detail)
         result.append(error)
     return result
 
@@ -339,15 +312,15 @@ def _cause(passes: Replay, starts: list[Node]) -> tuple[Node, bool]:
 
 def _path(cause: Node, slice_: Sequence[Node], nonfinite: list[str]) -> list[str]:
     """Return what the fault passes through: the modules, or operators outside of them, and at last an output."""
-    if cause.operator.direction == FORWARD and "loss" in nonfinite:
-        slice_ = [node for node in slice_ if node.operator.direction == FORWARD]
+    if cause.at.direction == FORWARD and "loss" in nonfinite:
+        slice_ = [node for node in slice_ if node.at.direction == FORWARD]
     ways = {cause: [cause]}  # from the cause to each operator that it reaches, in order
     for node in slice_:
         sources = [source for source in node.sources if source in ways]
         if sources and node not in ways:
             ways[node] = [*ways[sources[-1]], node]
-    _, *operators = [node.operator for node in list(ways.values())[-1]]
-    names = [name for name, _ in groupby(each.module or each.name for each in operators)]
+    _, *passed = [node.at for node in list(ways.values())[-1]]
+    names = [name for name, _ in groupby(at.module or at.op.removeprefix("aten.") for at in passed)]
     if len(names) > 4:
         names = [*names[:2], "…", names[-1]]
     gradients = [name for name in nonfinite if name != "loss"]
@@ -399,11 +372,11 @@ def _kind(passes: Replay, number: int) -> tuple[str, str]:
     return DOMAIN, "the operator could not be computed again in fp64"
 
 
-def _flushed(passes: Replay, number: int) -> tuple[Operator, str] | None:
+def _flushed(passes: Replay, number: int) -> Finding | None:
     """Return the last operator before this one, and behind it, in whose result something became 0, and what."""
-    behind: dict[int, tuple[int, Operator, str] | None] = {}
+    behind: dict[int, tuple[int, Finding] | None] = {}
     """Such an operator behind what a storage holds, after its number."""
-    found: tuple[int, Operator, str] | None = None
+    found: Finding | None = None
 
     def visit(op: Op) -> None:
         nonlocal found
@@ -413,17 +386,17 @@ def _flushed(passes: Replay, number: int) -> tuple[Operator, str] | None:
         read = {storage(tensor) for tensor in op.inputs if not unwritten}
         last = max((each for key in read if (each := behind.get(key))), key=itemgetter(0), default=None)
         if op.number == number:
-            found = last
+            found = last and last[1]
             return
         wide = [] if op.is_mutable or unwritten else _in_fp64(op)
         for result, exact in zip_longest(numbers_in(op.result), wide):
             if result is not None and (op.is_mutable or storage(result) not in read):  # a view has no new values
                 lost = _zeros(result, exact)
-                behind[storage(result)] = (op.number, Operator.of(op, result), lost) if lost else last
+                behind[storage(result)] = (op.number, replace(op.finding(result), detail=lost)) if lost else last
 
     with Trace(passes.model, visit, lines=True):
         passes.run()
-    return found and found[1:]
+    return found
 
 
 def _zeros(result: Tensor, exact: Tensor | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from mantissa.display import dtype_name
 from mantissa.finding import DTYPE, FORWARD, LOST, Examined, Finding
 from mantissa.step import Replay, Step
 from mantissa.tensors import relative_error
-from mantissa.trace import CAST, DtypeRecorder, Line, Op, Row, Trace
+from mantissa.trace import CAST, DtypeRecorder, Op, Row, Trace
 
 
 def manifest(passes: Replay) -> Examined:
@@ -101,15 +100,7 @@ def _weights(passes: Replay) -> Iterator[Finding]:
         yield _finding(passes, module, "", dtype, detail)
 
 
-class Cast(NamedTuple):
-    """A cast to 16 bits in the code."""
-
-    line: Line | None
-    module: str
-    dtype: str
-
-
-def explicit_cast(passes: Replay, names: Sequence[str] = (), backward: bool = False) -> Cast | None:
+def explicit_cast(passes: Replay, names: Sequence[str] = (), backward: bool = False) -> Finding | None:
     """Return the first cast to 16 bits that the code makes in some modules.
 
     Args:
@@ -117,13 +108,12 @@ def explicit_cast(passes: Replay, names: Sequence[str] = (), backward: bool = Fa
         names: of the modules; an empty string: outside of all of them; none: anywhere.
         backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
-    found: list[Cast] = []
+    found: list[Finding] = []
 
     def note(op: Op) -> None:
-        if op.casts_to_half and not found and op.in_backward == backward:
-            module = op.place[0]
-            if not names or _within(module, names):
-                found.append(Cast(op.line, module, dtype_name(op.result.dtype)))
+        wanted = op.casts_to_half and not found and op.in_backward == backward
+        if wanted and (not names or _within(op.place[0], names)):
+            found.append(op.finding(op.result))
 
     # What comes after a cast may need it: a layer whose weights are in 16 bits.
     with suppress(RuntimeError), Trace(passes.model, note, lines=True):
@@ -139,7 +129,7 @@ def _casts_in_fp32(passes: Replay) -> list[Finding]:
     if cast is None:
         return []
     detail = f"the code casts to 16 bits, which precision={passes.format.name} does not ask for"
-    return [replace(_finding(passes, cast.module, CAST, cast.dtype, detail), line=str(cast.line or ""))]
+    return [replace(cast, kind=DTYPE, format=passes.format.name, detail=detail)]
 
 
 def _loss(passes: Replay) -> list[Finding]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mantissa.display import listed
 from mantissa.doctor.cause import storage
@@ -15,8 +16,8 @@ from mantissa.doctor.cures import trains_with
 from mantissa.doctor.dtypes import explicit_cast
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.step import Replay, ReplayResult, Step
-from mantissa.tensors import numbers_in, relative_error
-from mantissa.trace import CAST, Line, Op, Trace, is_checkpointed, user_line
+from mantissa.tensors import relative_error
+from mantissa.trace import Line, Op, Trace, is_checkpointed
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
 _SCALE = 2.0**12
@@ -70,48 +71,31 @@ def _unreached(passes: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, 
     Args:
         passes: in fp32.
         zero: weights with a gradient of 0: an operation without a derivative may be between them and the loss.
-        absent: weights without one, which the optimizer has: the results of their modules may be unknown to autograd,
-            or the weights be read outside of it.
+        absent: weights without one, which the optimizer has: they may be read outside of autograd.
     """
     if not zero and not absent:
         return []
     names = {storage(weight): name for name, weight in absent.items()}
-    reads: dict[str, Line | None] = {}
-    unrecorded: dict[str, Line | None] = {}
-    recorded: set[str] = set()
+    reads: dict[str, str] = {}
 
     def note_reads(op: Op) -> None:
-        if op.is_view or op.is_mutable or op.in_backward or not torch.is_grad_enabled():
+        if op.is_view or op.is_mutable or op.in_backward:
             return
         for tensor in op.inputs:
-            if storage(tensor) in names and not tensor.requires_grad:
-                reads.setdefault(names[storage(tensor)], op.line)
+            detached = torch.is_grad_enabled() and not tensor.requires_grad
+            if storage(tensor) in names and (detached or (not torch.is_grad_enabled() and is_checkpointed())):
+                reads.setdefault(names[storage(tensor)], str(op.line or ""))
 
-    def note_results(name: str, module: nn.Module, result: Any) -> None:
-        if any(tensor.requires_grad for tensor in numbers_in(result)):
-            recorded.add(name)
-        elif torch.is_grad_enabled() or is_checkpointed():
-            unrecorded.setdefault(name, user_line())
-
-    trace = Trace(passes.model, note_reads, returned=note_results, lines=True)
+    trace = Trace(passes.model, note_reads, lines=True)
     found = _without_derivative(passes.forward(trace), trace, zero)
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in absent)
-    modules = [name for name in owners if name in unrecorded and name not in recorded]
-    if modules:
-        detail = (
-            f"{listed(modules, 'module')} ran without recording gradients (detached, or in a reentrant checkpoint of "
-            "inputs that need none), and the optimizer has their weights"
-        )
-        line = str(unrecorded[modules[0]] or "")
-        found.append(Finding(BLOCKED, FORWARD, modules[0], "fp32", detail=detail, line=line))
     if reads and not found:
         detail = (
-            f"{listed(list(reads))}: the forward pass computes with it outside of autograd (.data or .detach()), and "
-            "the optimizer has it"
+            f"{listed(list(reads))}: the forward pass computes with it outside of autograd (.data, .detach(), or a "
+            "reentrant checkpoint of inputs that need no gradient), and the optimizer has it"
         )
-        name, line = next((name, str(line or "")) for name, line in reads.items())
+        name, line = next(iter(reads.items()))
         module = name.rpartition(".")[0]
-        found.append(Finding(BLOCKED, FORWARD, module, "fp32", detail=detail, tensor=name, line=line))
+        found.append(Finding(BLOCKED, FORWARD, module, "fp32", detail=detail, tensor="" if module else name, line=line))
     return found
 
 
@@ -161,7 +145,7 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
     cure = ["no cast to 16 bits in this line"] if trains_with(step, step.reference) else []
     kind = UNDERFLOW if share else ERROR
-    return [Finding(kind, BACKWARD, cast.module, "fp32", CAST, detail=detail, cure=cure, line=str(cast.line or ""))]
+    return [replace(cast, kind=kind, direction=BACKWARD, format="fp32", detail=detail, cure=cure)]
 
 
 def _disproportionate(passes: Replay, names: list[str]) -> list[str]:
