@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.recipe import DataSource, LossOutput, Sizes
+from trainer.recipe import LossOutput, Sizes
 
 MASKED, REPLACED, KEPT = 0.15, 0.8, 0.1
 """The share of a text that is predicted; of it the shares that become [MASK], and that stay as they are. The rest
@@ -97,13 +98,12 @@ class Bert(SizedRecipe):
     dropout: float = 0.1
     """Dropout probability in training."""
 
-    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
-        """Tokenise, cut into windows, and mask."""
-        tokens, context = self.open_tokens(data), self.tokens_per_sample
-        tokenizer, known = tokens.tokenizer.with_special(SPECIAL, TEMPLATE), tokens.tokenizer.vocab_size
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+        context, known = self.tokens_per_sample, tokenizer.vocab_size
+        tokenizer = tokenizer.with_special(SPECIAL, TEMPLATE)
         ids: list[Any] = [tokenizer.token_id(role) for role in ("cls_token", "sep_token", "mask_token")]
         about = f"samples of {context} tokens, {MASKED:.0%} of them masked"
-        return self.cut(tokens, lambda part: MaskedWindows(part, context, known, *ids), about, tokenizer)
+        return tokenizer, lambda part: MaskedWindows(part, context, known, *ids), about
 
     def config_options(self) -> dict[str, Any]:
         """Return the dropouts."""

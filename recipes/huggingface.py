@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import opening
 from recipes.data.text.tokenizers import OWN_BPE, Tokenizer
-from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
+from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
@@ -83,21 +83,36 @@ class SizedRecipe(Recipe):
         if not 0 <= (dropout := getattr(self, "dropout", 0.0)) < 1:  # Llama has none
             raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
 
-    def open_tokens(self, data: DataSource) -> TokenData:
-        """Return the tokens of a text long enough for samples of ``context`` + 1.
+    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
+        """Tokenise, and cut into samples.
 
         Raises:
-            UserError: the data is no text, one of its parts is shorter, or it cannot be read.
+            UserError: the data is no text, one of its parts is too short for a sample, or it cannot be read.
         """
-        context = self.tokens_per_sample
-        tokens = self._text(data).tokens(self.pretrained)
+        tokens, context = self._text(data).tokens(self.pretrained), self.tokens_per_sample
         for part, array in (("training", tokens.train), ("validation", tokens.valid), ("test", tokens.test)):
             if array is not None and len(array) < context + 1:
                 raise UserError(
                     f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}; "
                     f"use a longer text or recipe.context={max(2, len(array) // 2)}"
                 )
-        return tokens
+        tokenizer, samples, about = self.sampling(tokens.tokenizer)
+        own = int(self.pretrained_config().vocab_size) if self.pretrained else 0
+        return TextDatasets(
+            samples(tokens.train),
+            samples(tokens.valid),
+            f"{tokens.description}, {about}",
+            test=None if tokens.test is None else samples(tokens.test),
+            tokens=tokens,
+            tokenizer=tokenizer,
+            vocabulary=max(tokenizer.vocab_size, own),
+        )
+
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+        """Return the text's tokenizer with the special tokens of the recipe, what makes samples of a part's ids, and a
+        description of them.
+        """
+        raise NotImplementedError
 
     def pretrained_config(self) -> Any:
         """Return transformers' config of ``pretrained``; no weights are read.
@@ -155,33 +170,6 @@ class SizedRecipe(Recipe):
         """Give the arguments of ``from_pretrained``, whose errors become the user's."""
         key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
         return opening(str(self.pretrained), key, failure, _REMEDY)
-
-    def cut(
-        self,
-        tokens: TokenData,
-        samples: Callable[[np.ndarray], Dataset],
-        description: str,
-        tokenizer: Tokenizer | None = None,
-    ) -> TextDatasets:
-        """Return the samples that ``samples`` makes of each part of the tokens, and the size of the vocabulary.
-
-        Args:
-            tokens: the text.
-            samples: makes a dataset of a part's ids.
-            description: of the samples, added to that of the text.
-            tokenizer: of the text, with the special tokens of the recipe, if it has any.
-        """
-        tokenizer = tokenizer or tokens.tokenizer
-        own = int(self.pretrained_config().vocab_size) if self.pretrained else 0
-        return TextDatasets(
-            samples(tokens.train),
-            samples(tokens.valid),
-            f"{tokens.description}, {description}",
-            test=None if tokens.test is None else samples(tokens.test),
-            tokens=tokens,
-            tokenizer=tokenizer,
-            vocabulary=max(tokenizer.vocab_size, own),
-        )
 
     def config_options(self) -> dict[str, Any]:
         """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
@@ -189,10 +190,9 @@ class LanguageRecipe(SizedRecipe):
             return []
         return [Decision("recipe.chunked_loss", True, "the logits are forecast not to fit")]
 
-    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
-        """Tokenise and cut into windows."""
-        tokens, context = self.open_tokens(data), self.tokens_per_sample
-        return self.cut(tokens, lambda part: TokenWindows(part, context), f"samples of {context} tokens")
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+        context = self.tokens_per_sample
+        return tokenizer, lambda part: TokenWindows(part, context), f"samples of {context} tokens"
 
     def new_model(self, datasets: TextDatasets) -> LanguageModel:
         """Return the model with the loss inside of forward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.recipe import DataSource, LossOutput, Sizes
+from trainer.recipe import LossOutput, Sizes
 
 NOISE, SPAN = 0.15, 3
 """The share of a text that is removed, in spans of so many tokens on average."""
@@ -120,15 +121,14 @@ class T5(SizedRecipe):
     dropout: float = 0.1
     """Dropout probability in training."""
 
-    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
-        """Tokenise, and remove spans."""
-        tokens, context = self.open_tokens(data), self.tokens_per_sample
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+        context = self.tokens_per_sample
         noise, spans = _cuts(window(context))
         names = [f"<extra_id_{number}>" for number in range(spans)]
-        tokenizer = tokens.tokenizer.with_special(SPECIAL | {name: name for name in names}, TEMPLATE)
+        tokenizer = tokenizer.with_special(SPECIAL | {name: name for name in names}, TEMPLATE)
         eos, *sentinels = (tokenizer.token_id(role) for role in ("eos_token", *names))
         about = f"{noise} tokens in {spans} spans removed from each {window(context)}"
-        return self.cut(tokens, lambda part: SpanCorruption(part, context, eos, sentinels), about, tokenizer)
+        return tokenizer, lambda part: SpanCorruption(part, context, eos, sentinels), about
 
     def config_options(self) -> dict[str, Any]:
         """Return the dropout."""
