@@ -18,6 +18,7 @@ from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+PARTS = ("training", "validation", "test")
 WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
 
 
@@ -51,30 +52,21 @@ class ImageFolder(ImageSource):
         Raises:
             UserError: no images, fewer than two classes.
         """
-        train_folder, valid_folder = _split_folders(Path(self.path).expanduser())
-        train = _images_by_class(train_folder)
-        classes = sorted(train)
-        valid = _images_by_class(valid_folder) if valid_folder else {}
-        if not valid_folder:
-            train, valid = _split(train, self.valid_fraction)
-        parts = {"training": train, "validation": valid}
-        test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder, set(classes))
-        if test_folder:
-            parts["test"] = _images_by_class(test_folder)
-            for role in ("training", "validation"):
-                check_no_overlap(f"data.test={test_folder}", _files(parts["test"]), _files(parts[role]), role)
-        for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
-            if unknown := sorted(set(part) - set(classes)):
-                raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")
-        datasets = {name: FolderImages(part, classes, self.on_error) for name, part in parts.items()}
-        side = datasets["training"].shorter_side()
-        return self.opened(
-            self.kind, f"data.path={self.path}", datasets, classes, image_size or 224, side, decodes=True
-        )
-
-
-def _files(classes: dict[str, list[str]]) -> list[str]:
-    return [file for members in classes.values() for file in members]
+        folders = _part_folders(Path(self.path).expanduser(), self.test)
+        files = {part: _images_by_class(folder) for part, folder in folders.items()}
+        classes = sorted(files["training"])
+        for part, folder in folders.items():
+            if unknown := sorted(files[part].keys() - classes):
+                train = folders["training"]
+                raise UserError(f"{folder} has the class {unknown[0]}, which {train} does not have; rename it")
+        if "validation" not in files:
+            files["training"], files["validation"] = _split(files["training"], self.valid_fraction)
+        flat = {part: [file for members in found.values() for file in members] for part, found in files.items()}
+        for role in ("training", "validation") if "test" in files else ():
+            check_no_overlap(f"data.test={folders['test']}", flat["test"], flat[role], role)
+        parts = {part: FolderImages(files[part], classes, self.on_error) for part in PARTS if part in files}
+        size, side = image_size or 224, parts["training"].shorter_side()
+        return self.opened(self.kind, f"data.path={self.path}", parts, classes, size, side, decodes=True)
 
 
 class FolderImages(DecodedImages):
@@ -91,33 +83,37 @@ class FolderImages(DecodedImages):
         return file, file
 
 
-def _split_folders(root: Path) -> tuple[Path, Path | None]:
-    """Return the folders to train and to validate on. A class of trains is not a training split."""
-    train = root / "train"
-    if not train.is_dir() or not any(entry.is_dir() for entry in train.iterdir()):
-        return root, None
-    names = ("val", "valid", "validation")
-    return train, next((root / name for name in names if (root / name).is_dir()), None)
+def _part_folders(root: Path, test: str | None) -> dict[str, Path]:
+    """Return the folders of ``training`` and, where there are any, of ``validation`` and ``test``.
+
+    A class of trains is not a training split, and published test images often have no labels.
+    """
+    found, train, beside = {"training": root}, root / "train", root / "test"
+    if classes := _class_folders(train):
+        found["training"] = train
+        for name in ("validation", "valid", "val"):
+            if (root / name).is_dir():
+                found["validation"] = root / name
+        tested = set() if test else _class_folders(beside)
+        if other := sorted(tested - classes):
+            message = "%s is not used: %s is no class of %s; to evaluate it, rename its folders, or set data.test="
+            logging.getLogger("mantissa").warning(message, beside, other[0], train)
+        elif tested:
+            found["test"] = beside
+    if test:
+        found["test"] = Path(test).expanduser()
+    return found
 
 
-def _test_folder(train: Path, classes: set[str]) -> Path | None:
-    """Return ``test/`` beside ``train/``, where it has class folders: published test images often have no labels."""
-    folder = train.parent / "test"
-    if train.name != "train" or not folder.is_dir():
-        return None
-    found = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
-    if other := sorted(found - classes):
-        message = "%s is not used: %s is no class of %s; to evaluate it, rename its folders, or set data.test="
-        logging.getLogger("mantissa").warning(message, folder, other[0], train)
-    return folder if found and not other else None
+def _class_folders(folder: Path) -> set[str]:
+    """Return the names of the folders in a folder; none where there is no such folder."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
 
 
 def _images_by_class(root: Path) -> dict[str, list[str]]:
     """Return each class folder's images, sorted; a class folder may have folders of its own."""
-    classes = {}
-    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
-        if files := images_below(folder):
-            classes[folder.name] = files
+    classes = {name: files for name in sorted(_class_folders(root)) if (files := images_below(root / name))}
     if not classes:
         raise UserError(f"{root} has no folders with images ({', '.join(EXTENSIONS)}); data.path must be {WANTED}")
     return classes
