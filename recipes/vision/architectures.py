@@ -13,7 +13,6 @@ from trainer.errors import UserError, nearest
 
 TIMM = "timm/"
 """The prefix of an architecture of timm; what follows is its name there, perhaps with the tag of its weights."""
-USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 _BLOCKS = {
     *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseBlock"),  # ResNet and variants, RegNet, DenseNet
     *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitLayer", "CNBlock"),
@@ -117,35 +116,28 @@ def check_size(arch: str, image_size: int, classes: int, train_size: int | None 
         arch: has passed ``check``.
         image_size: in pixels, what the model is built for.
         classes: outputs of the head.
-        train_size: another size, which it must take as well.
+        train_size: another size of the images; None: that one.
 
     Raises:
-        UserError: names a size that fits, if a usual one does.
+        UserError: it cannot take them, or is no classifier.
     """
-
-    def failure(size: int, given: int) -> Exception | None:
-        try:
-            with torch.device("meta"), torch.no_grad():
-                output = build(arch, size, classes).eval()(torch.empty(1, 3, given, given))
-        except NotImplementedError:
-            return None  # regnet computes with tensors while it is built; it takes images of any size
-        except (RuntimeError, ValueError, AssertionError) as error:
-            return error
-        if not isinstance(output, torch.Tensor) or output.shape != (1, classes):
-            raise UserError(f"recipe.arch={arch} is no classifier: it has no head with a number of classes")
-        return None
-
-    if train_size is not None:
-        if error := failure(image_size, train_size):
+    given = train_size or image_size
+    try:
+        with torch.device("meta"), torch.no_grad():
+            output = build(arch, image_size, classes).eval()(torch.empty(1, 3, given, given))
+    except NotImplementedError:
+        return  # regnet computes with tensors while it is built; it takes images of any size
+    except (RuntimeError, ValueError, AssertionError) as error:
+        if train_size is not None:
             raise UserError(
                 f"recipe.arch={arch}, built for images of {image_size} × {image_size}, cannot train on "
                 f"recipe.train_image_size={train_size}; leave it out"
             ) from error
-        return
-    if error := failure(image_size, image_size):
-        fitting = next((size for size in USUAL_SIZES if size > image_size and not failure(size, size)), None)
-        advice = f"; use recipe.image_size={fitting}" if fitting else ""
-        raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}{advice}") from error
+        raise UserError(
+            f"recipe.arch={arch} cannot take images of {image_size} × {image_size}; most take recipe.image_size=224"
+        ) from error
+    if not isinstance(output, torch.Tensor) or output.shape != (1, classes):
+        raise UserError(f"recipe.arch={arch} is no classifier: it has no head with a number of classes")
 
 
 def _is_block(cls: type) -> bool:

@@ -58,11 +58,9 @@ def test_the_head_has_the_classes_of_the_data() -> None:
     assert recipe.image_size == "auto"  # as typed: a resumed run is compared by it
 
 
-@pytest.mark.parametrize(
-    ("arch", "size"), [("alexnet", 64), ("inception_v3", 96), ("maxvit_t", 224), ("vit_h_14", 224)]
-)
-def test_images_too_small_for_an_architecture_are_refused_with_a_size_that_fits(arch: str, size: int) -> None:
-    with pytest.raises(UserError, match=rf"recipe\.arch={arch} .* 32 × 32; use recipe\.image_size={size}$"):
+@pytest.mark.parametrize("arch", ["alexnet", "inception_v3", "maxvit_t", "vit_h_14"])
+def test_images_too_small_for_an_architecture_are_refused(arch: str) -> None:
+    with pytest.raises(UserError, match=rf"recipe\.arch={arch} .* 32 × 32; most take recipe\.image_size=224$"):
         built(ready(arch=arch))
 
 
