@@ -72,6 +72,7 @@ def settings() -> dict[str, Any]:
         "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark],
         "generators": [torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()],  # type: ignore[call-overload]
         "exit": atexit._ncallbacks(),  # type: ignore[attr-defined]
+        "garbage": gc.get_freeze_count(),  # which a run does not walk
     }
 
 

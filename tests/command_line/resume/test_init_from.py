@@ -62,41 +62,31 @@ def test_a_run_starts_from_the_best_weights_with_the_same_shapes_and_tokens(sour
     assert trainer.evaluate()["loss"] == pytest.approx(summary["best"]["value"], abs=1e-5)
 
 
-def test_the_new_run_has_its_own_data_and_precision_and_is_resumed_without_the_first(
-    source: Path, succeed: Train
-) -> None:
-    new = ("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, CACHE, "data.path=two.txt", "precision=bf16",
-           "deterministic=true", "schedule=constant")  # fmt: skip
-    succeed(*new, "run_name=whole", "steps=4")
-    done = succeed(*new, "run_name=part")
-    for said in ("recipe.size=nano", "as in outputs/first", "of first, step 2"):
-        assert said in done.out
-    config = config_of("part")
-    assert (config["init_from"], config["recipe.context"], config["data.path"]) == (str(source), 16, "two.txt")
-    record = json.loads(Path("outputs/part/run.json").read_text())["init_from"]
-    assert (record["run"], record["step"], record["weights"]) == ("first", 2, "best")
-    shutil.rmtree(source)
-    shutil.rmtree("cache")
-    assert "of first, step 2" in succeed("resume=outputs/part", "steps=4").out
-    assert same_end("whole", "part")
-
-
-@pytest.mark.parametrize("more", [(), ("data.tokenizer=outputs/first/tokenizer", "recipe.context=16")], ids=str)
-def test_a_repeated_command_continues_the_new_run_without_the_first(
+@pytest.mark.parametrize(
+    "more", [("precision=bf16",), ("data.tokenizer=outputs/first/tokenizer", "recipe.context=16")], ids=str
+)
+def test_the_new_run_has_its_own_data_and_is_continued_without_the_first(
     source: Path, train: Train, succeed: Train, more: tuple[str, ...]
 ) -> None:
+    """By its folder, and by the same command."""
     new = ("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, CACHE, "data.path=two.txt", "deterministic=true",
            "schedule=constant", *more)  # fmt: skip
     succeed(*new, "run_name=whole", "steps=4")
     command = (*new, "run_name=again", "resume=auto")
-    succeed(*command)
+    done = succeed(*command)
+    for said in ("recipe.size=nano", "as in outputs/first", "of first, step 2"):
+        assert said in done.out
+    shutil.copytree("outputs/again", "outputs/part")
     shutil.rmtree(source)
     shutil.rmtree("cache")
+    assert "of first, step 2" in succeed("resume=outputs/part", "steps=4").out
     assert "again, resumed after step 2" in succeed(*command, "steps=4").out
-    config = config_of("again")
-    assert (config["recipe.context"], config["data.tokenizer"]) == (16, "outputs/again/tokenizer")
-    assert (config["init_from"], config["optimizer.lr"]) == (str(source), 1e-4)
-    assert same_end("whole", "again")
+    for run in ("part", "again"):
+        config, record = config_of(run), json.loads(Path(f"outputs/{run}/run.json").read_text())["init_from"]
+        assert (config["init_from"], config["optimizer.lr"], config["data.path"]) == (str(source), 1e-4, "two.txt")
+        assert (config["recipe.context"], config["data.tokenizer"]) == (16, f"outputs/{run}/tokenizer")
+        assert (record["run"], record["step"], record["weights"]) == ("first", 2, "best")
+        assert same_end("whole", run)
     for changed, message in {
         "recipe.context=8": "recipe.context was 16, now 8",
         "data.tokenizer=chars": "now chars",
