@@ -63,7 +63,7 @@ REFUSED = {
     "parallel/fsdp": "start them with torchrun",
     "compile/default": "compile=default on a CPU needs a C++ compiler",
     "compile/max-autotune": "compile=max-autotune on a CPU needs a C++ compiler",
-    "data/own": "recipe=bignet cannot read data=own",  # no recipe here brings its own; see test_own_recipe.py
+    "data/own": "recipe=bignet cannot read data=own",  # no recipe here brings its own; see test_recipe_path.py
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from inference.evaluate import evaluate
 from tests.command_line.conftest import Result, Train, only_run
+from tests.helpers import PROJECT
 from trainer.config import external_recipes, options
 from trainer.files import read_object
 
@@ -110,6 +112,23 @@ def test_yaml_beside_the_recipe_composes_with_the_projects(folder: Path, succeed
     assert (config["recipe"], config["recipe.width"], config["steps"]) == ("withyaml", 7, 5)
     assert "did you mean 'withyaml'?" in train("recipe_path=mine", "recipe=withyalm").err
     assert "did you mean 'recipe.width'?" in train("recipe_path=mine", "recipe=withyaml", "recipe.widht=1").err
+
+
+def test_the_pages_recipe_learns_as_documented(folder: Path, succeed: Train) -> None:
+    page = (PROJECT / "docs" / "recipes.md").read_text()
+    (code,) = re.findall(r"^```python\n# recipes/tumour.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "tumour.py").write_text(code)
+    done = succeed("-m", "recipe_path=mine", "recipe=tumour", "precision=bf16", "recipe.width=32,64", "tracking=local")
+    assert "569 tumours, 30 numbers each" in done.out
+    for width in (32, 64):
+        run = folder / f"outputs/tumour-bf16-s0-width_{width}"
+        summary, config = read_object(run / "summary.json"), read_object(run / "config.json")
+        assert summary["step"] == 200
+        assert summary["final"]["valid/accuracy"] > 0.94
+        assert 0.05 < summary["final"]["valid/loss"] < 0.3  # a mean over the microbatch would be divided twice
+        assert (run / "best" / "model.safetensors").exists()
+        assert (config["recipe"], config["recipe.width"], config["data"]) == ("tumour", width, "own")
 
 
 def test_an_error_in_a_recipe_is_shown_with_its_line_and_a_sweep_continues(folder: Path, train: Train) -> None:
