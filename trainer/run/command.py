@@ -23,7 +23,7 @@ from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import launched_processes, tell_torchrun
 from trainer.run import provenance
 from trainer.run.signals import OUTSIDE
-from trainer.run.sweep import Ended, Sweep, TrainOne
+from trainer.run.sweep import Sweep, TrainOne
 from trainer.terminal import leave_unread
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
             print("\nrun the same command again to continue the sweep", flush=True)
     if sweep.jobs is not None:
         print(f"what the jobs printed: {sweep.jobs}; without hydra/launcher the command shows their table", flush=True)
-    return [*(row.ended.code for row in sweep.rows), *failed]
+    return [*(row.code for row in sweep.rows), *failed]
 
 
 def _train_one(
     run_class: type[Run] | None, composed: DictConfig, overrides: Sequence[str], recorded: Mapping[str, Any]
-) -> Ended:
-    """Train a run, report what ends it early, and free its memory.
+) -> tuple[int, dict[str, Any], bool]:
+    """Train a run, and report what ends it early; see ``TrainOne``.
 
     Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
     the ranks would train different runs.
@@ -103,19 +103,19 @@ def _train_one(
 
         with explained():
             config = build(composed, overrides, recorded)
-        return Ended(0, train(config, run_class or Run))
-    except (RunError, Interrupted) as error:
-        some_ranks = launched_processes() > 1 and not error.shared
-        return Ended(_report(error), {}, ends_all=isinstance(error, Interrupted) or some_ranks)
-    except KeyboardInterrupt:
-        return Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
-    except Exception as error:
-        return Ended(_report_bug(error), {}, ends_all=launched_processes() > 1)
+        return 0, train(config, run_class or Run), False
+    except (Exception, KeyboardInterrupt) as error:
+        some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
+        return _report(error), {}, isinstance(error, KeyboardInterrupt) or some_ranks
 
 
-def _report(error: RunError | Interrupted) -> int:
+def _report(error: Exception | KeyboardInterrupt) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
     leave_unread()
+    if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
+        error = Interrupted(OUTSIDE, signal.SIGINT)
+    if not isinstance(error, RunError | Interrupted):
+        return _report_bug(error)
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:

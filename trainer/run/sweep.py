@@ -73,40 +73,34 @@ def name_of(name: str, values: dict[str, str], typed: bool = False) -> str:
     return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{zlib.crc32(name.encode()):08x}"
 
 
-class Ended(NamedTuple):
-    """How an attempt at a run ended."""
-
-    code: int
-    """Its exit code."""
-    summary: dict[str, Any]
-    """Empty for a run that did not finish."""
-    ends_all: bool = False
-    """Whether no other run may begin."""
-
-
 class Row(NamedTuple):
     """A run of a sweep, and how it ended."""
 
     name: str
     values: dict[str, str]
     """What is swept, by key."""
-    ended: Ended
+    code: int
+    """Exit code of this attempt."""
+    summary: dict[str, Any]
+    """Content of summary.json; empty for a run that did not finish."""
+    ends_all: bool = False
+    """Whether no other run may begin."""
 
     @property
     def stopped(self) -> bool:
         """Whether a signal ended it."""
-        return self.ended.code > 128
+        return self.code > 128
 
     @property
     def score(self) -> tuple[bool, float]:
         """What rows are sorted by."""
-        summary = self.ended.summary
+        summary = self.summary
         best, sign = summary.get("best"), -1 if summary.get("best_is") == "highest" else 1
         return best is None, sign * best["value"] if best else 0.0
 
     def cells(self, keys: Sequence[str]) -> list[str]:
         """Return the row of the table; ``keys``: what is swept."""
-        summary = self.ended.summary
+        summary = self.summary
         best, final, rate, memory = _results([summary])
         return [
             summary.get("run", self.name),
@@ -120,8 +114,9 @@ class Row(NamedTuple):
         ]
 
 
-TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any]], Ended]
-"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``resume.base``."""
+TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any]], tuple[int, dict[str, Any], bool]]
+"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``resume.base``; returns
+``code``, ``summary`` and ``ends_all`` of its row."""
 
 
 class Sweep:
@@ -153,7 +148,7 @@ class Sweep:
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def task(composed: DictConfig) -> None:
             if self.rows:
-                if self.rows[-1].ended.ends_all:
+                if self.rows[-1].ends_all:
                     return
                 from trainer.run.fit import release_memory
 
@@ -162,8 +157,8 @@ class Sweep:
             given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             overrides = cast("list[str]", given)
             own, values = self.named(composed, overrides)
-            self.rows.append(Row(own, values, train_one(composed, overrides, kept)))
-            if self.jobs is not None and (code := self.rows[-1].ended.code):
+            self.rows.append(Row(own, values, *train_one(composed, overrides, kept)))
+            if self.jobs is not None and (code := self.rows[-1].code):
                 raise RunError(f"{own} ended with exit code {code}")
 
         with self._scratch() as scratch:
@@ -217,14 +212,14 @@ class Sweep:
         """
         alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
-            if row.ended.summary.get("status") == "FINISHED":
+            if row.summary.get("status") == "FINISHED":
                 same = tuple(row.values.get(key, "") for key in self.keys if key != "seed")
                 alike.setdefault(same, []).append(row)
         found = []
         for rows in alike.values():
             if len(rows) > 1:
                 values = rows[0].values | {"seed": f"{len(rows)} seeds"}
-                best, *others = _results([row.ended.summary for row in rows])
+                best, *others = _results([row.summary for row in rows])
                 cells = ["mean ± sd", *(values.get(key, "") for key in self.keys), best, "", *others, ""]
                 found.append((statistics.fmean(row.score[1] for row in rows), cells))
         return [cells for _, cells in sorted(found, key=lambda each: each[0])]

@@ -13,7 +13,7 @@ from mantissa.display import loss
 from tests.helpers import CONF, compose
 from trainer.config.command_line import read
 from trainer.config.registration import register
-from trainer.run.sweep import Ended, Row, Sweep, name_of
+from trainer.run.sweep import Row, Sweep, name_of
 
 
 def test_the_swept_keys_are_those_of_the_command_line() -> None:
@@ -62,7 +62,7 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
     sweep = Sweep(read(["-m", "optimizer.lr=1,2,3"]))
     for value, result in (("1", {}), ("2", summary(0.5)), ("3", summary(1.2e-5, run="bignet-fp32-s0-lr_3-2"))):
         named = sweep.named(composed(), ["steps=3", f"optimizer.lr={value}"])
-        sweep.rows.append(Row(*named, Ended(0 if result else 3, result)))
+        sweep.rows.append(Row(*named, 0 if result else 3, result))
     lines = [line.split() for line in sweep.table().splitlines()]
     assert " ".join(lines[1]) == "bignet-fp32-s0-lr_3-2 3 1.2e-05 20 2.4e-05 12.3k tokens/s 3.0 MiB finished"
     assert [line[1] for line in lines] == ["optimizer.lr", "3", "2", "1"]
@@ -76,7 +76,7 @@ def test_seeds_are_averaged_for_each_combination_of_the_rest() -> None:
     for (precision, seed), best in results.items():
         named = sweep.named(composed(), [f"precision={precision}", f"seed={seed}"])
         row = {"status": "FINISHED" if best < 9 else "KILLED", "best": {"step": 1, "value": best}, "unit": "samples"}
-        sweep.rows.append(Row(*named, Ended(0, row | {"units_per_s": 100 * best, "peak_memory_bytes": 2**20})))
+        sweep.rows.append(Row(*named, 0, row | {"units_per_s": 100 * best, "peak_memory_bytes": 2**20}))
     heading, *rows = sweep.table().splitlines()
     assert heading.split()[:4] == ["run", "precision", "seed", "best"]
     means = [" ".join(row.split()) for row in rows[5:]]
