@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     return options
 
 
-def precision_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Return the content of precision.json: the precision that was requested, the one in effect, the FLOP it takes."""
-    config = trainer.config
+def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
+    """Return the content of precision.json, and what turns the run's throughput into MFU.
+
+    The first is the precision that was requested, the one in effect, and the FLOP that the model takes.
+    """
+    config, name = trainer.config, trainer.config.precision.format.number.name
     found = manifest_of(config.precision, trainer.hardware, trainer.fp32_modules)
-    effective, formats = found["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
-    effective["matmul_tflops"] = trainer.world.run_on_main(lambda: matmul_rates(trainer.hardware, tuple(formats)))
+    effective, rates = found["effective"], partial(matmul_rates, trainer.hardware, tuple(dict.fromkeys(("fp32", name))))
+    effective["matmul_tflops"] = trainer.world.run_on_main(rates)
     effective |= dtypes_in_use(trainer.model, trainer.optimizer)
     effective |= config.precision.operator_overrides
     effective["kernels"] = trainer.kernels
@@ -55,17 +59,11 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
-    return found | {"model_flops": model_flops, "modules": modules.modules()}
-
-
-def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
-    """Return the content of precision.json, and what turns the run's throughput into MFU."""
-    manifest, name = precision_manifest(trainer), trainer.config.precision.format.number.name
-    return manifest, Utilisation(
-        flops_per_unit=manifest["model_flops"]["per_unit"],
-        unknown=manifest["model_flops"]["unknown"],
+    return found | {"model_flops": model_flops, "modules": modules.modules()}, Utilisation(
+        flops_per_unit=model_flops["per_unit"],
+        unknown=model_flops["unknown"],
         format=name,
-        measured_tflops=manifest["effective"]["matmul_tflops"][name],
+        measured_tflops=effective["matmul_tflops"][name],
         data_sheet_tflops=data_sheet(trainer.hardware.name, name),
         devices=trainer.world.size,
     )
@@ -85,7 +83,7 @@ def open_metric_log(
         trainer: of the run.
         folder: of the run.
         options: of the run by dotted key; params in MLflow.
-        manifest: see ``precision_manifest``.
+        manifest: see ``observed``.
         git: the commit, where the project is in a repository.
         saved: length of the log when the checkpoint was saved, in bytes; None: a new run.
     """

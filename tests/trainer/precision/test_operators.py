@@ -23,7 +23,7 @@ from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
-from trainer.run.record import precision_manifest
+from trainer.run.record import observed
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -212,9 +212,9 @@ def test_without_lists_there_is_no_other_context_than_autocasts() -> None:
 
 
 def test_the_manifest_has_the_lists() -> None:
-    manifest = precision_manifest(trainer_of(Precision("bf16", **LISTS)))
+    manifest = observed(trainer_of(Precision("bf16", **LISTS)))[0]
     assert manifest["requested"] == {"mode": "bf16", "fp32_modules": [], **LISTS}
     assert manifest["effective"]["fp32_ops"] == LISTS["fp32_ops"]
     assert manifest["effective"]["half_ops"] == LISTS["half_ops"]
-    without = precision_manifest(trainer_of(Precision("bf16")))
+    without = observed(trainer_of(Precision("bf16")))[0]
     assert "fp32_ops" not in {**without["requested"], **without["effective"]}
