@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from trainer.errors import UserError, nearest
 from trainer.hardware import kind_of
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
     from torchmetrics import Metric
 
     from trainer.parallel.world import World
@@ -85,8 +87,6 @@ class Metrics:
         Raises:
             UserError: it has no predictions.
         """
-        import torch
-
         predictions = output.predictions
         if self and predictions is None:
             known, name = ", ".join(self._sums(output)), self._recipe.name
@@ -126,8 +126,6 @@ class Metrics:
         return found
 
     def _merged(self, ranks: list[dict[str, list[dict[str, Any]]]]) -> dict[str, float]:
-        import torch
-
         ranks = _on(self._device, ranks)
         for name, metric in self._metrics.items():
             for part, *states in zip(_parts(metric), *(rank[name] for rank in ranks if name in rank), strict=True):
@@ -172,8 +170,6 @@ class Metrics:
 
 def _macro(metric: Any) -> Tensor:
     """Return the mean over the classes that occur; torchmetrics' own counts the others as 0."""
-    import torch
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No positive samples|No negative samples")
         values = metric.compute().cpu()
@@ -203,7 +199,4 @@ def _rises(name: str, metrics: dict[str, Any]) -> bool | None:
 
 def _on(device: Any, states: Any) -> Any:
     """Return nested states with their tensors on a device."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_map_only
-
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), states)

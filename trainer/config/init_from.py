@@ -53,15 +53,13 @@ class InitFrom:
         Raises:
             UserError: there is no such run, it has no weights, or its config was changed.
         """
-        path = RunFolder.open("init_from", given, output_dir, uri).path
-        exports = path.name == BEST and (path.parent / "config.json").is_file()
-        path = path.parent if exports else path
-        config = read_object(path / "config.json")
-        if not isinstance(config.get("recipe"), str):
+        folder = RunFolder.open("init_from", given, output_dir, uri)
+        run = run_of(folder.path)
+        if run is None:
             raise UserError(
                 f"init_from={given}: this is not the folder of a run; give one, such as {output_dir}/gpt2-bf16-s0"
             )
-        config = RunFolder(path).config()
+        path, config, exports = run.path, run.config(), run.path != folder.path
         saved = checkpoint.best_step(path / "checkpoints")
         best = read_object(path / SUMMARY_FILE).get("best")
         step = int(best["step"]) if isinstance(best, dict) else saved
@@ -95,13 +93,7 @@ class InitFrom:
     def facts(self) -> dict[str, Any]:
         """Return what is recorded about it."""
         sent = read_object(self.path / TRACKING_FILE).get("run_id")
-        return {
-            "run": self.path.name,
-            "folder": str(self.path.absolute()),
-            "mlflow_run_id": sent,
-            "step": self.step,
-            "weights": BEST if self.exported else "checkpoints",
-        }
+        return {"run": self.path.name, "mlflow_run_id": sent, "step": self.step}
 
 
 def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[InitFrom | None, list[Decision]]:

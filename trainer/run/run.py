@@ -21,7 +21,6 @@ from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Watch
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.files import PRECISION_FILE, SUMMARY_FILE, read_json, read_object, write_json
-from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision, UserRecipe
@@ -79,7 +78,6 @@ class Run:
         self.world: World = trainer.world
         self.config = trainer.config
         self.plan: Plan = trainer.plan
-        self.hardware: Hardware = trainer.hardware
         self.folder = folder
         self.terminal = terminal
         self.signals = signals
