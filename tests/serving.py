@@ -37,9 +37,9 @@ def serve_ui(*options: str) -> tuple[subprocess.Popen[str], str]:
 
 
 @contextmanager
-def served(store: str) -> Iterator[str]:
+def served(store: str, port: int | None = None) -> Iterator[str]:
     """Serve a store at this address."""
-    port = free_port()
+    port = port or free_port()
     process, _ = serve_ui(f"port={port}", f"uri={store}")
     try:
         yield f"http://{HOST}:{port}"

@@ -50,7 +50,6 @@ class CheckpointWriter:
         self.failed = 0
         self.stall_s = 0.0
         """Seconds that training has waited for its checkpoints, in total."""
-        self.write_s = 0.0
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -114,7 +113,7 @@ class CheckpointWriter:
 
     def facts(self) -> dict[str, Any]:
         """Return the entries of summary.json about checkpoints."""
-        return {"saved": self.saved, "failed": self.failed, "stall_s": self.stall_s, "write_s": self.write_s}
+        return {"saved": self.saved, "failed": self.failed, "stall_s": self.stall_s}
 
     def _refuse_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
         state = {name: local_part(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
@@ -151,7 +150,6 @@ class CheckpointWriter:
                 files.flush(self.folder.parent / files.METRICS_FILE)
 
     def _write(self, snapshot: Snapshot, score: float | None) -> None:
-        began = time.perf_counter()
         if threading.current_thread() is self._thread:
             with contextlib.suppress(OSError, AttributeError):  # a lower priority than training; only on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -165,7 +163,6 @@ class CheckpointWriter:
             log.warning("the checkpoint of step %d was not saved (%s); training continues", snapshot.step, error)
         except BaseException as error:  # of a thread: raised where the run waits for it
             self._error = error
-        self.write_s += time.perf_counter() - began
 
     def prune(self) -> None:
         """Remove what is no longer kept; a resumed run does what a killed process did not come to."""

@@ -43,7 +43,7 @@ def parameter_groups(
     weight_decay: float,
     patterns: Mapping[str, Mapping[str, float]],
     factors: Mapping[str, float],
-    hidden: Mapping[str, bool] | None = None,
+    keys: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return the groups of an optimizer, first those with weight decay.
 
@@ -55,8 +55,7 @@ def parameter_groups(
             those of modules around them, later ones before earlier ones: ``lr``, in the place of ``factors``, and
             ``weight_decay``, for those that have any.
         factors: multiples of the learning rate, by name; 1 where there is none.
-        hidden: the names of the parameters for Muon, and whether they are inputs × outputs, see ``Muon``; None: the
-            optimizer is another one.
+        keys: further ones of the groups, by the names of parameters.
 
     Raises:
         UserError: a pattern that matches nothing, or changes nothing.
@@ -78,14 +77,10 @@ def parameter_groups(
         for name in found:
             settings[name] |= values
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
-    group: dict[str, Any]
     for name in sorted(of_name, key=lambda name: name not in weights):  # their order is kept otherwise
-        factor, decay = settings[name]["lr"], settings[name]["weight_decay"] if name in weights else 0.0
-        group = {"params": [], "weight_decay": decay, LR_FACTOR: factor}
-        if hidden is not None:
-            group |= {"muon": name in hidden, "transposed": hidden.get(name, False)}
-        key = name in weights, factor, decay, group.get("muon"), group.get("transposed")
-        groups.setdefault(key, group)["params"].append(of_name[name])
+        decay = settings[name]["weight_decay"] if name in weights else 0.0
+        group = {"weight_decay": decay, LR_FACTOR: settings[name]["lr"], **keys.get(name, {})}
+        groups.setdefault((name in weights, *group.values()), {"params": [], **group})["params"].append(of_name[name])
     return list(groups.values())
 
 

@@ -12,6 +12,7 @@ from torch.optim._muon import _adjust_lr
 
 from trainer.errors import UserError
 from trainer.hardware import NATIVE, detect
+from trainer.optim.groups import decayed
 from trainer.parallel.shards import is_sharded, local_part, local_rows
 
 
@@ -119,15 +120,12 @@ class Muon(torch.optim.Optimizer):
         sides = weight.shape[::-1] if group.get("transposed") else weight.shape  # outputs, inputs
         rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], torch.Size(sides))
         own, kept = [local_part(each) for each in weights], [local_part(each) for each in averages]
-        if skipped is None:
-            kept[0].copy_(moved)
-            own[0].mul_(keep).add_(update, alpha=-rate)
-            return
         before = _stack(own)
         after = before.mul(keep).add_(update, alpha=-rate)
-        for targets, old, new in ((kept, _stack(kept), moved), (own, before, after)):
-            chosen = torch.where(skipped, old, new)
-            torch._foreach_copy_(targets, chosen.unbind() if len(targets) > 1 else [chosen])
+        if skipped is not None:
+            moved, after = torch.where(skipped, _stack(kept), moved), torch.where(skipped, before, after)
+        for targets, new in ((kept, moved), (own, after)):
+            torch._foreach_copy_(targets, new.unbind() if len(targets) > 1 else [new])
 
 
 _MOST = 2**25
@@ -167,29 +165,30 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
     return x.mT if tall else x
 
 
-def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> dict[str, bool]:
-    """Return the names of the parameters for Muon, and whether they are inputs × outputs.
+def group_keys(model: nn.Module, blocks: list[nn.Module]) -> dict[str, dict[str, bool]]:
+    """Return the keys ``muon`` and ``transposed`` of the groups of a model's parameters, by their names.
 
-    They are those of two dimensions in the model's blocks, but no embeddings. ``nn.Linear`` has outputs × inputs,
-    transformers' Conv1D, as in GPT-2, the transpose.
+    Muon takes the weights of two dimensions in the model's blocks, but no embeddings. ``nn.Linear`` has outputs ×
+    inputs, transformers' Conv1D, as in GPT-2, the transpose.
 
     Raises:
         UserError: there are none, or the recipe names no blocks.
     """
+    weights = decayed(model)
     inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
     found = {
         name: any(each.__name__ == "Conv1D" for each in type(module).__mro__)  # FSDP2 derives a class from it
         for owner, module in model.named_modules()
         if id(module) in inside
         for name, parameter in module.named_parameters(owner, recurse=False)
-        if parameter.ndim == 2
+        if parameter.ndim == 2 and name in weights
     }
     if not found:
         lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
         raise UserError(
             f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
         )
-    return found
+    return {name: {"muon": name in found, "transposed": found.get(name, False)} for name, _ in model.named_parameters()}
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.errors import UserError, nearest
 from trainer.hardware import kind_of
-from trainer.optim.groups import check_patterns, decayed, layer_factors, parameter_groups
+from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
 
@@ -115,14 +115,12 @@ class Optimizer:
     ) -> list[dict[str, Any]]:
         whole = model.model if isinstance(model, MasterWeights) else model
         factors = {} if self.layer_decay is None else layer_factors(whole, blocks, self.layer_decay)
-        apart = None
+        keys = {}
         if self.name == "Muon":
-            from trainer.optim.muon import hidden_matrices
+            from trainer.optim.muon import group_keys
 
-            weights = decayed(whole)
-            apart = {name: first for name, first in hidden_matrices(whole, blocks).items() if name in weights}
-        patterns = self.groups or {}
-        groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, patterns, factors, apart)
+            keys = group_keys(whole, blocks)
+        groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, self.groups or {}, factors, keys)
         if "weight_decay" not in accepted_options(cls):
             decays = [group.pop("weight_decay") for group in groups]
             if any(decays):

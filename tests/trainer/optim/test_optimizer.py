@@ -182,14 +182,6 @@ def test_16_bit_weights_take_the_steps_of_fp32_ones(name: str, options: dict[str
     assert (weights[1] < 0.9).all()
 
 
-def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.optim.optimizer.fused_is_sound", lambda cls, dtype, device: cls is not torch.optim.SGD)
-    half = nn.Linear(4, 4).to(torch.bfloat16)
-    assert not Optimizer("SGD").build(half, CPU).defaults["fused"]
-    assert Optimizer("SGD").build(nn.Linear(4, 4), CPU).defaults["fused"]
-    assert Optimizer("AdamW").build(half, CPU).defaults["fused"]
-
-
 @pytest.mark.parametrize(("name", "fused"), [("AdamW", False), ("SGD", False), ("RMSprop", True), ("Lion", True)])
 def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name: str, fused: bool) -> None:
     """Every optimizer that is allowed moves a weight by a true gradient of 2^-26, which is 0 in fp16."""
