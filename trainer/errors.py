@@ -38,24 +38,18 @@ class NonFiniteError(RunError):
 
 
 class OutOfMemory(RunError):
-    """The device, or the machine, had less memory than the run needs."""
+    """The device, or the machine, had less memory than the run needs.
+
+    Args:
+        message: for the user.
+        smaller: the microbatch with which a run that has trained nothing can start again; 0: there is none.
+    """
 
     exit_code = 4
 
-
-class MemoryRanOut(MemoryError):
-    """The allocator raised ``error``: it had no memory left for a run.
-
-    Args:
-        error: of the allocator.
-        micro_batch_size: of the run.
-        smaller: at most half of that, such that the steps stay the same; 0: there is none.
-        retry: whether nothing was trained yet, so that the run can start again.
-    """
-
-    def __init__(self, error: BaseException, micro_batch_size: int, smaller: int, retry: bool) -> None:
-        super().__init__(str(error) or type(error).__name__)
-        self.micro_batch_size, self.smaller, self.retry = micro_batch_size, smaller, retry
+    def __init__(self, message: str, smaller: int = 0) -> None:
+        super().__init__(message)
+        self.smaller = smaller
 
 
 class Interrupted(KeyboardInterrupt):

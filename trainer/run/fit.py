@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -17,7 +15,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
-from trainer.errors import MemoryRanOut, OutOfMemory, first_line, is_out_of_memory
+from trainer.errors import OutOfMemory, first_line
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
@@ -31,7 +29,6 @@ KEY = "micro_batch_size"
 REMEDY = "a smaller model, activation_checkpointing=blocks or precision=bf16 needs less"
 
 log = logging.getLogger("mantissa")
-T = TypeVar("T")
 
 
 def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> Plan[Config]:
@@ -134,34 +131,20 @@ def halved(config: Config, batching: Batching, size: int) -> int:
     return max((half for half in range(least, size // 2 + 1, least) if per_rank % half == 0), default=0)
 
 
-def train_in_memory(config: Config, train: Callable[[Config], T]) -> T:
-    """Return ``train(config)``; where memory ran out, start again with half the microbatch.
+def ran_out(error: Exception, config: Config, batching: Batching, retry: bool) -> OutOfMemory:
+    """Return what ends a run for which the allocator had no memory.
 
-    That is done before the first step of a new run alone, and not in several processes: the others wait for the one
-    that has no memory. A microbatch that the user set is kept.
-
-    Raises:
-        OutOfMemory: it cannot be halved; names what to set instead.
+    Args:
+        error: of the allocator.
+        config: as composed.
+        batching: of the run.
+        retry: whether nothing was trained yet, so that the run can start again with half the microbatch.
     """
-    auto = config.micro_batch_size == "auto"
-    while True:
-        try:
-            return train(config)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            found = re.search(r"tried to allocate (\d+) bytes", str(error))  # the CPU's, between other numbers
-            words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else first_line(error)
-            where, smaller, retry = "", 0, False
-            if isinstance(error, MemoryRanOut):
-                where, smaller, retry = f" with {KEY}={error.micro_batch_size}", error.smaller, auto and error.retry
-        release_memory()  # the error, which is gone here, held the run
-        ran_out = f"out of memory{where} ({words})"
-        if not retry or not smaller:
-            less = f"set {KEY}={smaller}, which takes the same steps in less memory; " if smaller else ""
-            raise OutOfMemory(f"{ran_out}; {less}{REMEDY}")
-        log.warning("%s; starting again with %s=%d", ran_out, KEY, smaller)
-        config = replace(config, micro_batch_size=smaller)
+    size, smaller = batching.micro_batch_size, halved(config, batching, batching.micro_batch_size)
+    found = re.search(r"tried to allocate (\d+) bytes", str(error))  # the CPU's, between other numbers
+    words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else first_line(error)
+    less = f"set {KEY}={smaller}, which takes the same steps in less memory; " if smaller else ""
+    return OutOfMemory(f"out of memory with {KEY}={size} ({words}); {less}{REMEDY}", smaller if retry else 0)
 
 
 def release_memory() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +23,19 @@ from trainer.config.resume import as_before, check_same, earlier_folder, state_o
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
-from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
+from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
 from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, final_status, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
-from trainer.run.fit import fit_plan, halved, train_in_memory
+from trainer.run.fit import REMEDY, fit_plan, ran_out, release_memory
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
 from trainer.tracking.sync import finish_delivery
+
+log = logging.getLogger("mantissa")
 
 
 def train(
@@ -46,14 +50,28 @@ def train(
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
-        OutOfMemory: see ``fit_plan`` and ``train_in_memory``.
+        OutOfMemory: it does not fit; a microbatch of ``auto`` is halved before the first step of a new run.
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
     """
-    return train_in_memory(config, partial(_train, run_class, started))
+    auto = config.micro_batch_size == "auto"
+    while True:
+        try:
+            return _train(config, run_class, started)
+        except OutOfMemory as error:
+            message, smaller = str(error), error.smaller
+        except Exception as error:  # while the data was opened, for example
+            if not is_out_of_memory(error):
+                raise
+            message, smaller = f"out of memory ({first_line(error)}); {REMEDY}", 0
+        release_memory()  # the error, which is gone here, held the run
+        if not (auto and smaller):
+            raise OutOfMemory(message)
+        log.warning("out of memory; starting again with micro_batch_size=%d", smaller)
+        config = replace(config, micro_batch_size=smaller)
 
 
-def _train(run_class: type[Run], started: Callable[[Run | None], None], config: Config) -> dict[str, Any]:
+def _train(config: Config, run_class: type[Run], started: Callable[[Run | None], None]) -> dict[str, Any]:
     began = take_start_time()
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         kernels.clear()  # those of an earlier run in this process
@@ -107,10 +125,9 @@ def _train(run_class: type[Run], started: Callable[[Run | None], None], config: 
             if not is_out_of_memory(error):
                 raise
             started(None)
-            batching = plan.batching
+            # In several processes the others wait for the one that has no memory.
             retry = saved is None and world.size == 1 and not (run and run.begun)
-            smaller = halved(config, batching, batching.micro_batch_size)
-            raise MemoryRanOut(error, batching.micro_batch_size, smaller, retry) from error
+            raise ran_out(error, config, plan.batching, retry) from error
 
 
 def _check_disk(config: Config, model: nn.Module) -> None:

@@ -15,12 +15,12 @@ from trainer.config.resume import as_before
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.loader import Batching
-from trainer.errors import MemoryRanOut, OutOfMemory, RunError
+from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, detect
 from trainer.parallel.world import World
 from trainer.recipe import Decision
-from trainer.run import fit
-from trainer.run.fit import USABLE, fit_plan, halved, needed_bytes, train_in_memory
+from trainer.run import fit, start
+from trainer.run.fit import USABLE, fit_plan, halved, needed_bytes, ran_out
 from trainer.run.forecast import forecast, required_bytes
 from trainer.run_folder import RunFolder
 
@@ -96,35 +96,35 @@ def test_a_microbatch_set_by_the_user_is_kept_with_a_warning_and_auto_refused_wh
         fitted(monkeypatch, 0.01, *BIGNET)
 
 
-NO_SPACE = "alloc_cpu.cpp: can't allocate memory: you tried to allocate 10485760 bytes. Error code 12"
+NO_SPACE = RuntimeError("alloc_cpu.cpp: can't allocate memory: you tried to allocate 10485760 bytes. Error code 12")
 
 
 @pytest.mark.parametrize(
     ("size", "retry", "most", "taken", "message"),
     [
         ("auto", True, 16, [64, 32, 16], ""),
-        ("auto", True, 1, [64, 32, 16, 8], "; a smaller model, "),  # and the smallest
+        ("auto", True, 0, [64, 32, 16, 8, 4, 2, 1], "; a smaller model, "),  # and the smallest
         ("auto", False, 16, [64], "; set micro_batch_size=32, which takes the same steps"),  # a step was taken
         ("64", True, 16, [64], "; set micro_batch_size=32, which takes the same steps"),  # the user's own
     ],
 )
 def test_the_microbatch_is_halved_where_memory_runs_out(
-    size: str, retry: bool, most: int, taken: list[int], message: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = compose(*BIGNET, "batch_size=64", f"micro_batch_size={size}")
+    size: str, retry: bool, most: int, taken: list[int], message: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     sizes: list[int] = []
 
-    def train(config: Config) -> str:
+    def train(config: Config, *_: object) -> str:
         sizes.append(64 if config.micro_batch_size == "auto" else int(config.micro_batch_size))
         if sizes[-1] <= most:
             return "trained"
-        half = sizes[-1] // 2
-        raise MemoryRanOut(RuntimeError(NO_SPACE), sizes[-1], half if half > 4 else 0, retry)
+        raise ran_out(NO_SPACE, config, Batching(64, sizes[-1]), retry)
 
-    ran_out = r"out of memory with micro_batch_size=\d+ .tried to allocate 10.0 MiB."
-    expected = pytest.raises(OutOfMemory, match=ran_out + message) if message else nullcontext()
+    monkeypatch.setattr(start, "_train", train)
+    ended = r"out of memory with micro_batch_size=\d+ .tried to allocate 10.0 MiB." + message
+    expected = pytest.raises(OutOfMemory, match=ended) if message else nullcontext()
     with caplog.at_level(logging.WARNING, "mantissa"), expected:
-        assert train_in_memory(config, train) == "trained"
+        assert start.train(compose(*BIGNET, "batch_size=64", f"micro_batch_size={size}")) == "trained"
     assert sizes == taken
     told = [f"starting again with micro_batch_size={size}" for size in taken[1:]]
     assert [record.getMessage().partition("; ")[2] for record in caplog.records] == told
