@@ -1,8 +1,7 @@
-"""The fixture ``precision_gate`` and the option ``--mantissa-report`` of pytest."""
+"""The fixture ``precision_gate`` of pytest."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,18 +13,9 @@ if TYPE_CHECKING:  # every run of pytest imports this file
     from mantissa.compare import Comparison
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option."""
-    parser.addoption(
-        "--mantissa-report", metavar="FOLDER", help="where precision_gate writes its pages; default: a temporary folder"
-    )
-
-
 @pytest.fixture
-def precision_gate(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Comparison]:
-    """``mantissa.precision_gate``, whose page goes to a folder of the test's own."""
+def precision_gate(tmp_path: Path) -> Callable[..., Comparison]:
+    """``mantissa.precision_gate``, whose page goes to the test's temporary folder, or to ``report=``."""
     from mantissa import precision_gate as gate
 
-    folder = request.config.getoption("--mantissa-report")
-    name = re.sub(r"[^\w.]+", "-", request.node.nodeid).strip("-")
-    return partial(gate, report=Path(folder, name) if folder else tmp_path / "mantissa-gate")
+    return partial(gate, report=tmp_path / "mantissa-gate")
