@@ -14,8 +14,8 @@ What is known of the published ones, and where from:
 - Qwen 2: queries and keys with their biases are so large that the scores overflow in eager attention; in bf16, its
   perplexity is 7.99 instead of 7.13 (QwenLM/Qwen3 issue 910, transformers pull request 33317). Qwen 3 has norms of
   queries and keys instead of the biases.
-- Phi-2: the same, with queries and keys of a few hundreds (transformers pull request 28673, mlc-llm 1870).
-- GPT-NeoX: the same, in Pythia 14M (transformers pull request 30199).
+- GPT-NeoX: the same, in Pythia 14M (transformers pull request 30199); and Phi-2, with queries and keys of a few
+  hundreds (transformers pull request 28673, mlc-llm 1870).
 - OPT: softmax over rows of padding gave NaN once (transformers pull request 17437).
 """
 
@@ -130,7 +130,6 @@ def biased(*names: str) -> Plant:
 
 
 FAMILIES = {
-    "gemma": Family(lambda: hf.GemmaConfig(**GROUPED)),
     "gemma2": Family(lambda: hf.Gemma2Config(**GROUPED), plant=norms_reaching(2080, 1)),
     "gemma3": Family(
         lambda: hf.Gemma3TextConfig(**GROUPED),
@@ -169,13 +168,6 @@ FAMILIES = {
         fp16="gpt_neox.layers.1.attention",
         bf16="gpt_neox.layers.1.attention",
         plant=biased("gpt_neox.layers.1.attention.query_key_value"),
-        attention="eager",
-    ),
-    "phi": Family(
-        lambda: hf.PhiConfig(**USUAL),
-        fp16=f"{LAYER}.self_attn",
-        bf16=f"{LAYER}.self_attn",
-        plant=biased(f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.k_proj"),
         attention="eager",
     ),
     "opt": Family(lambda: hf.OPTConfig(**FEW, ffn_dim=128, word_embed_proj_dim=64, max_position_embeddings=64)),
