@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,14 +38,29 @@ Kept = tuple[Tensor, Tensor, int]
 
 
 @dataclass
-class _Inputs:
-    """What a step takes in, for its replay."""
+class _Step:
+    """A step: what it takes in, for its replay, and its outcome, which the host may not know yet."""
 
     batches: list[Any] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors of the batches, each with the number of changes when it was kept."""
     generators: Callable[[], dict[str, Tensor]] | None = None
     """Returns the state of all random generators before the step; None: it has not begun."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Losses that the model returned."""
+    sound: Tensor | None = None
+    """Whether the gradients are finite; None: they were not looked at."""
+    skipped: Tensor | None = None
+    """Whether a fused optimizer skips it; None: there is none."""
+    updated: bool = False
+    """Whether the optimizer has stepped."""
+    number: int = field(init=False)
+    flags: Tensor = field(init=False)
+    """On the host: whether the gradients are finite, whether the losses are, and whether the step was skipped."""
+    event: Any = None
+    """Event after which the device is done with it; None: it is."""
+    read: Callable[[], Measured] | None = None
+    """Returns the measurement; None: the step was not measured."""
 
     def add(self, batch: Any) -> None:
         """Keep a microbatch."""
@@ -56,19 +71,6 @@ class _Inputs:
     def overwritten(self) -> bool:
         """Whether a tensor of a batch was changed in place since."""
         return any(tensor._version != version for tensor, version in self.versions)
-
-
-class _Step(NamedTuple):
-    """A step whose outcome the host may not know yet."""
-
-    number: int
-    flags: Tensor
-    """On the host: whether the gradients are finite, whether the losses are, and whether the step was skipped."""
-    event: Any
-    """Event after which the device is done with it; None: it is."""
-    inputs: _Inputs
-    read: Callable[[], Measured] | None
-    """Returns the measurement; None: the step was not measured."""
 
 
 class Watch:
@@ -158,7 +160,7 @@ class Watch:
         """Whether the losses of passes are parts of the step's, divided by the targets of all, as transformers'."""
         self._waiting: deque[_Step] = deque()
         self._warned: set[str] = set()
-        self._clear()
+        self._now = _Step()
         self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled)
         self.meters = Meters(self.model, self.optimizer, not self.compiled)
         if every == 1:
@@ -188,21 +190,15 @@ class Watch:
         model._compiled_call_impl = call
         self._hooks.callback(setattr, model, "_compiled_call_impl", compiled)
 
-    def _clear(self) -> None:
-        self._inputs = _Inputs()
-        self._losses: list[Tensor] = []
-        self._skipped: Tensor | None = None
-        self._gradients_seen = self._updated = False
-
     def keep(self, batch: Any) -> Any:
         """Keep a microbatch for ``loss``, before its forward pass, and return it."""
         self._begin()
-        self._inputs.add(batch)
+        self._now.add(batch)
         return batch
 
     def _begin(self) -> None:
-        if self._inputs.generators is None:
-            self._inputs.generators = freeze(self._device)
+        if self._now.generators is None:
+            self._now.generators = freeze(self._device)
             self._save(self._buffers)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -212,13 +208,13 @@ class Watch:
             if torch.is_autocast_enabled(self._device.type) and self.number == 0:
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
             if self._loss is None:
-                self._inputs.add((args, kwargs))
+                self._now.add((args, kwargs))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         loss = loss_in(output) if torch.is_grad_enabled() else None
         if loss is not None:
             self._returns_loss = True
-            self._losses.append(loss.detach())
+            self._now.losses.append(loss.detach())
 
     @torch.no_grad()
     def _save(self, tensors: list[Kept]) -> None:
@@ -236,37 +232,35 @@ class Watch:
     @torch.no_grad()
     def before_update(self) -> None:
         """Look at the gradients. The optimizer calls it, but where its ``step`` is given a closure."""
-        if self._gradients_seen:
+        now = self._now
+        if now.sound is not None:
             return
-        self._gradients_seen = True
         if self.setup is None:
             self._first.before_update()
-        optimizer = self.optimizer
         self._save(self._weights)
         gradients = [each.grad for each in self._parameters if each.grad is not None]
-        sound = are_finite(gradients, self._device, exact=not self._later)
+        now.sound = are_finite(gradients, self._device, exact=not self._later)
         scaled = self._scaling
-        self._skipped = getattr(optimizer, "found_inf", None) if scaled else None  # of fused optimizers
-        self._sound = sound
-        if not scaled:  # else ranks may skip apart, and it is no failure
-            known = self._finite(self._losses)
-            self._sound = self._agreed(sound & known)
-            self._bad |= ~self._sound
-            if not self._later and not self._sound:
-                self.number += 1
-                reason = "a gradient is not finite" if known else "the loss is not finite"
-                self._fail(reason, _Step(self.number, known, None, self._inputs, None))
+        if scaled:  # ranks may skip apart, and it is no failure
+            now.skipped = getattr(self.optimizer, "found_inf", None)
+        else:
+            known = self._finite(now.losses)
+            now.sound = self._agreed(now.sound & known)
+            self._bad |= ~now.sound
+            if not self._later and not now.sound:
+                self.number = now.number = self.number + 1
+                self._fail("a gradient is not finite" if known else "the loss is not finite", now)
                 return
         if (self.number + 1) % self._every == 0 and gradients:
-            left = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by
+            left = getattr(self.optimizer, "grad_scale", None)  # what a fused optimizer divides by
             scale = self._scaler._scale if scaled and left is None else None
             self.meters.before(self.half, scale, None if left is None else left.reciprocal())
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._updated = True
-        if (self.number + 1) % self._every == 0 and self.meters.ready:
-            skipped = self._skipped
-            self.meters.after(self.number + 1, self._sound if skipped is None else skipped == 0)
+        now = self._now
+        now.updated = True
+        if (self.number + 1) % self._every == 0 and self.meters.ready and now.sound is not None:
+            self.meters.after(self.number + 1, now.sound if now.skipped is None else now.skipped == 0)
 
     @property
     def _scaling(self) -> bool:
@@ -314,31 +308,33 @@ class Watch:
             NotFiniteError: the step, or on an accelerator one shortly before, was not finite.
             UsageError: ``loss`` has no batches.
         """
+        now = self._now
         syncs = getattr(self._gradient_state, "sync_gradients", True)
-        if not self._watching or not syncs or not (self._updated or self._scaling):
+        if not self._watching or not syncs or not (now.updated or self._scaling):
             return  # it failed before, or gradients are still added up
-        if self._loss is not None and not self._inputs.batches:
+        if self._loss is not None and not now.batches:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
-        self.number += 1
-        if not self._gradients_seen:
+        self.number = now.number = self.number + 1
+        if now.sound is None:
             self._save(self._weights)
-            self._sound = self._bad.logical_not()
-        if not self._updated:
-            self._skipped = torch.ones((), device=self._device)
-        losses = self._losses if loss is None else [torch.as_tensor(loss).detach()]
+            now.sound = self._bad.logical_not()
+        losses = now.losses if loss is None else [torch.as_tensor(loss).detach()]
         sound = self._agreed(self._finite(losses))
         self._bad |= ~sound
-        skipped = torch.zeros((), device=self._device) if self._skipped is None else self._skipped.float()
-        flags = torch.stack([self._sound.float(), sound.float(), skipped.reshape(())]).to("cpu", non_blocking=True)
-        measured = self.number % self._every == 0
-        whole = [torch.stack(losses).sum()] if self._parts and losses else losses
-        read = self.meters.end(self.number, whole, self.skipped) if measured and self._updated else None
-        if self.setup is None and self._updated:
+        skipped = torch.full((), float(not now.updated), device=self._device)
+        if now.updated and now.skipped is not None:
+            skipped = now.skipped.float().reshape(())
+        now.flags = torch.stack([now.sound.float(), sound.float(), skipped]).to("cpu", non_blocking=True)
+        if self.number % self._every == 0 and now.updated:
+            whole = [torch.stack(losses).sum()] if self._parts and losses else losses
+            now.read = self.meters.end(self.number, whole, self.skipped)
+        if self.setup is None and now.updated:
             self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
-        self._waiting.append(_Step(self.number, flags, self._mark(), self._inputs, read))
-        self._clear()
+        now.event = self._mark()
+        self._waiting.append(now)
+        self._now = _Step()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._learn(self._waiting.popleft())
 
@@ -438,9 +434,9 @@ class Watch:
                 "the run is compiled, and its replay is eager": self.compiled,
                 "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
                 "a batch was changed in place after it was kept, and the replay has what it holds now": (
-                    step.inputs.overwritten
+                    step.overwritten
                 ),
-                "the replay has the weights of after the update": self._updated and not self._later,
+                "the replay has the weights of after the update": step.updated and not self._later,
             }
             said = [f"note: {note}" for note, holds in notes.items() if holds]
             self._say("\n".join([began, str(report), *said, f"written to {page}"]))
@@ -455,8 +451,7 @@ class Watch:
     def _replay(self, step: _Step) -> Report:
         if self._device.type != "cpu" and not self._later:
             raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
-        batches, generators = step.inputs.batches, step.inputs.generators
-        if not batches:
+        if not step.batches:
             raise FormatError("no forward pass of the model was seen; give Watch the model that the loop calls")
         with self._before_the_step():
             model = self._gathered() if self._sharded else self.model
@@ -465,12 +460,12 @@ class Watch:
             return examine(
                 model,
                 self._loss or call,
-                [tree_map_only(Tensor, Tensor.detach, batch) for batch in batches],
+                [tree_map_only(Tensor, Tensor.detach, batch) for batch in step.batches],
                 self.effective,
                 self.optimizer if whole else None,
-                accumulate=len(batches),
+                accumulate=len(step.batches),
                 number=step.number,
-                generators=generators() if generators else None,
+                generators=step.generators() if step.generators else None,
                 failed=True,
                 checks=(SWEEP, "manifest", "range", "islands"),
             )

@@ -234,6 +234,22 @@ def test_a_replay_that_is_not_the_step_is_said_to_be_so_and_why(
     assert note in said[-1]
 
 
+def test_what_a_closure_has_updated_is_replayed_from_after_the_update_which_is_said(tmp_path: Path) -> None:
+    net, said = Net(), list[str]()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    watch = mantissa.Watch(net, optimizer, folder=tmp_path, say=said.append)
+
+    def closure() -> Tensor:
+        loss: Tensor = net(torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long))[1]
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    with pytest.raises(mantissa.NotFiniteError, match="step 1: the loss is not finite"):
+        watch.step()
+    assert "note: the replay has the weights of after the update" in said[-1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_sparse_and_complex_gradients_are_watched_for_what_is_not_finite(dtype: torch.dtype, tmp_path: Path) -> None:
     net = nn.ModuleList([nn.Embedding(4, 4, sparse=True), nn.Linear(4, 1)])
@@ -376,7 +392,7 @@ def test_copies_and_files_of_the_model_are_not_watched() -> None:
     assert training.watch is not None
     for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net))):
         other(*training.batch(1))
-        assert not training.watch._inputs.batches
+        assert not training.watch._now.batches
         hooks = [*other._forward_pre_hooks.values(), *other._forward_hooks.values()]
         assert not any(hasattr(hook._call, "__self__") for hook in hooks)  # which would be a copy of the watch
 
@@ -388,7 +404,7 @@ def test_evaluation_and_accumulation_are_no_steps() -> None:
         training.net(*training.batch(1))
     training.watch.step()
     assert training.watch.number == 0
-    assert not training.watch._inputs.batches
+    assert not training.watch._now.batches
 
 
 @pytest.mark.parametrize(
