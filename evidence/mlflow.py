@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-def publish(what: str, uri: str, send: Callable[[MlflowClient], Any]) -> tuple[list[str], Any]:
+def publish(what: str, uri: str, send: Callable[[MlflowClient], Any]) -> str:
     """Send a report to MLflow. Where that fails, a line says so: the report is on the disk, and is sent again later.
-
-    ``publish("the advice", uri, lambda client: store.publish(client, experiment, name, key, …))`` brings a run of its
-    own up to date; a report on a run that MLflow has already can log on it and return it.
 
     Args:
         what: what is sent, in words, such as "the comparison".
@@ -25,11 +22,11 @@ def publish(what: str, uri: str, send: Callable[[MlflowClient], Any]) -> tuple[l
         send: takes the client, sends what MLflow lacks, and returns the run.
 
     Returns:
-        Lines to print, the address of the run's page or why there is none; and the run, None where it failed.
+        A line to print: the address of the run's page, or why there is none.
     """
     try:
         uri = usable_uri(uri)
         run = send(connect(uri))
     except Exception as error:  # of many kinds, by MLflow and what lies below it
-        return [f"{what} is not in MLflow ({first_line(error)}); run the same command again to retry"], None
-    return [shown_at(uri, run.info.experiment_id, run.info.run_id)], run
+        return f"{what} is not in MLflow ({first_line(error)}); run the same command again to retry"
+    return shown_at(uri, run.info.experiment_id, run.info.run_id)

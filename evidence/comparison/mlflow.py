@@ -38,7 +38,7 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
             delivered.append((outcome, tracked))
     if not any(outcome.finished for outcome, _ in delivered):
         return []
-    return publish("the comparison", uri, lambda client: _update_parent(client, result, delivered, files))[0]
+    return [publish("the comparison", uri, lambda client: _update_parent(client, result, delivered, files))]
 
 
 def _update_parent(
@@ -59,7 +59,7 @@ def _update_parent(
         },
         metrics={f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()},
         step=len(plan.seeds),
-        tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms}
+        tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms if arm.quality.verdict}
         | {"mlflow.note.content": "\n\n".join(lead(result))},
         files=files,
         children={str(sent.run_id): {"arm": outcome.arm} for outcome, sent in delivered},

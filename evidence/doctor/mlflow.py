@@ -44,7 +44,7 @@ def publish(diagnosis: Diagnosis, page: Path) -> list[str]:
                 client.delete_tag(run.info.run_id, name)
         return run
 
-    return mlflow.publish("the report", uri, log)[0]
+    return [mlflow.publish("the report", uri, log)]
 
 
 def tags(diagnosis: Diagnosis) -> dict[str, str]:

@@ -16,7 +16,6 @@ import optuna
 import torch
 from optuna.trial import FrozenTrial, TrialState
 
-from evidence.mlflow import publish
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
 from evidence.search.study import DATABASE, Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
@@ -31,7 +30,6 @@ from trainer.metrics import Metrics
 from trainer.recipe import Recipe
 from trainer.run.fit import release_memory
 from trainer.run.start import train
-from trainer.tracking import store
 
 _STATES = {
     TrialState.COMPLETE: "complete",
@@ -73,35 +71,18 @@ def main(arguments: list[str]) -> int:
     print(
         f"study {name}: {len(search.counted())} of {options.trials} trials; runs print to {search.folder}", flush=True
     )
-    run_trials(search, overrides, _parent(first, search))
+    run_trials(search, overrides)
     print(f"\n{columns(_rows(search))}\n\n{_answer(search)}")
     print(f"plots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
     return int(not _complete(search))
 
 
-def _parent(config: Config, search: Search) -> str | None:
-    """Return MLflow's id of the run that those of the trials are below, and print where it is; None: there is none."""
-    if not config.tracking.mlflow:
-        return None
-    study, experiment = search.study, config.tracking.experiment or config.recipe.name
-    key, began_s = study.user_attrs["mlflow_key"], study.user_attrs["began_s"]
-
-    def send(client: Any) -> Any:
-        name = f"search-{study.study_name}"
-        return store.publish(client, experiment, name, key, started_s=began_s, params=search.described)
-
-    lines, run = publish("the search", store.tracking_uri(config.tracking.uri), send)
-    print("\n".join(lines), flush=True)
-    return None if run is None else str(run.info.run_id)
-
-
-def run_trials(search: Search, overrides: list[str], parent: str | None) -> None:
-    """Train what the study lacks, one run after the other.
+def run_trials(search: Search, overrides: list[str]) -> None:
+    """Train what the study lacks, one run after the other; in MLflow, their tag ``group`` is the study.
 
     Args:
         search: the study.
         overrides: of every run.
-        parent: MLflow's id of the search.
 
     Raises:
         UserError: the first runs were refused; later ones only fail.
@@ -115,8 +96,8 @@ def run_trials(search: Search, overrides: list[str], parent: str | None) -> None
         began = time.monotonic()
         try:
             config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])
-            tracking = replace(config.tracking, parent=parent)
-            own = replace(config, run_name=search.run_of(trial), resume=SAME, tracking=tracking)
+            tags = {"group": search.study.study_name} | config.tags
+            own = replace(config, run_name=search.run_of(trial), resume=SAME, tags=tags)
             best = _train(own, trial, search.folder)
         except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:
             if search.trained or not isinstance(error, UserError):  # else it ends the search

@@ -37,9 +37,7 @@ _ITEM = re.compile(r"(?:[^,()\[\]{}]|\[[^\]]*\]|\{[^}]*\}|\([^)]*\))+")
 class SearchOptions(Overriding):
     """Options of scripts/search.py."""
 
-    fixed = ONE_PROCESS | dict.fromkeys(
-        ("resume", "run_name", "checkpoint.best", "tracking.parent"), "the search sets it for every run"
-    )
+    fixed = ONE_PROCESS | dict.fromkeys(("resume", "run_name", "checkpoint.best"), "the search sets it for every run")
 
     trials: int = 20
     pruner: str = "median"

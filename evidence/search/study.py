@@ -7,8 +7,6 @@ proposal continues its run.
 from __future__ import annotations
 
 import logging
-import time
-import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,8 +90,7 @@ def open_study(
         )
         known = study.user_attrs.get(_SEARCH)
         if known is None:
-            for key, value in {_SEARCH: described, "mlflow_key": uuid.uuid4().hex, "began_s": time.time()}.items():
-                study.set_user_attr(key, value)
+            study.set_user_attr(_SEARCH, described)
         elif different := [key for key in described if known.get(key) != described[key]]:
             raise UserError(
                 f"the study {name} in {output_dir / DATABASE} is another search ({', '.join(different)} differ); "

@@ -106,8 +106,6 @@ def open_metric_log(
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }
     tags |= config.tags | ({"note": config.note} if config.note else {})
-    if config.tracking.parent:
-        tags["mlflow.parentRunId"] = config.tracking.parent
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
     run = TrackedRun(

@@ -41,8 +41,6 @@ class Tracking:
     auto: ``last`` to a server, ``none`` to a file on this machine, where the run folder has them."""
     register: str | None = None
     """Registered model that gets the best weights as a new version; null: none, register them on MLflow's page."""
-    parent: str | None = None
-    """MLflow's id of the run that this one is shown below; scripts/search.py sets it. null: none."""
     epilogue: bool = True
     """Show what the trained model can do, such as generated text, if the recipe has such a sample."""
 

@@ -201,7 +201,6 @@ def publish(
     tags: Mapping[str, str] = {},
     files: Sequence[Path] = (),
     children: Mapping[str, Mapping[str, str]] = {},
-    status: str = "FINISHED",
 ) -> Any:
     """Create the run that stands above others, or bring it up to date, and return it. Nothing is logged twice.
 
@@ -214,10 +213,9 @@ def publish(
         params: those that the run has stay as they are, because MLflow refuses other values.
         metrics: logged where the run's last value is another one.
         step: of the metrics.
-        tags: an empty one is logged only where the run has it already.
+        tags: of the run.
         files: artifacts.
         children: by MLflow's id of each run below this one, the tags that it gets.
-        status: RUNNING, or how it ended.
     """
     from mlflow.entities import Metric, Param, RunTag
 
@@ -230,18 +228,15 @@ def publish(
         run_id,
         [point for point in points if known.metrics.get(point.key) != point.value],
         [text for text in texts if text.key not in known.params],
-        [mark for mark in marks if mark.value or mark.key in known.tags],
+        marks,
     )
     for file in files:
         client.log_artifact(run_id, str(file))
     for child, own in children.items():
         for tag, text in {"mlflow.parentRunId": run_id, **own}.items():
             client.set_tag(child, tag, text)
-    if status != run.info.status:
-        if status == "RUNNING":
-            client.update_run(run_id, status=status)
-        else:
-            client.set_terminated(run_id, status)
+    if run.info.status != "FINISHED":
+        client.set_terminated(run_id)
     return run
 
 

@@ -138,7 +138,7 @@ def test_a_stopped_search_is_continued_with_the_run_that_was_stopped(
     assert sorted(row[-1] for row in table(out)) == ["it-t0", "it-t1", "it-t3"]
 
 
-def test_a_pruned_trial_closes_its_run_and_mlflow_has_the_search_above_its_runs(
+def test_a_pruned_trial_closes_its_run_and_in_mlflow_the_study_is_a_tag(
     outputs: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(empty_store, outputs.parent / "mlflow.db")
@@ -151,10 +151,9 @@ def test_a_pruned_trial_closes_its_run_and_mlflow_has_the_search_above_its_runs(
     assert study(outputs).trials[1].intermediate_values.keys() == {2}
     with closing(sqlite3.connect(outputs.parent / "mlflow.db")) as database:
         statuses = dict(database.execute("select name, status from runs").fetchall())
-        ids = dict(database.execute("select name, run_uuid from runs").fetchall())
-        parents = database.execute("select run_uuid, value from tags where key = 'mlflow.parentRunId'").fetchall()
-    assert statuses == {"search-it": "FINISHED", "it-t0": "FINISHED", "it-t1": "KILLED"}
-    assert dict(parents) == {ids["it-t0"]: ids["search-it"], ids["it-t1"]: ids["search-it"]}
+        groups = database.execute("select value from tags where key = 'group'").fetchall()
+    assert statuses == {"it-t0": "FINISHED", "it-t1": "KILLED"}
+    assert groups == 2 * [("it",)]
 
 
 def test_a_run_that_turns_non_finite_has_failed_and_the_search_goes_on(outputs: Path) -> None:
