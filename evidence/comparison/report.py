@@ -8,12 +8,10 @@ from pathlib import Path
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.comparison.plots import figures
-from evidence.measures import IN_USE
-from mantissa.compare import METHOD, NOT_JUDGED, PAIRS, about_looks, failures, percent, times
+from mantissa.compare import METHOD, NOT_JUDGED, about_looks, failures, percent, times
 from mantissa.display import loss, mebibytes
 from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.statistics import Interval
-from trainer.hardware import kind_of
 
 QUALITY = ("arm", "quality", "difference", "valid. loss")
 COST = ("arm", "speedup", "memory ratio", "throughput", "peak memory")
@@ -135,20 +133,12 @@ def notes(result: Result) -> list[str]:
 
 def method(result: Result) -> list[str]:
     """Return the paragraphs on how it was measured."""
-    facts, seeds = result.facts, ", ".join(map(str, result.plan.seeds))
-    memory, warmup = "the peak that the GPU's allocator has allocated", "first step"
-    if not kind_of(facts["hardware"]["device"]).own_memory:
-        memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
-        warmup = "first log interval"
     return [
-        f"{facts['steps']} optimizer steps, seeds {seeds}. With one seed, all arms have the same "
-        "initial weights and data order. They run one after another, each in a fresh process, and their order "
-        "alternates from seed to seed.",
-        f"Throughput leaves out the {warmup}, evaluation and checkpoints. Memory is {memory}.",
-        "Ratios are geometric means over the pairs, with Student's 95 % interval of the logarithms in brackets.",
+        f"{result.facts['steps']} optimizer steps, seeds {', '.join(map(str, result.plan.seeds))}. With one seed, all "
+        "arms have the same initial weights and data order. They run one after another, each in a fresh process, and "
+        "their order alternates from seed to seed. Ratios are geometric means over the pairs, with Student's 95 % "
+        "interval of the logarithms in brackets. docs/comparing.md says what is measured.",
         METHOD,
-        f"NOT JUDGED: fewer than {PAIRS} pairs. Speed is not judged either if other processes used {IN_USE:.0%} of the "
-        "CPUs or more just before the runs; the loss does not depend on them.",
     ]
 
 
