@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.setup import Listener
-from mantissa.tensors import changed_by, finite, numbers_in
-from mantissa.updates import Counts, UpdateMeter, is_elementwise, local, measurable
+from mantissa.tensors import changed_by, finite, local, numbers_in
+from mantissa.updates import Counts, UpdateMeter, is_elementwise, measurable
 
 _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""

@@ -25,6 +25,12 @@ def numbers_in(nested: Any) -> list[Tensor]:
     return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a copy; the tensor itself where it is not sharded."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return what an optimizer changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

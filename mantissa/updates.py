@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
 from mantissa.formats import Format
+from mantissa.tensors import local
 
 SAMPLE = 65536
 """Elements of a parameter that are measured, at most."""
@@ -284,12 +285,6 @@ def is_elementwise(name: str) -> bool:
 def ratio(part: float, whole: float) -> float:
     """Return a fraction; NaN of nothing."""
     return part / whole if whole else math.nan
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy; the tensor itself where it is not sharded."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:

@@ -24,8 +24,7 @@ from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters, are_finite
 from mantissa.setup import FirstStep, Listener, Setup, policies, read_setup
-from mantissa.tensors import changed_by, finite, freeze, numbers_in, tensors
-from mantissa.updates import local
+from mantissa.tensors import changed_by, finite, freeze, local, numbers_in, tensors
 
 SKIPS = 10
 """Steps that a loss scaler skips one after another before that is a failure."""

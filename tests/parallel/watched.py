@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mantissa
 from mantissa.errors import NotFiniteError
-from mantissa.updates import local
+from mantissa.tensors import local
 
 
 class Root(nn.Module):

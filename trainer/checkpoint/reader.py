@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mantissa.display import dimensions
+from mantissa.tensors import local
 from trainer.checkpoint.schema import KINDS, STATE_FILE, State, files_of, read_manifest
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
@@ -26,7 +27,7 @@ from trainer.optim.state import (
     untie,
     weight_copies,
 )
-from trainer.parallel.shards import is_sharded, local_part, local_rows
+from trainer.parallel.shards import is_sharded, local_rows
 
 
 class CheckpointReader:
@@ -151,7 +152,7 @@ class _TensorFiles:
 
     def fill(self, target: Tensor, name: str) -> None:
         """Overwrite ``target``, or the rows of it that this rank has."""
-        local_part(target).copy_(self._rows(name, *local_rows(target)) if is_sharded(target) else self.whole(name))
+        local(target).copy_(self._rows(name, *local_rows(target)) if is_sharded(target) else self.whole(name))
 
     def _rows(self, name: str, first: int, count: int) -> Tensor:
         wanted: list[Tensor] = []

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mantissa.display import size
+from mantissa.tensors import local
 from trainer import files
 from trainer.checkpoint.schema import (
     FORMAT,
@@ -40,7 +41,7 @@ from trainer.checkpoint.schema import (
 from trainer.errors import UserError, check_number
 from trainer.files import make_folder, remove_folder, sha256, write_json
 from trainer.optim.state import untie
-from trainer.parallel.shards import is_sharded, local_part
+from trainer.parallel.shards import is_sharded
 from trainer.parallel.world import World
 
 SPARE_BYTES = 1 << 20
@@ -242,4 +243,4 @@ def _clear_up(folder: Path) -> None:
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return this rank's rows of sharded tensors, and on rank 0 also the other tensors."""
     mine = {name: tensor for name, tensor in tensors.items() if world.is_main or is_sharded(tensor)}
-    return {name: local_part(tensor).contiguous() for name, tensor in mine.items()}
+    return {name: local(tensor).contiguous() for name, tensor in mine.items()}

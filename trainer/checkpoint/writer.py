@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.tensors import local
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.schema import MANIFEST_FILE
@@ -21,7 +22,6 @@ from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.errors import NonFiniteError
 from trainer.files import read_json, write_json
 from trainer.hardware import kind_of
-from trainer.parallel.shards import local_part
 from trainer.parallel.world import World
 
 log = logging.getLogger("mantissa")
@@ -29,7 +29,7 @@ log = logging.getLogger("mantissa")
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
     """Return the names of a new model's buffers that hold infinities as built, such as a mask of -inf for attention."""
-    buffers = ((name, local_part(buffer)) for name, buffer in model.named_buffers())
+    buffers = ((name, local(buffer)) for name, buffer in model.named_buffers())
     return frozenset(name for name, held in buffers if held.is_floating_point() and bool(held.isinf().any()))
 
 
@@ -116,7 +116,7 @@ class CheckpointWriter:
         return {"saved": self.saved, "failed": self.failed, "stall_s": self.stall_s}
 
     def _refuse_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
-        state = {name: local_part(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
+        state = {name: local(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
         tensors = {name: tensor.detach() for name, tensor in state.items() if tensor.numel() and name not in self.masks}
         largest = torch._foreach_norm(list(tensors.values()), ord=float("inf"))
         finite = [True] if not largest else torch.isfinite(torch.stack([norm.float() for norm in largest])).tolist()

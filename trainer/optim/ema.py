@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mantissa.tensors import local
 from trainer.errors import UserError
-from trainer.parallel.shards import local_part, shard_again
+from trainer.parallel.shards import shard_again
 
 _STATISTICS = ("running_mean", "running_var")
 """Buffers of batch norm, which are averaged like weights."""
@@ -81,8 +82,8 @@ class Average:
     def update(self, step: int) -> None:
         """Move the averages towards the weights as they are after ``step`` steps."""
         if self._averages:
-            sources = [local_part(each.detach()).float() for each in self._sources.values()]
-            averages = [local_part(each) for each in self._averages.values()]
+            sources = [local(each.detach()).float() for each in self._sources.values()]
+            averages = [local(each) for each in self._averages.values()]
             torch._foreach_lerp_(averages, sources, 1 - self._options.decay_after(step))
 
     def persistent_weights(self) -> dict[str, Tensor]:
@@ -99,10 +100,10 @@ class Average:
         if not self._averages:
             yield
             return
-        live = [local_part(each.detach()) for each in self._live.values()]
+        live = [local(each.detach()) for each in self._live.values()]
         own = [each.clone() for each in live]
         with torch.no_grad():
-            torch._foreach_copy_(live, [local_part(each) for each in self._averages.values()])
+            torch._foreach_copy_(live, [local(each) for each in self._averages.values()])
         shard_again(self._model)  # ``parallel.reshard_after_forward=false`` keeps the weights gathered
         try:
             yield

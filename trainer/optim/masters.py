@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import STOCHASTIC, Format
-from trainer.parallel.shards import is_sharded, local_part
+from mantissa.tensors import local
+from trainer.parallel.shards import is_sharded
 
 _LOW_BITS = 16  # by which bf16 is shorter than fp32
 
@@ -92,8 +93,8 @@ class MasterWeights:
     @torch.no_grad()
     def write_back(self, step: int) -> None:
         """Round the masters to the model's weights, to nearest."""
-        weights = [local_part(weight.detach()) for _, weight, _ in self._copies]
-        masters = [local_part(master.detach()) for _, _, master in self._copies]
+        weights = [local(weight.detach()) for _, weight, _ in self._copies]
+        masters = [local(master.detach()) for _, _, master in self._copies]
         if weights:
             torch._foreach_copy_(weights, masters)
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr
 
+from mantissa.tensors import local
 from trainer.errors import UserError
 from trainer.hardware import NATIVE, detect
 from trainer.optim.groups import decayed
-from trainer.parallel.shards import is_sharded, local_part, local_rows
+from trainer.parallel.shards import is_sharded, local_rows
 
 
 class Muon(torch.optim.Optimizer):
@@ -116,10 +117,10 @@ class Muon(torch.optim.Optimizer):
         if is_sharded(weight):
             first, count = local_rows(weight)
             update = update[first : first + count]
-        moved, keep = local_part(moved), 1 - group["lr"] * group["weight_decay"]
+        moved, keep = local(moved), 1 - group["lr"] * group["weight_decay"]
         sides = weight.shape[::-1] if group.get("transposed") else weight.shape  # outputs, inputs
         rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], torch.Size(sides))
-        own, kept = [local_part(each) for each in weights], [local_part(each) for each in averages]
+        own, kept = [local(each) for each in weights], [local(each) for each in averages]
         before = _stack(own)
         after = before.mul(keep).add_(update, alpha=-rate)
         if skipped is not None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.tensors import local
 from trainer.optim.ema import Average
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.shards import local_part
 
 MASTER = "master_weight"
 """The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""
@@ -58,7 +58,7 @@ def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     ties: dict[str, str] = {}
     owner: dict[tuple[Any, ...], str] = {}
     for name, whole in state.items():
-        tensor = local_part(whole)
+        tensor = local(whole)
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and key in owner:
             ties[name] = owner[key]

@@ -13,12 +13,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of the tensor, which shares its memory; the tensor itself if it is not sharded."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return part
-
-
 def shard_again(model: nn.Module) -> None:
     """Let FSDP2 free the weights that it keeps gathered, and gather them anew when they are needed."""
     for module in model.modules():

@@ -21,17 +21,23 @@ _LARGEST = 3.4028234663852886e38  # of fp32
 
 
 class LossScale:
-    """The loss scale of one run, a constant.
+    """The loss scale of one run.
+
+    A dynamic one grows after ``interval`` good steps in a row and backs off at every overflow. The rule is
+    torch.amp.GradScaler's, with a floor, and kept in device tensors: the host never waits for it, with any optimizer.
 
     Args:
         device: of the loss.
-        scale: None: there is none; it multiplies and divides nothing.
+        scale: at first; None: there is none; it multiplies and divides nothing.
+        rule: how it changes; None: it is a constant.
     """
 
-    def __init__(self, device: torch.device, scale: float | None = None) -> None:
+    def __init__(self, device: torch.device, scale: float | None = None, rule: DynamicScaler | None = None) -> None:
         self.recovers = scale is not None
         """Whether training continues after a step with non-finite gradients, which is skipped."""
         self.scale = torch.full((), 1.0 if scale is None else scale, dtype=torch.float32, device=device)
+        self.rule = rule
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         # torch.amp.GradScaler computes in double; so do we, for the same bits, where the device does.
         self._wide = kind_of(device).wide
 
@@ -50,44 +56,25 @@ class LossScale:
 
     def update(self, finite: Tensor) -> None:
         """Adapt the scale to whether this step's gradients were ``finite`` (bool scalar on the device)."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the scale and the state that decides its next change."""
-        return {"scale": self.scale.item()}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what ``state_dict`` returned."""
-        self.scale.fill_(state["scale"])
-
-
-class DynamicLossScale(LossScale):
-    """A scale that grows after ``interval`` good steps in a row and backs off at every overflow.
-
-    The rule is torch.amp.GradScaler's, with a floor, and kept in device tensors: the host never waits for it,
-    with any optimizer.
-    """
-
-    def __init__(self, device: torch.device, config: DynamicScaler) -> None:
-        super().__init__(device, config.init)
-        self.config = config
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
-
-    def update(self, finite: Tensor) -> None:
+        if (rule := self.rule) is None:
+            return
         good_steps = (self.good_steps + 1) * finite
-        grow = good_steps == self.config.interval
+        grow = good_steps == rule.interval
         scale = self.scale.to(self._wide)
-        larger = (scale * self.config.growth).float()
+        larger = (scale * rule.growth).float()
         kept = torch.where(grow & torch.isfinite(larger), larger, self.scale)
-        smaller = (scale * self.config.backoff).float().clamp(min=self.config.floor)
+        smaller = (scale * rule.backoff).float().clamp(min=rule.floor)
         self.scale = torch.where(finite, kept, smaller)
         self.good_steps = good_steps * ~grow
 
     def state_dict(self) -> dict[str, float]:
-        return super().state_dict() | {"good_steps": self.good_steps.item()}
+        """Return the scale and the state that decides its next change."""
+        return {"scale": self.scale.item()} | ({} if self.rule is None else {"good_steps": self.good_steps.item()})
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        super().load_state_dict(state)
-        self.good_steps.fill_(state["good_steps"])
+        """Restore what ``state_dict`` returned."""
+        self.scale.fill_(state["scale"])
+        self.good_steps.fill_(state.get("good_steps", 0))
 
 
 @dataclass
@@ -190,7 +177,7 @@ class DynamicScaler(Scaling):
         return torch.tensor(self.floor_scale, dtype=torch.float32).item()  # as the scale, which it is compared with
 
     def build(self, format: Format, device: torch.device) -> LossScale:
-        return DynamicLossScale(device, self)
+        return LossScale(device, self.init, self)
 
 
 @dataclass
@@ -200,4 +187,4 @@ class AutoScaler(DynamicScaler):
     kind: ClassVar[str] = "auto"
 
     def build(self, format: Format, device: torch.device) -> LossScale:
-        return DynamicLossScale(device, self) if format.needs_loss_scale else LossScale(device)
+        return super().build(format, device) if format.needs_loss_scale else LossScale(device)

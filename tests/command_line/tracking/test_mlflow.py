@@ -23,7 +23,6 @@ from tests.serving import free_port, served
 from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.files import write_json
 from trainer.tracking import follower
-from trainer.tracking.follower import Follower
 from trainer.tracking.store import connect, publish
 from trainer.tracking.sync import send
 from trainer.tracking.tracked_run import TrackedRun
@@ -113,16 +112,6 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, s
     assert run.info.status == "FINISHED"
     assert run.data.params == {"steps": "8", "seed": "0"}
     assert run.data.tags["changed_on_resume"] == "steps=14"
-
-
-def test_a_line_is_sent_when_it_is_whole(folder: Path, store: str) -> None:
-    tracked(folder / "run", mlflow=False)
-    follower = Follower(folder / "run", store, TrackedRun.read(folder / "run"))
-    for part in ("", '{"step": 2, "time": 1.0, ', '"loss": 2.0}\n'):
-        with (folder / "run" / "metrics.jsonl").open("a") as file:
-            file.write(part)
-        assert follower.send("KILLED") is None
-    assert points(store) == {"run": once(2)}
 
 
 def test_a_run_deleted_in_mlflow_continues_as_a_new_one(

@@ -9,13 +9,7 @@ from torch import nn
 
 from mantissa.formats import FORMATS
 from trainer.errors import UserError
-from trainer.precision.scaler import (
-    AutoScaler,
-    DynamicLossScale,
-    DynamicScaler,
-    Scaler,
-    StaticScaler,
-)
+from trainer.precision.scaler import AutoScaler, DynamicScaler, LossScale, Scaler, StaticScaler
 
 CPU = torch.device("cpu")
 
@@ -37,7 +31,7 @@ def grad_scaler_history(config: DynamicScaler, goods: list[bool]) -> list[float]
 
 
 def own_history(config: DynamicScaler, goods: list[bool]) -> list[float]:
-    scale = DynamicLossScale(CPU, config)
+    scale = LossScale(CPU, config.init, config)
     scales = []
     for good in goods:
         scales.append(scale.scale.item())
@@ -68,7 +62,7 @@ def test_scale_stops_at_the_floor() -> None:
 
 def test_restored_state_continues() -> None:
     config = DynamicScaler(init=64.0, interval=4)
-    first, second = DynamicLossScale(CPU, config), DynamicLossScale(CPU, config)
+    first, second = (LossScale(CPU, config.init, config) for _ in range(2))
     for good in (True, False, True, True, True):
         first.update(torch.tensor(good))
     second.load_state_dict(first.state_dict())
@@ -81,7 +75,7 @@ def test_restored_state_continues() -> None:
 def test_auto_scales_fp16_only() -> None:
     for mode in ("fp32", "tf32", "bf16"):
         assert not AutoScaler().build(FORMATS[mode], CPU).recovers
-    assert type(AutoScaler().build(FORMATS["fp16"], CPU)) is DynamicLossScale
+    assert AutoScaler().build(FORMATS["fp16"], CPU).rule == AutoScaler()
     assert StaticScaler(scale=8.0).build(FORMATS["fp16"], CPU).scale == 8
 
 
