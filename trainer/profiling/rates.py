@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
 from trainer.cache import cached
-from trainer.hardware import CUDA, UNAVAILABLE, Hardware, available_bytes, processor, threads
+from trainer.hardware import CUDA, UNAVAILABLE, Hardware, available_bytes, processor
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -32,9 +32,8 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
 
     Measured are the three matmuls of a linear layer in training, of square matrices: forward, the gradient of the
     input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
-    which matters where a processor has no instructions for the format. On a CPU the higher of two rates counts: of one
-    thread by its CPU time, and of all of torch's threads. The shortest of several times counts. This takes up to a
-    second for a format, once for each device, number of threads and torch.
+    which matters where a processor has no instructions for the format. The shortest of several times counts. This takes
+    up to a second for a format, once for each device, number of threads and torch.
 
     Args:
         hardware: the device.
@@ -57,33 +56,18 @@ def slowdown(mode: str, hardware: Hardware) -> float:
 
 
 def measure(number: Number, device: torch.device) -> float:
-    """Measure the rate of matmuls in one format, in 10^12 FLOP/s; see ``matmul_rates``."""
-    with unset_fake_temporarily(), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        if device.type != "cpu":
-            rate = rate_of(number, device, time.perf_counter)
-        else:
-            # One thread's own time does not count the work of other programs, which keep several threads waiting for
-            # each other. On a busy machine it is the better figure, although of one thread only.
-            with threads(1):
-                rate = rate_of(number, device, time.thread_time)
-            if torch.get_num_threads() > 1:
-                rate = max(rate, rate_of(number, device, time.perf_counter))
-    torch.accelerator.empty_cache()  # the run's own allocations begin afresh
-    return rate
-
-
-def rate_of(number: Number, device: torch.device, clock: Callable[[], float]) -> float:
-    """Return 10^12 FLOP/s by a clock, of the shortest of several times.
+    """Measure the rate of matmuls in one format, in 10^12 FLOP/s; see ``matmul_rates``.
 
     The size of the matrices grows until they take long enough and their rate no longer rises, so a slow format is
     measured on small ones.
     """
     size, largest, before = _SMALLEST, _largest(device), 0.0
-    with _fp32_matmuls(number, device):
+    off = torch.autocast(device.type, enabled=False)
+    with unset_fake_temporarily(), torch.no_grad(), off, _fp32_matmuls(number, device):
         while True:
             matmuls = _matmuls(number, device, size)
             flop = 2.0 * size**3 * len(matmuls)
-            seconds = min(_seconds(matmuls, 1, clock) for _ in range(2))
+            seconds = min(_seconds(matmuls, 1) for _ in range(2))
             rises = flop / seconds >= 1.2 * before
             if size >= largest or seconds >= 10 * _ENOUGH_S or (seconds >= _ENOUGH_S and not rises):
                 break
@@ -91,18 +75,20 @@ def rate_of(number: Number, device: torch.device, clock: Callable[[], float]) ->
         repeats = math.ceil(_ENOUGH_S / seconds)
         until, times = time.perf_counter() + _ENOUGH_IN_ALL_S, [seconds]
         while len(times) < 4 or time.perf_counter() < until:
-            times.append(_seconds(matmuls, repeats, clock))
+            times.append(_seconds(matmuls, repeats))
+    del matmuls
+    torch.accelerator.empty_cache()  # the run's own allocations begin afresh
     return flop / min(times) / 1e12
 
 
-def _seconds(matmuls: list[Callable[[], Tensor]], repeats: int, clock: Callable[[], float]) -> float:
+def _seconds(matmuls: list[Callable[[], Tensor]], repeats: int) -> float:
     matmuls[0]()[0, 0].item()  # waits for the device
-    began = clock()
+    began = time.perf_counter()
     for _ in range(repeats):
         for matmul in matmuls:
             result = matmul()
     result[0, 0].item()
-    return (clock() - began) / repeats
+    return (time.perf_counter() - began) / repeats
 
 
 def _matmuls(number: Number, device: torch.device, size: int) -> list[Callable[[], Tensor]]:
