@@ -6,7 +6,7 @@ While a function of it runs, the process is set up as a run needs it; afterwards
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from numbers import Integral, Real
@@ -47,17 +47,28 @@ class Trained(dict[str, Any]):
         return f"<run {self.folder.name}: {self['status']}, step {self['step']}/{self['steps']}{final}>"
 
 
-def compose(*given: Recipe | str, **options: Any) -> Config:
+def compose(*given: Config | Recipe | str, **options: Any) -> Config:
     """Return the config of these options, for ``train``.
 
     Args:
-        given: overrides as on the command line, such as ``"recipe=gpt2"``; at most one recipe as an object.
+        given: overrides as on the command line, such as ``"recipe=gpt2"``; at most one recipe as an object. Or a config
+            alone, which is returned.
         options: the same as Python values: ``steps=200``, ``optimizer={"lr": 1e-3}``. A string is taken as it is.
 
     Raises:
         UserError: one of them is a mistake.
     """
-    return _composed(given, options)
+    typed = [each for each in given if isinstance(each, str)] + as_overrides(options)
+    objects = [each for each in given if not isinstance(each, str)]
+    if not objects:
+        return overrides.compose(typed)
+    if len(objects) == 1 and isinstance(objects[0], Config) and not typed:
+        return objects[0]
+    if len(objects) > 1 or not isinstance(objects[0], Recipe):
+        raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
+    if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
+        raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
+    return replace(overrides.compose([f"recipe={UserRecipe.name}", *typed]), recipe=objects[0])
 
 
 def train(*given: Config | Recipe | str, **options: Any) -> Trained:
@@ -69,7 +80,7 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
     itself stay.
 
     Args:
-        given: as of ``compose``; or a config that it returned, alone.
+        given: as of ``compose``.
         options: as of ``compose``.
 
     Raises:
@@ -88,7 +99,7 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         run.command = f'train({own}resume="{run.folder.path}")'
 
     with undisturbed():
-        config = _composed(given, options)
+        config = compose(*given, **options)
         try:
             summary = start(config, started=begun)
             folder = runs[0].folder.path if runs else Path(config.output_dir).expanduser() / summary["run"]
@@ -105,20 +116,6 @@ def _model(trainer: Trainer) -> nn.Module:
     if (averages := trainer.average.state_of_model()) is not None:
         trainer.model.load_state_dict(averages)
     return trainer.model.eval()
-
-
-def _composed(given: Sequence[object], options: Mapping[str, Any]) -> Config:
-    typed = [each for each in given if isinstance(each, str)] + as_overrides(options)
-    objects = [each for each in given if not isinstance(each, str)]
-    if not objects:
-        return overrides.compose(typed)
-    if len(objects) == 1 and isinstance(objects[0], Config) and not typed:
-        return objects[0]
-    if len(objects) > 1 or not isinstance(objects[0], Recipe):
-        raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
-    if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
-        raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
-    return replace(overrides.compose([f"recipe={UserRecipe.name}", *typed]), recipe=objects[0])
 
 
 def as_overrides(options: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ class RunConfig:
     log_every: int = 10
     """Optimizer steps between two lines of logged metrics (metrics.jsonl)."""
     recipe_path: str | None = None
-    """Folder with your own recipes; null: only ``recipes/`` and installed packages."""
+    """Folder with your own recipes; null: only ``recipes/``."""
     init_from: str | None = None
     """Weights to start from: the best of a run (its folder, its ``best/``, or ``mlflow:RUN_ID``), a hub id, a
     save_pretrained folder, or, of image classifiers, published weights by name (DEFAULT) or a file."""
