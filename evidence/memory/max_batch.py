@@ -31,7 +31,6 @@ class LargestBatch:
     """The largest size that fitted; above 32 times ``multiple``, to within 1/32."""
     batch_size: int
     """Number of samples per optimizer step, as the config has it."""
-    trials: int
     multiple: int = 1
     """Number that a microbatch has to be a multiple of."""
 
@@ -47,10 +46,8 @@ class LargestBatch:
         return f"micro_batch_size={self.dividing} batch_size={self.batch_size}"
 
 
-def largest_micro_batch(
-    overrides: Sequence[str], budget_bytes: int, report: Callable[[str], None] = lambda text: None
-) -> LargestBatch:
-    """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget.
+def largest_micro_batch(overrides: Sequence[str], budget_bytes: int) -> LargestBatch:
+    """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget; print each trial.
 
     Every trial is a fresh process, in which an allocation beyond the budget fails (see ``trial.fits``). A step has two
     microbatches where ``batch_size`` has more than one: the second runs with the gradients of the first in memory. The
@@ -60,7 +57,6 @@ def largest_micro_batch(
     Args:
         overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
         budget_bytes: for the model and its training; on a CPU the process itself comes on top.
-        report: called with a line about each trial.
 
     Raises:
         UserError: the overrides, or a budget in which not even one sample fits.
@@ -77,13 +73,11 @@ def largest_micro_batch(
         return [*common, f"micro_batch_size={size}", f"batch_size={2 * size if size < batch_size else size}"]
 
     guess = _first_guess(sized, limit_bytes)
-    tried: list[int] = []
 
     def fits(multiples: int) -> bool:
         size = multiple * multiples
-        tried.append(size)
         fitted = trial.fits(sized(size), limit_bytes)
-        report(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}")
+        print(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}")
         return fitted
 
     largest = multiple * search(fits, max(1, guess // multiple), min(_LARGEST, samples) // multiple)
@@ -92,7 +86,7 @@ def largest_micro_batch(
             f"not even micro_batch_size={multiple} fits into {size(limit_bytes)}; "
             "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
         )
-    return LargestBatch(largest, batch_size, len(tried), multiple)
+    return LargestBatch(largest, batch_size, multiple)
 
 
 def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:

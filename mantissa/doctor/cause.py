@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
-from mantissa.doctor.training import find_outlier, outlier_note, without_outliers
+from mantissa.doctor.training import find_outlier, without_outliers
 from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.step import Replay, batch_key, map_tensors
 from mantissa.tensors import finite, numbers_in
@@ -213,12 +213,12 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
         finding.detail += f"; {masks[0].name} masks all of it in rows {', '.join(map(str, masks[0].rows[:4]))}"
     if finding.kind == OVERFLOW and finding.direction == FORWARD:
         sample = find_outlier(passes.microbatches)
+        if sample is not None:
+            finding.detail += f"; {sample}"
         if format == FP32 and sample is not None and _finite_without(passes):
             finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
-            finding.detail += f"; {sample}"
             finding.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
             return finding
-        finding.detail += outlier_note(passes.microbatches)
     if not alone:
         finding.detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding

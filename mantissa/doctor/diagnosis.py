@@ -147,11 +147,6 @@ class Diagnosis:
         """Whether the step is finite, and nothing is found so far."""
         return self.finite and not self.findings
 
-    @property
-    def is_finite_in_fp32(self) -> bool:
-        """Whether the step is finite in fp32, as far as it is known."""
-        return self.is_ok(FP32) if self.sweep else self.finite
-
     def is_ok(self, format: str) -> bool:
         """Return whether the sweep has a format, and the step is finite in it."""
         return any(trial.name == format and trial.status == OK for trial in self.sweep)
@@ -496,7 +491,7 @@ def _cure(result: Diagnosis) -> None:
 _CHECKS = (
     Check("manifest", lambda result: result.runs, _manifest),
     Check("gradients", lambda result: result.finite, lambda result: result.add(gradients(result.step))),
-    Check("range", lambda result: result.runs and result.is_finite_in_fp32, _range),
+    Check("range", lambda result: result.runs and (result.is_ok(FP32) if result.sweep else result.finite), _range),
     Check("modules", lambda result: result.sound, _module_errors, memories=2),
     Check("modules", lambda result: result.sound, _wrong_gradients, memories=2, part="whole gradients"),
     Check("updates", lambda result: bool(result.taken.updates), _updates, free=True),

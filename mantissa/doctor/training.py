@@ -293,9 +293,8 @@ def _explodes(losses: Tensor, still: Tensor) -> bool:
     return grows or not bool(losses.isfinite().all())
 
 
-_OUTLIER_RATIO, _REPORT_RATIO = 30.0, 1000.0
-"""A sample is tried as a cause if its largest number is so many times that of the median sample; from the second one on
-it is worth a word in any case."""
+_OUTLIER_RATIO = 30.0
+"""A sample is tried as a cause if its largest number is so many times that of the median sample."""
 
 
 class Sample(NamedTuple):
@@ -321,12 +320,6 @@ def find_outlier(batches: Iterable[Batch]) -> Sample | None:
         if bool((sizes > _OUTLIER_RATIO * usual).any()):
             found.append(Sample(f"{batch_key(name)}, sample {int(sizes.argmax())}", sizes.max().item(), usual, number))
     return max(found, key=lambda sample: sample.largest / sample.usual, default=None)
-
-
-def outlier_note(batches: Iterable[Batch]) -> str:
-    """Return which sample is far larger than the others, in words; empty: none is."""
-    sample = find_outlier(batches)
-    return f"; {sample}" if sample is not None and sample.largest > _REPORT_RATIO * sample.usual else ""
 
 
 def without_outliers(batch: Batch) -> Batch:

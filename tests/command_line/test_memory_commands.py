@@ -52,7 +52,7 @@ def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monk
     assert run(max_batch, None, [*JOB, many, "batch_size=3072", "budget=100MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split(" ", 1)[1] for line in lines[:-4]} == {"fits", "does not fit"}
-    size = re.match(r"largest micro_batch_size in 100MiB, 5% of it left free: (\d+) ", lines[-3])
+    size = re.match(r"largest micro_batch_size in 100MiB, 5% of it left free: (\d+)$", lines[-3])
     assert size
     assert 968 <= int(size[1]) <= 1000
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"

@@ -44,11 +44,11 @@ def test_a_good_guess_takes_few_trials() -> None:
 
 
 def test_the_answer_keeps_the_batch() -> None:
-    assert LargestBatch(23, 64, 5).overrides == "micro_batch_size=16 batch_size=64"
-    assert LargestBatch(100, 64, 5).overrides == "micro_batch_size=64 batch_size=64"
-    assert LargestBatch(6, 7, 5).overrides == "micro_batch_size=1 batch_size=7"
-    assert LargestBatch(10, 20, 5, multiple=2).overrides == "micro_batch_size=10 batch_size=20"
-    assert LargestBatch(16, 30, 5, multiple=2).overrides == "micro_batch_size=10 batch_size=30"
+    assert LargestBatch(23, 64).overrides == "micro_batch_size=16 batch_size=64"
+    assert LargestBatch(100, 64).overrides == "micro_batch_size=64 batch_size=64"
+    assert LargestBatch(6, 7).overrides == "micro_batch_size=1 batch_size=7"
+    assert LargestBatch(10, 20, multiple=2).overrides == "micro_batch_size=10 batch_size=20"
+    assert LargestBatch(16, 30, multiple=2).overrides == "micro_batch_size=10 batch_size=30"
 
 
 BIGNET = ["recipe=bignet", "device=cpu", "recipe.width=64"]
