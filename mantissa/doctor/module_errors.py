@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mantissa import islands
-from mantissa.display import dtype_name, listed
+from mantissa.display import listed
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
@@ -110,7 +110,7 @@ def local_errors(step: Step, fp32_modules: list[str] | None = None) -> Examined:
         return Examined(notes=[f"errors of modules: not judged with precision={name}"])
     low, reference, calls = record(step, fp32_modules)
     result = Examined()
-    worst: dict[tuple[str, str], tuple[LocalError, Call]] = {}
+    worst: dict[tuple[str, str], LocalError] = {}
     left_out: dict[str, set[str]] = {}
     for call in calls:
         rows: list[LocalError] = []
@@ -121,19 +121,17 @@ def local_errors(step: Step, fp32_modules: list[str] | None = None) -> Examined:
         if call.skipped:
             left_out.setdefault(call.skipped, set()).add(call.module or "the model")
         result.rows += rows
-        for row in rows:
-            key = call.module, row.direction
-            if row.ratio > 1 and (key not in worst or row.ratio > worst[key][0].ratio):
-                worst[key] = row, call
+        for row in (row for row in rows if row.ratio > 1):
+            key = row.module, row.direction
+            worst[key] = max(worst.get(key, row), row, key=lambda row: row.ratio)
     for why, modules in left_out.items():
         which = f"{listed(sorted(modules), 'module')} are" if len(modules) > 1 else f"{min(modules)} is"
         result.notes.append(f"errors of modules: {which} left out: {why}")
-    for (module, direction), (row, call) in worst.items():
+    for (module, direction), row in worst.items():
         if direction == BACKWARD and (module, FORWARD) in worst:  # a wrong result has a wrong gradient
             continue
-        dtype = dtype_name(call.returned.values[0].low) if call.returned.values else ""
         detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
-        result.findings.append(Finding(ERROR, direction, module, name, dtype=dtype, detail=detail))
+        result.findings.append(Finding(ERROR, direction, module, name, detail=detail))
     return result
 
 
