@@ -168,31 +168,29 @@ def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterat
 
     Each with the bytes of its text. A document without text leaves nothing.
     """
-    separator = np.array(tokenizer.separator, dtype=np.uint32)
-    waiting: list[tuple[bool, str]] = []
-    characters, written = 0, False
-
-    def encode() -> tuple[np.ndarray, int]:
+    separator, written = np.array(tokenizer.separator, dtype=np.uint32), False
+    for batch in _batches((number == 0, piece) for each in documents for number, piece in enumerate(pieces(each))):
         parts, size = [], 0
-        encoded = tokenizer.encode_many([piece for _, piece in waiting])
-        for (separated, piece), found in zip(waiting, encoded, strict=True):
+        encoded = tokenizer.encode_many([piece for _, piece in batch])
+        for (begins, piece), found in zip(batch, encoded, strict=True):
             ids = np.asarray(found)
-            parts += [separator, ids] if separated else [ids]
+            parts += [separator, ids] if begins and written else [ids]
             size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
-        return np.concatenate(parts), size
+            written = True
+        yield np.concatenate(parts), size
 
-    for document in documents:
-        separated = written
-        for piece in pieces(document):
-            waiting.append((separated, piece))
-            separated, written = False, True
-            characters += len(piece)
-            if characters >= _CHARACTERS_AT_ONCE:
-                yield encode()
-                waiting.clear()
-                characters = 0
-    if waiting:
-        yield encode()
+
+def _batches(marked: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:
+    """Yield pieces in lists of some megabytes."""
+    batch, characters = [], 0
+    for mark, piece in marked:
+        batch.append((mark, piece))
+        characters += len(piece)
+        if characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _special_bytes(text: str, ids: np.ndarray, special: Mapping[int, str]) -> int:
