@@ -27,9 +27,9 @@ TEMPLATE = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_to
 class Shape(NamedTuple):
     """The numbers that make one BERT."""
 
-    layers: int
-    width: int
-    heads: int
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
     context: int
 
 
@@ -110,14 +110,10 @@ class Bert(SizedRecipe):
         return dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), self.dropout)
 
     def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the size, and four token ids more than the text has: [CLS], [SEP], padding and [MASK]."""
-        shape = SHAPES[self.size]
+        """Return four token ids more than the text has, [CLS], [SEP], padding and [MASK], and the rest of the shape."""
         ids = {f"{role}_id": datasets.tokenizer.token_id(role) for role in SPECIAL if role != "mask_token"}
         return ids | {
-            "hidden_size": shape.width,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "intermediate_size": 4 * shape.width,
+            "intermediate_size": 4 * self.shape.hidden_size,
             "max_position_embeddings": max(512, self.tokens_per_sample),
         }
 

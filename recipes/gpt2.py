@@ -18,9 +18,9 @@ from trainer.recipe import Sizes
 class Shape(NamedTuple):
     """The numbers that make one GPT-2."""
 
-    layers: int
-    heads: int
-    width: int
+    n_layer: int
+    n_head: int
+    n_embd: int
     context: int
 
 
@@ -88,15 +88,7 @@ class GPT2(LanguageRecipe):
         }
 
     def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
-        shape = SHAPES[self.size]
-        return {
-            "n_positions": self.tokens_per_sample,
-            "n_embd": shape.width,
-            "n_layer": shape.layers,
-            "n_head": shape.heads,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
+        return {"n_positions": self.tokens_per_sample, "bos_token_id": None, "eos_token_id": None}
 
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
         return list(model.network.transformer.h)

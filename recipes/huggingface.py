@@ -46,7 +46,7 @@ class SizedRecipe(Recipe):
     model_class: ClassVar[str] = ""
     """Name of transformers' class of the model."""
     shapes: ClassVar[Mapping[str, Any]] = {}
-    """Shapes by name, in ascending order."""
+    """Shapes by name, in ascending order: NamedTuples of options of transformers' config, and ``context``."""
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
     cpu_sizes: ClassVar[Sizes]
@@ -176,7 +176,7 @@ class SizedRecipe(Recipe):
         return {}
 
     def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the other options of the config of a new model: its size, its special tokens."""
+        """Return the other options of the config of a new model beside its shape, such as its special tokens."""
         raise NotImplementedError
 
     def new_model(self, datasets: TextDatasets) -> Any:
@@ -190,7 +190,8 @@ class SizedRecipe(Recipe):
         options = self.config_options()
         if self.pretrained:
             return self.open_pretrained(cls, vocabulary, **options)
-        options |= self.new_config(datasets)
+        options |= self.shape._asdict() | self.new_config(datasets)
+        del options["context"]
         return cls(cls.config_class(vocab_size=vocabulary, attn_implementation=self.attention, **options))
 
     def build_model(self, datasets: TextDatasets) -> Any:
@@ -252,7 +253,12 @@ class SizedRecipe(Recipe):
             return self.context
         if self.pretrained:
             return min(self.longest, self._positions() or self.longest)
-        return int(self.shapes[self.size].context)
+        return int(self.shape.context)
+
+    @property
+    def shape(self) -> Any:
+        """The shape of the size."""
+        return self.shapes[self.size]
 
     def sizes(self, hardware: Hardware) -> Sizes:
         return self.gpu_sizes if hardware.is_gpu else self.cpu_sizes

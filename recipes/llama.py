@@ -17,12 +17,12 @@ from trainer.recipe import Decision, Sizes
 class Shape(NamedTuple):
     """The numbers that make one Llama."""
 
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    tied: bool
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    tie_word_embeddings: bool
     """The output layer's weight is the embedding's."""
     context: int
     """Context length that it was trained with at first."""
@@ -36,7 +36,8 @@ SHAPES = {
 }
 ROPE_BASE = 500_000.0
 """Base of Llama 3's rotary positions; the stretching of them that Llama 3.1 added for longer texts is left out."""
-NUMBERS = ("layers", "width", "heads", "kv_heads", "ffn")
+NUMBERS = dict(zip(("layers", "width", "heads", "kv_heads", "ffn"), Shape._fields, strict=False))
+"""The options that replace a number of the size, and transformers' names of them."""
 
 
 @dataclass
@@ -80,32 +81,24 @@ class Llama(LanguageRecipe):
             if self._changed:
                 raise UserError(f"recipe.{next(iter(self._changed))} has no effect with init_from; remove one of them")
             return decisions
-        shape = self.chosen(decisions).shape
-        if shape.width % (2 * shape.heads):
+        width, heads, kv_heads = self.chosen(decisions).shape[1:4]
+        if width % (2 * heads):
             raise UserError(
-                f"recipe.width={shape.width} must be a multiple of 2 × recipe.heads={shape.heads}; "
-                f"use recipe.width={max(1, round(shape.width / (2 * shape.heads))) * 2 * shape.heads}"
+                f"recipe.width={width} must be a multiple of 2 × recipe.heads={heads}; "
+                f"use recipe.width={max(1, round(width / (2 * heads))) * 2 * heads}"
             )
-        if shape.heads % shape.kv_heads:
-            fitting = max(n for n in range(1, min(shape.kv_heads, shape.heads) + 1) if shape.heads % n == 0)
+        if heads % kv_heads:
+            fitting = max(n for n in range(1, min(kv_heads, heads) + 1) if heads % n == 0)
             raise UserError(
-                f"recipe.kv_heads={shape.kv_heads} must divide recipe.heads={shape.heads}; "
-                f"use recipe.kv_heads={fitting}"
+                f"recipe.kv_heads={kv_heads} must divide recipe.heads={heads}; use recipe.kv_heads={fitting}"
             )
         return decisions
 
     def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
-        shape = self.shape
         return {
-            "hidden_size": shape.width,
-            "intermediate_size": shape.ffn,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
             "max_position_embeddings": self.tokens_per_sample,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
-            "tie_word_embeddings": shape.tied,
             "bos_token_id": None,
             "eos_token_id": None,
         }
@@ -122,7 +115,7 @@ class Llama(LanguageRecipe):
     @property
     def shape(self) -> Shape:
         """The numbers of the size, those that the user set in their place."""
-        return SHAPES[self.size]._replace(**self._changed)
+        return SHAPES[self.size]._replace(**{NUMBERS[key]: value for key, value in self._changed.items()})
 
     @property
     def _changed(self) -> dict[str, Any]:

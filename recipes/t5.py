@@ -27,11 +27,11 @@ TEMPLATE = "$A {eos_token} | $A {eos_token} $B {eos_token}"
 class Shape(NamedTuple):
     """The numbers that make one T5, encoder and decoder alike."""
 
-    layers: int
-    width: int
-    heads: int
-    head_width: int
-    ffn: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    d_kv: int
+    d_ff: int
     context: int
 
 
@@ -135,18 +135,9 @@ class T5(SizedRecipe):
         return {"dropout_rate": self.dropout}
 
     def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the size, and token ids beside the text's: start, EOS and sentinels."""
-        shape, start = SHAPES[self.size], datasets.tokenizer.token_id("pad_token")
-        return {
-            "d_model": shape.width,
-            "d_kv": shape.head_width,
-            "d_ff": shape.ffn,
-            "num_layers": shape.layers,
-            "num_heads": shape.heads,
-            "pad_token_id": start,
-            "decoder_start_token_id": start,
-            "eos_token_id": datasets.tokenizer.token_id("eos_token"),
-        }
+        """Return the token ids beside the text's: start, which pads, and EOS."""
+        start, eos = (datasets.tokenizer.token_id(role) for role in SPECIAL)
+        return {"pad_token_id": start, "decoder_start_token_id": start, "eos_token_id": eos}
 
     def new_model(self, datasets: TextDatasets) -> Any:
         """Return the model, which knows how many of its rows are token ids; the others pad the vocabulary."""
