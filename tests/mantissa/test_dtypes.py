@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mantissa
 from mantissa.trace import LOSS, DtypeRecorder
 from tests.helpers import trainer_of
-from trainer.run.record import precision_manifest
+from trainer.run.record import observed
 from trainer.trainer import Trainer
 
 GPT2 = (
@@ -23,7 +23,7 @@ TYPES = ("Conv1D", "LayerNorm", "Embedding")
 
 def table(trainer: Trainer) -> dict[str, tuple[str, str, str, str]]:
     """Type, weights, compute and output of each module."""
-    rows = precision_manifest(trainer)["modules"]
+    rows = observed(trainer)[0]["modules"]
     return {row["module"]: (row["type"], row["weights"], row["compute"], row["output"]) for row in rows}
 
 
