@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mantissa.errors import FormatError
+
 entered = False
 """Whether the program is inside of an island. Of the whole process, as autocast's own state is."""
 
@@ -40,17 +42,33 @@ def keep_fp32(
         names: of the submodules.
         device_type: of the autocast that is turned off in them; empty: the model's, whose weights say the next, too.
         half_weights: the dtype of the model's other weights, to which the results are cast back; None: fp32.
+
+    Raises:
+        FormatError: a submodule is never called, so that it cannot be.
     """
     if not device_type:
         device_type = next(model.parameters()).device.type
         half_weights = next((each.dtype for each in model.parameters() if each.dtype.itemsize == 2), half_weights)
     # A container may never be called, only its children. So they are converted with it.
+    names = list(names)
     inside = {id(module): module for name in names for module in model.get_submodule(name).modules()}
+    for name in names:
+        parent = name.rpartition(".")[0]
+        attention = model.get_submodule(parent)
+        if isinstance(attention, nn.MultiheadAttention) and id(attention) not in inside:
+            raise FormatError(
+                f"{name} is never called: torch's attention uses its weights directly; name the whole module: {parent}"
+            )
     for module in inside.values():
         # Not a closure, so that in a copy of the module it is the copy's own forward.
         forward = functools.partial(_fp32_forward, module.forward, device_type, half_weights)
         module.forward = functools.update_wrapper(forward, module.forward)
         module.float()
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let a model cast the floating-point tensors that it is given."""
+    model.register_forward_pre_hook(lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True)
 
 
 def with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:

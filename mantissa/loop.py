@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS
-from mantissa.islands import cast, keep_fp32
+from mantissa.islands import cast_inputs, keep_fp32
 from mantissa.operators import OperatorPolicy
 from mantissa.step import LEAST_SCALE, Batch, Build, Built, Step, cast_training
 from mantissa.tensors import in_dtype, random_state
@@ -116,15 +116,9 @@ def _builder(
         half = row.half_weights
         if not as_run or format != precision:
             cast_training(model, own, row.weights)
-        for name in fp32_modules:
-            parent = name.rpartition(".")[0]
-            if isinstance(model.get_submodule(parent), nn.MultiheadAttention) and parent not in fp32_modules:
-                raise FormatError(f"{name} is never called: torch's attention uses its weights directly")
         keep_fp32(model, fp32_modules, device.type, half)
         if half is not None:
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: (cast(args, half), cast(kwargs, half)), with_kwargs=True
-            )
+            cast_inputs(model, half)
         lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
         optimizer = own if own is not None else torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mantissa import operators
+from mantissa.errors import FormatError
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
-from mantissa.islands import cast, keep_fp32, with_fp32_statistics
+from mantissa.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, nearest
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision import kernels
@@ -240,9 +241,7 @@ class Precision:
             raise UserError(
                 f"precision.fp32_modules leaves nothing in 16 bits for precision={self.mode}; use precision=fp32"
             )
-        model.register_forward_pre_hook(
-            lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
-        )
+        cast_inputs(model, dtype)
         return kept
 
     def keep_fp32(self, model: nn.Module, device: torch.device) -> list[str]:
@@ -252,21 +251,16 @@ class Precision:
         weights their results are cast back to that dtype, except scalars, such as a loss.
 
         Raises:
-            UserError: a pattern that matches no submodule.
+            UserError: a pattern that matches no submodule, or one that is never called.
         """
-        modules = dict(model.named_modules())
-        names = [name for name in modules if name]
+        names = [name for name, _ in model.named_modules() if name]
         option = "precision.fp32_modules"
         found = [matching(option, pattern, names, "submodule") for pattern in self.fp32_modules]
         kept = set[str]().union(*found)
-        for name in kept:
-            parent = name.rpartition(".")[0]
-            if isinstance(modules.get(parent), nn.MultiheadAttention) and parent not in kept:
-                raise UserError(
-                    f"precision.fp32_modules: {name} is never called: torch's attention uses its weights directly; "
-                    f"name the whole module: {parent}"
-                )
-        keep_fp32(model, kept, device.type, self.format.half_weights)
+        try:
+            keep_fp32(model, kept, device.type, self.format.half_weights)
+        except FormatError as error:
+            raise UserError(f"{option}: {error}") from None
         return sorted(kept)
 
 
