@@ -10,7 +10,7 @@ from torch import nn
 
 from recipes.data.synthetic import Synthetic
 from trainer.data.contract import Batch, Datasets
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 
@@ -34,8 +34,8 @@ class BigNet(Recipe):
     """Multiplies the loss: a small one makes gradients that fp16 cannot hold without loss scaling."""
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or self.width < 1:
-            raise UserError(f"recipe.layers={self.layers} and recipe.width={self.width} must be at least 1")
+        check_number("recipe.layers", self.layers)
+        check_number("recipe.width", self.width)
         if not self.loss_weight > 0:
             raise UserError(f"recipe.loss_weight={self.loss_weight} must be above 0")
 

@@ -22,7 +22,7 @@ from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_number, nearest
 from trainer.files import is_kept
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
@@ -75,11 +75,7 @@ class SizedRecipe(Recipe):
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION:
             raise UserError(f"recipe.attention={self.attention} is unknown; use recipe.attention={'|'.join(ATTENTION)}")
-        if isinstance(self.context, str):
-            if self.context != "auto":
-                raise UserError(f"recipe.context={self.context} must be a whole number of tokens, or auto")
-        elif self.context < self.least_context:
-            raise UserError(f"recipe.context={self.context} must be at least {self.least_context} tokens")
+        check_number("recipe.context", self.context, self.least_context)
         if not 0 <= (dropout := getattr(self, "dropout", 0.0)) < 1:  # Llama has none
             raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
 

@@ -18,7 +18,7 @@ from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, LossOutput
 
@@ -174,8 +174,7 @@ class LanguageRecipe(SizedRecipe):
         super().__post_init__()
         if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
             raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
-        if self.vocabulary_multiple < 1:
-            raise UserError(f"recipe.vocabulary_multiple={self.vocabulary_multiple} must be at least 1, such as 64")
+        check_number("recipe.vocabulary_multiple", self.vocabulary_multiple)
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Choose the size, the context and the form of the loss."""

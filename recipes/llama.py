@@ -9,7 +9,7 @@ from torch import nn
 
 from recipes.data.text.tokens import TextDatasets
 from recipes.language import LanguageModel, LanguageRecipe
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
 from trainer.recipe import Decision, Sizes
 
@@ -70,9 +70,7 @@ class Llama(LanguageRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in NUMBERS:
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise UserError(f"recipe.{key}={value} must be at least 1, or null for the size's own")
+            check_number(f"recipe.{key}", getattr(self, key))
 
     def choose_model(self, hardware: Hardware) -> list[Decision]:
         """Choose the size, and refuse numbers that do not fit each other."""

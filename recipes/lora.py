@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_number, nearest
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -29,8 +29,7 @@ class LoRA:
     layers."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise UserError(f"recipe.lora.rank={self.rank} must be at least 1, or 0 for no adapters")
+        check_number("recipe.lora.rank", self.rank, 0)
         if not self.alpha > 0:
             raise UserError(f"recipe.lora.alpha={self.alpha} must be above 0")
         if not 0 <= self.dropout < 1:

@@ -14,7 +14,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
 from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_number, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
 
@@ -68,9 +68,8 @@ class ResNet(Recipe):
     the same if the weights have a mean of 1 over the images, as ``balanced`` ones do."""
 
     def __post_init__(self) -> None:
-        for key, value in (("image_size", self.image_size), ("train_image_size", self.train_image_size)):
-            if value not in ("auto", None) and (isinstance(value, str) or value < 1):
-                raise UserError(f"recipe.{key}={value} must be auto or a whole number of at least 1")
+        check_number("recipe.image_size", self.image_size)
+        check_number("recipe.train_image_size", self.train_image_size)
         if (self.mean is None) != (self.std is None):
             raise UserError("recipe.mean and recipe.std normalise images together; set both or neither of them")
         for key, colours, above in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):

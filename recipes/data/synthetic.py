@@ -15,7 +15,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.tokenizers import Tokenizer, word_level
 from recipes.data.text.tokens import TextSource, TokenData
 from trainer.data.contract import Batch, Datasets, SampleId
-from trainer.errors import UserError
+from trainer.errors import check_number
 
 TRAIN_TOKENS, VALID_TOKENS = 2**20, 2**16
 IMAGE_POOL = 256
@@ -36,13 +36,9 @@ class Synthetic(TextSource, ImageSource):
     """Images or vectors per epoch."""
 
     def __post_init__(self) -> None:
-        for key, value, least in (
-            ("vocab_size", self.vocab_size, 2),
-            ("classes", self.classes, 2),
-            ("samples", self.samples, 8),
-        ):
-            if value < least:
-                raise UserError(f"data.{key}={value} must be at least {least}")
+        check_number("data.vocab_size", self.vocab_size, 2)
+        check_number("data.classes", self.classes, 2)
+        check_number("data.samples", self.samples, 8)
 
     def tokens(self, tokenizer: str | None) -> TokenData:
         """Return pairs of tokens: the first drawn, rare ones seldom; the second a function of the first.

@@ -135,9 +135,11 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     assert peak < 2e6
 
 
-def test_the_text_of_unknown_words_is_text(tmp_path: Path) -> None:
+def test_the_text_of_unknown_words_is_text_and_nothing_is_cut_off_or_padded(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "known": 1, "[SEP]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]").save_pretrained(tmp_path)
     opened = Pretrained.open(str(tmp_path), "data.tokenizer")
     ((ids, size),) = token_store._encoded([["known strange [SEP] [UNK] other"]], opened)

@@ -117,12 +117,3 @@ def test_a_text_shorter_than_one_sample_is_refused_with_a_context_that_fits(tmp_
     with pytest.raises(UserError, match=message):
         trainer_of("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text",
                    f"data.path={tmp_path}/short.txt", "data.tokenizer=bytes", f"data.cache_dir={tmp_path}")  # fmt: skip
-
-
-def test_numbers_of_llama_replace_those_of_the_size() -> None:
-    trainer = trainer_of(*TINY["llama"])
-    config = trainer.model.llama.config
-    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 32, 48)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 2, 128)
-    size = trainer.recipe.summary_fields(trainer.model, trainer.datasets)["size"]
-    assert size == "nano, layers 2, width 32, heads 4, kv_heads 2, ffn 48"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 from trainer.recipe import Augment, Decision, Recipe
 
 SMALL = 64
@@ -199,8 +199,7 @@ class RandAugment(ImageNet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.operations < 1:
-            raise UserError(f"augment.operations={self.operations} must be at least 1")
+        check_number("augment.operations", self.operations)
         if not 0 <= self.magnitude < _MAGNITUDES:
             raise UserError(f"augment.magnitude={self.magnitude} must lie between 0 and {_MAGNITUDES - 1}")
 
