@@ -60,9 +60,9 @@ class Space:
     choices: dict[str, list[str]] = field(default_factory=dict)
     """Overrides by option that set another value than the default's, those nearest to it first."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Values that are not tried, each with its reason."""
+    """Values and candidates that are not tried, each with its reason."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about the default, for the user."""
+    """Sentences for the user."""
     refused: Callable[[Candidate], str] = lambda candidate: ""
     """Returns why a candidate is not to be started: its forecast memory. Empty: it fits."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import shlex
 import shutil
@@ -75,12 +74,7 @@ def main(arguments: list[str]) -> int:
             redacted_arguments(common),
             shlex.join(["python", "scripts/advise.py", *redacted_arguments(arguments)]),
             time.monotonic() - began,
-            {
-                "hardware": hardware.facts(),
-                "versions": versions(),
-                "git": git_facts(),
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            },
+            {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()},
         )
         report = advice.report()
         print(f"\n{report.text()}\n")

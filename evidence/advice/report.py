@@ -11,9 +11,9 @@ from typing import Any
 from evidence.advice.candidates import Candidate
 from evidence.advice.search import NO_TIME, Entry, Search
 from evidence.runs import merge_overrides
+from mantissa.compare import times
 from mantissa.display import duration, size
 from mantissa.page import Report, Section, measured_on
-from mantissa.statistics import Interval
 from trainer.config.compose import key_of
 
 NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "profiler")
@@ -40,7 +40,7 @@ class Advice:
     seconds: float
     """Time that it took."""
     facts: dict[str, Any]
-    """Hardware, versions, commit and date."""
+    """Hardware, versions and commit."""
 
     @property
     def baseline(self) -> Entry:
@@ -67,7 +67,7 @@ class Advice:
         """Return the advice in one sentence of measured facts."""
         search, winner, base = self.search, self.winner, self.baseline
         healthy = ", numerics healthy" if winner.health.get("healthy") else ""
-        some = NO_TIME in search.skipped.values()
+        some = NO_TIME in search.space.left_out.values()
         if winner is base:
             setting = "no setting" + " that can be advised" * any(entry.fault for entry in search.entries.values())
             scope = f" among those measured in {duration(self.seconds)} min" * some
@@ -75,11 +75,11 @@ class Advice:
             return f"{base.label}: {setting} is clearly faster here{scope}{run}"
         interval, whole = search.interval(winner, whole=False), search.interval(winner)
         assert interval is not None and whole is not None  # noqa: PT018
-        said = f"{winner.label}: {_times(interval)} as fast as {base.label}, {_memory(winner, base)}{healthy}"
+        said = f"{winner.label}: {times(interval)} as fast as {base.label}, {_memory(winner, base)}{healthy}"
         if winner.compile_s > base.compile_s:
             said += f"; compiling pays off after {search.pays_after(winner)} steps"
         if self.mixed:
-            said += f"; {_times(whole)} as fast in a run of {search.steps} steps, compile time included"
+            said += f"; {times(whole)} as fast in a run of {search.steps} steps, compile time included"
         return said + "; not all settings were measured" * some
 
     def report(self) -> Report:
@@ -88,8 +88,7 @@ class Advice:
         if self.winner is not self.baseline:
             sections.append(Section("Does it train as well?", ["Does it train as well?"], text=self.comparison()))
         spent = f"Measured for {duration(self.seconds)} min on {self.facts['hardware']['name']}."
-        notes = [*self.remarks(), *(f"Note: {note}." for note in self.search.notes)]
-        sections.insert(0, Section("What was measured", [spent], notes, self.rows()))
+        sections.insert(0, Section("What was measured", [spent], self.remarks(), self.rows()))
         origin = measured_on(self.facts["hardware"], self.facts["versions"], self.facts["git"])
         title = f"{self.recipe} on {self.facts['hardware']['name']}"
         return Report("Advice", title, [f"{self.sentence()}."], self.command, origin, sections)
@@ -98,8 +97,7 @@ class Advice:
         """Return what was not measured and why, and what compiling took."""
         space, entries = self.search.space, self.search.entries.values()
         found = [f"failed: {entry.label} ({entry.failure})" for entry in entries if entry.failure]
-        skipped = space.left_out | self.search.skipped
-        found += [f"left out: {label} ({why})" for label, why in skipped.items()]
+        found += [f"left out: {label} ({why})" for label, why in space.left_out.items()]
         found += [f"compiling took {entry.compile_s:.1f} s: {entry.label}" for entry in entries if entry.compile_s]
         return found + [f"Note: {note}." for note in space.notes]
 
@@ -116,7 +114,7 @@ class Advice:
             found.append(
                 [
                     entry.label + " (advised)" * (entry is self.winner),
-                    _times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x",
+                    times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x",
                     *[f"{whole.mean if whole else search.speed(entry):.3g}x"] * self.mixed,
                     f"{1e3 * entry.measured.step_s:.4g}",
                     size(entry.measured.memory_bytes),
@@ -138,13 +136,9 @@ class Advice:
             "speed": interval and asdict(interval),
             "training": self.training(),
             "entries": [{"label": entry.label} | asdict(entry) for entry in self.search.entries.values()],
-            "notes": self.search.notes,
+            "notes": self.search.space.notes,
             **self.facts,
         }
-
-
-def _times(speed: Interval) -> str:
-    return f"{speed.mean:.3g}x [{speed.low:.3g}, {speed.high:.3g}]"
 
 
 def _memory(entry: Entry, base: Entry) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.timing import Times
-from mantissa.compare import interleave
+from mantissa.compare import interleave, times
 from mantissa.statistics import Interval, ratio_interval
 from trainer.errors import RunError, first_line
 
@@ -83,10 +83,6 @@ class Search:
     clock: Callable[[], float]
     entries: dict[str, Entry] = field(default_factory=dict)
     """Every candidate that was started, by its label."""
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Reasons why candidates were not started, by label."""
-    notes: list[str] = field(default_factory=list)
-    """Sentences for the user."""
 
     def __post_init__(self) -> None:
         self._end = self.clock() + self.budget_s
@@ -159,7 +155,7 @@ class Search:
         if reference and self.clock() + (1 + 2 * PAIRS) * self._process_s > self._end:
             why = NO_TIME
         if why:
-            self.skipped[label] = why
+            self.space.left_out[label] = why
             return None
         if reference and self.clock() - self._renewed_at > RENEW_S:
             self._renew(reference, self.time(reference.candidate, BLOCKS))
@@ -188,21 +184,21 @@ class Search:
         faulty = 0
         for entry in self._faster():
             if faulty == MOST_FAULTS:
-                self.notes.append(f"{faulty} settings have a fault, so no further one is examined or advised")
+                self.space.notes.append(f"{faulty} settings have a fault, so no further one is examined or advised")
                 break
             self.say(f"check-up by the doctor: {entry.label}")
             entry.health = self.check_up(entry)
             if missed := entry.health.get("missed"):
-                self.notes.append(f"check-up of {entry.label}: {'; '.join(missed)}")
+                self.space.notes.append(f"check-up of {entry.label}: {'; '.join(missed)}")
             if entry.fault:
                 faulty += 1
-                self.notes.append(entry.fault)
+                self.space.notes.append(entry.fault)
                 continue
             try:
                 return entry if self._confirm(entry) else self.reference
             except RunError as error:
                 entry.failure = first_line(error)
-                self.notes.append(
+                self.space.notes.append(
                     f"{entry.label} was the fastest, and failed when it was measured again: {entry.failure}"
                 )
         return self.reference
@@ -219,7 +215,7 @@ class Search:
         assert found is not None
         if found.low > 1:
             return True
-        times = f"{found.mean:.2f}x [{found.low:.2f}, {found.high:.2f}] as fast as {reference.label}"
+        speed = f"{times(found)} as fast as {reference.label}"
         run = f" in a run of {self.steps} steps, compile time included" * (entry.compile_s > 0)
-        self.notes.append(f"{entry.label} was the fastest, which fresh processes did not confirm: {times}{run}")
+        self.space.notes.append(f"{entry.label} was the fastest, which fresh processes did not confirm: {speed}{run}")
         return False
