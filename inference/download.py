@@ -15,15 +15,10 @@ _ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
 _FILES = {"config.json", PRECISION_FILE, SUMMARY_FILE, TOKENIZER, BEST}
 
 
-def fetch(given: str, uri: str | None, output_dir: str) -> Path:
-    """Return a folder with the config and the best weights of a run in MLflow, downloaded once.
+def fetch(given: str) -> Path:
+    """Return a folder with the config and the best weights of ``mlflow:RUN_ID`` or ``runs:/RUN_ID``, downloaded once.
 
-    It is ``<output_dir>/mlflow-<RUN_ID>``, a folder of its own, because no run can be resumed without checkpoints.
-
-    Args:
-        given: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``.
-        uri: ``tracking.uri``.
-        output_dir: the parent of the new folder.
+    It is ``outputs/mlflow-RUN_ID``, a folder of its own, because no run can be resumed without checkpoints.
 
     Raises:
         UserError: there is no such run, it has no weights there, or the server does not answer.
@@ -32,11 +27,11 @@ def fetch(given: str, uri: str | None, output_dir: str) -> Path:
     if not match:
         raise UserError(f"run={given} is not a valid run; use run=mlflow:RUN_ID, with the id from MLflow's page")
     run_id = match[1]
-    target = Path(output_dir).expanduser() / f"mlflow-{run_id}"
+    target = Path("outputs", f"mlflow-{run_id}")
     if read_object(target / "config.json"):
         return target
     partial = target.with_name(f".{target.name}.partial")
-    with fetched_run(f"run={given}", run_id, uri, "uri", output_dir) as (client, run), downloading(partial):
+    with fetched_run(f"run={given}", run_id, None, "outputs") as (client, run), downloading(partial):
         print(f"fetching the best weights of {run.info.run_name} from MLflow at {redacted(str(client.tracking_uri))}")
         for name in _FILES.intersection(item.path for item in client.list_artifacts(run_id)):
             client.download_artifacts(run_id, name, str(partial))

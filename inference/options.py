@@ -27,16 +27,12 @@ class RunOptions(Overriding):
 
     run: str = ""
     """A run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``."""
-    uri: str = ""
-    """``tracking.uri``, for a run in MLflow."""
-    output_dir: str = "outputs"
-    """The folder that a run in MLflow is downloaded to."""
 
     def __post_init__(self) -> None:
         if not self.run:
             raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
         if not self._in_mlflow:
-            RunFolder.open("run", self.run, self.output_dir)
+            RunFolder.open("run", self.run, "outputs")
 
     @property
     def _in_mlflow(self) -> bool:
@@ -54,7 +50,7 @@ class RunOptions(Overriding):
             return open_exported(self.run, Path(self.run).expanduser())
         from inference.download import fetch
 
-        return open_exported(self.run, fetch(self.run, self.uri or None, self.output_dir))
+        return open_exported(self.run, fetch(self.run))
 
 
 @dataclass

@@ -3,8 +3,6 @@
   run=…             a run folder, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote
   split=valid       or test, train, all
   output=…          where evaluation.json and the tables go (default: evaluation/ in the run folder)
-  uri=…             where MLflow's runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-  output_dir=…      the folder that such a run is downloaded to (default: outputs)
 Everything else is as in training. Other data, precisions and sizes replace it: data=… data.path=… precision=…
 eval_samples=… micro_batch_size=… recipe.image_size=… device=…
 Of several precisions (precision=fp32,bf16,fp16) it measures what each costs against the first.

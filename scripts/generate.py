@@ -8,8 +8,6 @@
   top_p=1           only the most probable tokens whose probabilities add up to this
   seed=0            the same seed gives the same texts
   max_new_tokens=256  at most so many; beyond the context, each follows from the last tokens that it has room for
-  uri=…             where MLflow's runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-  output_dir=…      the folder that such a run is downloaded to (default: outputs)
 It computes in the precision of the run, or in precision=…; device=… chooses where.
 Exit code: 0, 2 for a user error, 130 when interrupted.
 """

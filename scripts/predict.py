@@ -5,8 +5,6 @@
   top=5             how many classes are shown of each
   output=…          the CSV file (default: predictions.csv in the run folder)
   batch_size=32     photos of a forward pass
-  uri=…             where MLflow's runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-  output_dir=…      the folder that such a run is downloaded to (default: outputs)
 It computes in the precision of the run, or in precision=…; device=… chooses where.
 A file that cannot be read as an image is named and left out of the CSV file.
 Exit code: 0, 1 if there was such a file, 2 for a user error or if no file could be read, 130 when interrupted.

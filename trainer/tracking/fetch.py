@@ -33,16 +33,13 @@ _ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
 
 
 @contextmanager
-def fetched_run(
-    given: str, run_id: str, uri: str | None, key: str, output_dir: str
-) -> Iterator[tuple[MlflowClient, Any]]:
+def fetched_run(given: str, run_id: str, uri: str | None, output_dir: str) -> Iterator[tuple[MlflowClient, Any]]:
     """Open the store of a run that is to be downloaded; within it, MLflow's errors become the user's.
 
     Args:
         given: the option of the command line, such as ``resume=mlflow:RUN_ID``, for messages.
         run_id: MLflow's.
         uri: of the store, as the user has set it.
-        key: the option that names the store.
         output_dir: where the run's folder is made.
 
     Raises:
@@ -52,7 +49,7 @@ def fetched_run(
     store = tracking_uri(uri)
     database = database_file(store)
     if database is not None and not database.exists():
-        raise UserError(f"{given}: there is no {database}; name the store with {key}=http://host:port")
+        raise UserError(f"{given}: there is no {database}; name the store in MLFLOW_TRACKING_URI")
     try:
         client = connect(store)
         run = find_run(client, run_id)
@@ -65,7 +62,7 @@ def fetched_run(
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         raise UserError(
             f"{given}: the run cannot be fetched from MLflow at {redacted(store)} to {output_dir} "
-            f"({first_line(error)}); check {key}= or MLFLOW_TRACKING_URI, and that the server answers"
+            f"({first_line(error)}); check MLFLOW_TRACKING_URI, and that the server answers"
         ) from error
 
 
@@ -102,7 +99,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
     if not match:
         raise UserError(f"{given} is not a valid run; use resume=mlflow:RUN_ID, with the id from MLflow's page")
     run_id = match[1]
-    with fetched_run(given, run_id, uri, "tracking.uri", output_dir) as (client, run):
+    with fetched_run(given, run_id, uri, output_dir) as (client, run):
         name = run.info.run_name
         if name != Path(name).name or name.startswith("."):
             raise UserError(
