@@ -204,7 +204,7 @@ def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
         if (folder := PROJECT / "conf" / key).is_dir() and value[0] != "$":
             assert all((folder / f"{each}.yaml").exists() for each in value.split(",")), word
         else:
-            free = any(key.startswith(f"{outer}.") for outer in ("optimizer.options", "optimizer.groups"))
+            free = any(key.startswith(f"{outer}.") for outer in ("optimizer.options", "optimizer.groups", "tags"))
             assert free or key in known.keys() | scripts | {"arms"}, word
 
 
