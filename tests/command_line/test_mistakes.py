@@ -33,6 +33,7 @@ def choices(group: str) -> str:
 TYPED: dict[str, tuple[str, ...]] = {
     # choices and keys
     "precision=bf61": ("precision=bf61", "did you mean 'bf16'?", choices("precision")),
+    "precision=null": ("precision=null is not a choice", choices("precision")),
     "presicion=bf16": ("presicion is not a key", "did you mean 'precision'?"),
     "batch=8": ("did you mean 'batch_size'?",),
     "model.size=mini": ("model is not a key of the config; did you mean 'recipe'?",),

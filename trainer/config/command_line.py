@@ -125,10 +125,10 @@ def _check_names(override: Override) -> None:
         )
     if isinstance(value, ChoiceSweep):
         chosen = [unquoted(text) for text in override.sweep_string_iterator()]
-    elif value is None or isinstance(value, Sweep):
+    elif override.is_delete() or isinstance(value, Sweep):
         chosen = []
     else:
-        chosen = [*map(str, value)] if isinstance(value, list) else [str(value)]
+        chosen = [*map(str, value)] if isinstance(value, list) else ["null" if value is None else str(value)]
     for name in chosen:
         if name not in known and not (key == "recipe" and _may_be_a_class(name)):
             raise UserError(f"{key}={name} is not a choice{nearest(name, known)} ({', '.join(known)})")
