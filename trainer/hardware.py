@@ -282,18 +282,6 @@ def held_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def processor(hardware: Hardware) -> dict[str, Any]:
-    """Return what decides which kernels torch's CPU libraries choose, as a part of ``cache.cached``'s ``of``."""
-    variables = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_DEFAULT_FPMATH_MODE")
-    return {
-        "cpu": hardware.name,
-        "flags": sorted(hardware.cpu_flags),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "environment": {name: os.environ[name] for name in variables if name in os.environ},
-    }
-
-
 def seed_everything(seed: int) -> None:
     """Seed every global generator; data order and augmentation do not use them."""
     random.seed(seed)

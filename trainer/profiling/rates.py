@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
 from trainer.cache import cached
-from trainer.hardware import CUDA, UNAVAILABLE, Hardware, available_bytes, processor
+from trainer.hardware import CUDA, UNAVAILABLE, Hardware, available_bytes
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -25,6 +25,11 @@ _LARGEST_ON_CPU = 4096
 _ENOUGH_S = 0.005
 """What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
 _ENOUGH_IN_ALL_S = 0.2
+_VARIABLES = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT"),
+)
+"""Of the environment: what decides which kernels torch's libraries choose."""
 
 
 def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
@@ -138,15 +143,7 @@ def _fp32_matmuls(number: Number, device: torch.device) -> Iterator[None]:
 
 def _of(hardware: Hardware) -> dict[str, Any]:
     """Return what the rates depend on."""
-    if hardware.device.type == "cpu":
-        return processor(hardware) | {"threads": torch.get_num_threads(), "cores": hardware.cpu_cores}
-    variables = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT")
-    return {
-        "gpu": hardware.name,
-        "capability": hardware.capability,
-        "memory_bytes": hardware.memory_bytes,
+    return hardware.facts() | {
         "driver": torch._C._cuda_getDriverVersion() if hardware.kind is CUDA else None,  # type: ignore[attr-defined]
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "environment": {name: os.environ[name] for name in variables if name in os.environ},
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
