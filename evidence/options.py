@@ -105,11 +105,6 @@ class MaxBatchOptions(Overriding):
 
 
 @dataclass
-class MemoryOptions(Overriding):
-    """Options of scripts/memory.py: none of its own."""
-
-
-@dataclass
 class RangeOptions(Overriding):
     """Options of scripts/lr_range.py."""
 

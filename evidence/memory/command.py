@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
-from evidence.options import MaxBatchOptions, MemoryOptions
+from evidence.options import MaxBatchOptions
 from mantissa.display import columns
 from mantissa.ledger import CATEGORIES, MIB, Ledger
 from trainer.config.compose import combinations, compose
-from trainer.config.options import parse
+from trainer.config.options import Overriding, parse
 from trainer.hardware import detect
 from trainer.run.forecast import forecast
 
@@ -17,7 +17,7 @@ from trainer.run.forecast import forecast
 def memory(arguments: list[str]) -> int:
     """Forecast every combination of the overrides, and print a table."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    _, overrides = parse(arguments, MemoryOptions, "overrides")
+    _, overrides = parse(arguments, Overriding, "overrides")
     configs = {label: compose(own) for label, own in combinations(overrides).items()}  # mistakes before any work
     ledgers = {label or "forecast": forecast(config) for label, config in configs.items()}
     print("Forecast of an optimizer step, at its peak, of the model without torch.compile:\n")

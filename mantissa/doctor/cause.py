@@ -9,8 +9,7 @@ from there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from operator import itemgetter
@@ -25,7 +24,7 @@ from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.training import find_outlier, without_outliers
 from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
-from mantissa.step import Replay, batch_key, map_tensors
+from mantissa.step import Batch, Replay, batch_key, map_tensors
 from mantissa.tensors import finite, numbers_in
 from mantissa.trace import Op, Trace, line_of_exception
 
@@ -215,7 +214,7 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
         sample = find_outlier(passes.microbatches)
         if sample is not None:
             finding.detail += f"; {sample}"
-        if format == FP32 and sample is not None and _finite_without(passes):
+        if format == FP32 and sample is not None and _is_finite(passes, map(without_outliers, passes.microbatches)):
             finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
             finding.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
             return finding
@@ -224,14 +223,19 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
     return finding
 
 
-def _finite_without(passes: Replay) -> bool:
-    """Return whether the step is finite with usual samples in the place of those that are far larger."""
-    own = passes.microbatches
-    passes.microbatches = list(map(without_outliers, own))
+def _is_finite(passes: Replay, batches: Iterable[Batch], change: Callable[[Tensor], Tensor] = lambda own: own) -> bool:
+    """Return whether the step is finite with other batches, and with changed weights and buffers."""
+    own = passes.microbatches, passes.weights, dict(passes.step.buffers)
+    passes.microbatches = list(batches)
+    passes.weights = {name: change(tensor) for name, tensor in passes.weights.items()}
+    passes.step.buffers.update({name: change(tensor) for name, tensor in passes.step.buffers.items()})
     try:
         return not passes.run().nonfinite
+    except RuntimeError:  # batches of another size
+        return False
     finally:
-        passes.microbatches = own
+        passes.microbatches, passes.weights, buffers = own
+        passes.step.buffers.update(buffers)
 
 
 def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
@@ -242,26 +246,21 @@ def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
     stored = f"{dtype_name(outside.tensor.dtype)}, " if outside.tensor.dtype.itemsize == 2 else ""
     finding.detail = f"{name} ({stored}{bad:,} of {outside.tensor.numel():,} elements) is not finite before the step"
     finding.module, finding.tensor = ("", name) if name.startswith("batch") else (name.rpartition(".")[0], name)
-    batches, own, buffers = passes.microbatches, passes.weights, dict(passes.step.buffers)
     size = len(outside.tensor) if outside.tensor.ndim else 0
     if name.startswith("batch") and 0 < len(rows) < size:
         samples = f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
         finding.tensor += f", {samples}"
         left = [row for row in range(size) if row not in rows]
-        passes.microbatches = [
+        batches = [
             map_tensors(batch, lambda tensor: tensor[left] if tensor.shape[:1] == (size,) else tensor)
-            for batch in batches
+            for batch in passes.microbatches
         ]
-        cure = f"leave out {samples} of {name}: without, the step is finite"
+        cure, cured = f"leave out {samples} of {name}: without, the step is finite", _is_finite(passes, batches)
     else:
         cure = f"finite values in {name}: with zeros in their place, the step is finite"
-        passes.microbatches = [map_tensors(batch, _without_infinities) for batch in batches]
-        passes.weights = {key: _without_infinities(tensor) for key, tensor in own.items()}
-        passes.step.buffers.update({key: _without_infinities(tensor) for key, tensor in passes.step.buffers.items()})
-    with suppress(RuntimeError):  # a batch of another size
-        finding.cure = [] if passes.run().nonfinite else [cure]
-    passes.microbatches, passes.weights = batches, own
-    passes.step.buffers.update(buffers)
+        batches = [map_tensors(batch, _without_infinities) for batch in passes.microbatches]
+        cured = _is_finite(passes, batches, _without_infinities)
+    finding.cure = [cure] if cured else []
     return finding
 
 

@@ -121,9 +121,6 @@ def write_report(
     if plots:
         sections.append(Section("Plots", plots=plots))
     sections += [Section(f"The crash of check {part}", text=trace) for part, trace in diagnosis.budget.crashes.items()]
-    if rows := tables.get("manifest"):
-        cells = [list(rows[0]), *([str(value) or "-" for value in row.values()] for row in rows)]
-        sections.append(Section(f"What ran in which format ({len(rows):,} rows)", table=cells, folded=True))
     title = f"{diagnosis.verdict}: {subject} {taken.precision}, step {taken.step.number}"
     origin = measured_on(record["hardware"], record["versions"], record["git"])
     answer = [*found, *means] or [f"No fault: {opening(taken)}."]
