@@ -20,7 +20,6 @@ from trainer.run.command import main
 
 CHANGES = ("os.mkdir", "os.rename", "os.link", "os.truncate")
 REMOVALS = ("os.remove", "os.rmdir", "shutil.rmtree")
-EXPORTED = ("best", ".mlflow-model")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 KINDS = ("file", "removing", "export", "evaluation", "accumulation")
 
@@ -30,8 +29,7 @@ def kinds_of(event: str, arguments: tuple[Any, ...]) -> tuple[str, ...]:
     if event in REMOVALS:
         return "file", "removing"
     if event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES):
-        exported = any(part in str(arguments[0]) for part in EXPORTED)
-        return ("file", "export") if exported else ("file",)
+        return ("file", "export") if "best" in str(arguments[0]) else ("file",)
     return ()
 
 

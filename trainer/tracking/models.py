@@ -10,6 +10,7 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainer.files import BEST, SUMMARY_FILE, read_object, sha256
@@ -30,7 +31,6 @@ MODEL = "model"
 """The folder of a logged model that is the run's ``best/``."""
 WEIGHTS_TAG = "mantissa.weights_sha256"
 """Finds the model again: the same weights of a run are one model, even if they are sent more than once."""
-SCRATCH = ".mlflow-model"
 
 
 def log_best(client: MlflowClient, run: Any, folder: Path, info: TrackedRun) -> str | None:
@@ -40,6 +40,7 @@ def log_best(client: MlflowClient, run: Any, folder: Path, info: TrackedRun) -> 
         The model's address; None: transformers has no pipeline for it.
     """
     from mlflow.entities import LoggedModelOutput
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     architecture = (read_object(folder / BEST / "config.json").get("architectures") or [""])[0]
     if architecture not in PIPELINES:
@@ -47,13 +48,11 @@ def log_best(client: MlflowClient, run: Any, folder: Path, info: TrackedRun) -> 
     model = _find_or_create(client, run, folder, info.params)
     run_id, model_id = run.info.run_id, str(model.model_id)
     if str(model.status) != "READY":
-        scratch = folder / SCRATCH
-        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-        try:
-            _write(scratch, model, run_id, folder / BEST, architecture)
-            client.log_model_artifacts(model_id, str(scratch))
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        place = get_artifact_repository(model.artifact_location, tracking_uri=client.tracking_uri)
+        place.log_artifacts(str(folder / BEST), MODEL)
+        with TemporaryDirectory() as scratch:
+            _describe(Path(scratch), model, run_id, folder / BEST, architecture)
+            place.log_artifacts(scratch)
         summary = read_object(folder / SUMMARY_FILE)
         step = (summary.get("best") or summary).get("step", 0)
         if not (run.outputs and model_id in [output.model_id for output in run.outputs.model_outputs]):
@@ -94,14 +93,13 @@ def _find_or_create(client: MlflowClient, run: Any, folder: Path, params: dict[s
     )
 
 
-def _write(path: Path, model: Any, run_id: str, best: Path, architecture: str) -> None:
-    """Write MLflow's folder of a model, with its flavour of transformers.
+def _describe(path: Path, model: Any, run_id: str, best: Path, architecture: str) -> None:
+    """Write what MLflow's folder of a model has beside the weights: its flavour of transformers, and the tokenizer.
 
-    ``mlflow.transformers.save_model`` would load the weights, and look for the model on the hub.
+    ``mlflow.transformers.save_model`` would record this machine's path, and look it up on the hub.
     """
     from mlflow.models import Model, infer_signature
 
-    shutil.copytree(best, path / MODEL)
     shutil.copytree(best, path / "components" / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors*"))
     task, pipeline = PIPELINES[architecture]
     described = Model(
