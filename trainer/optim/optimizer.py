@@ -7,7 +7,6 @@ import importlib
 import inspect
 import math
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -143,12 +142,8 @@ class Optimizer:
         return kind_of(device).fused_amp or all(fused_is_sound(kernel, dtype, device.type) for dtype in halves)
 
 
-_ELSEWHERE = {
-    "Lion": ("timm.optim", "timm>=1.0.20"),
-    "Lamb": ("timm.optim", "timm>=1.0.20"),
-    "Muon": ("trainer.optim.muon", "torch>=2.9"),
-}
-"""The module of an optimizer that torch does not have, and what pip installs for it."""
+_ELSEWHERE = {"Lion": "timm.optim.Lion", "Lamb": "timm.optim.Lamb", "Muon": "trainer.optim.muon.Muon"}
+"""Where an optimizer is that torch.optim does not have, or has for matrices only."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -157,23 +152,12 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         UserError: there is none that can be used here.
     """
-    if name in _ELSEWHERE:
-        module, package = _ELSEWHERE[name]
-        library = package.partition(">")[0]
-        if find_spec(library) is None:
-            raise UserError(
-                f"optimizer.name={name} needs {library}, which is not installed; pip install '{package}', or use "
-                "optimizer=adamw"
-            )
-        cls: Any = getattr(importlib.import_module(module), name)
-    elif "." in name:
-        module, _, own = name.rpartition(".")
-        try:
-            cls = getattr(importlib.import_module(module), own, None)
-        except ImportError as error:
-            raise UserError(f"optimizer.name={name} cannot be imported ({error}); install its package") from None
-    else:
-        cls = getattr(torch.optim, name, None)
+    place = _ELSEWHERE.get(name, name if "." in name else f"torch.optim.{name}")
+    module, _, own = place.rpartition(".")
+    try:
+        cls: Any = getattr(importlib.import_module(module), own, None)
+    except ImportError as error:
+        raise UserError(f"optimizer.name={name} cannot be imported ({error}); install its package") from None
     if not _is_optimizer(cls):
         names = [*filter(lambda each: _is_optimizer(getattr(torch.optim, each)), dir(torch.optim)), *_ELSEWHERE]
         raise UserError(
