@@ -47,7 +47,6 @@ def finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite."""
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
@@ -86,20 +85,31 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return error / size if math.isfinite(error) else math.inf
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of every generator a run may use: torch's on the CPU and the device, numpy's, Python's."""
+def note_random_state(device: torch.device) -> Callable[[], dict[str, Tensor]]:
+    """Note the state of every generator: torch's on the CPU and the device, numpy's, Python's.
+
+    The function that is returned makes tensors of it, which takes longer than to note it.
+    """
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     _, words, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    }
+    state = {"torch": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return state
+
+    def as_tensors() -> dict[str, Tensor]:
+        return state | {
+            "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+            "python": torch.tensor(words, dtype=torch.int64),
+            "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        }
+
+    return as_tensors
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of every generator a run may use, see ``note_random_state``."""
+    return note_random_state(device)()
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
@@ -112,19 +122,3 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     if device.type != "cpu" and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
-
-
-def freeze(device: torch.device) -> Callable[[], dict[str, Tensor]]:
-    """Note the states, at a fifth of the cost; return what returns them as ``random_state`` does, if ever needed."""
-    numpys, pythons, torchs = np.random.get_state(), random.getstate(), torch.get_rng_state()
-    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-    def thawed() -> dict[str, Tensor]:
-        now = random_state(device)
-        np.random.set_state(numpys)
-        random.setstate(pythons)
-        then = random_state(device) | {"torch": torchs} | ({} if own is None else {device.type: own})
-        set_random_state(now, device)
-        return then
-
-    return thawed

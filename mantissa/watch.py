@@ -24,7 +24,7 @@ from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters, are_finite
 from mantissa.setup import FirstStep, Listener, Setup, policies, read_setup
-from mantissa.tensors import changed_by, finite, freeze, local, numbers_in, tensors
+from mantissa.tensors import changed_by, finite, local, note_random_state, numbers_in, tensors
 
 SKIPS = 10
 """Steps that a loss scaler skips one after another before that is a failure."""
@@ -197,7 +197,7 @@ class Watch:
 
     def _begin(self) -> None:
         if self._now.generators is None:
-            self._now.generators = freeze(self._device)
+            self._now.generators = note_random_state(self._device)
             self._save(self._buffers)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
