@@ -9,9 +9,7 @@ from mantissa.display import size
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
-from trainer.errors import OutOfMemory, UserError
 from trainer.hardware import Hardware
-from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World
 from trainer.run.fit import fit_plan, needed_bytes, rough_bytes
 
@@ -25,29 +23,16 @@ def is_set(overrides: Sequence[str], *keys: str) -> bool:
 def fitting(
     config: Config, overrides: Sequence[str], hardware: Hardware, datasets: Datasets
 ) -> tuple[list[str], list[str]]:
-    """Return the overrides with which train.py's default fits into the memory, and what was changed for that."""
-    trials: list[list[str]] = [[]]
-    if not is_set(overrides, "activation_checkpointing"):
-        trials += [[f"activation_checkpointing={mode}"] for mode in CHECKPOINTING[:0:-1]]
-    first: OutOfMemory | None = None
-    for more in trials:
-        try:
-            tried = merge_overrides(overrides, more)
-            composed = compose(tried) if more else config
-            plan = composed.plan(hardware)
-            fitted = fit_plan(composed, plan, hardware, World(), datasets)
-        except OutOfMemory as error:
-            first = first or error
-            continue
-        except UserError:  # a recipe without blocks
-            continue
-        needed, auto = fitted.batching.micro_batch_size, plan.batching.micro_batch_size
-        pinned = [f"micro_batch_size={needed}"] * (needed != auto)
-        changed = [*more, *pinned]
-        why = f"every candidate has {' '.join(changed)}, because train.py's default does not fit into the memory"
-        return merge_overrides(overrides, changed), [why] * bool(changed)
-    assert first is not None
-    raise first
+    """Return the overrides with which train.py's default fits into the memory, and what was changed for that.
+
+    Raises:
+        OutOfMemory: not even the smallest microbatch is forecast to fit.
+    """
+    plan = config.plan(hardware)
+    needed = fit_plan(config, plan, hardware, World(), datasets).batching.micro_batch_size
+    changed = [f"micro_batch_size={needed}"] * (needed != plan.batching.micro_batch_size)
+    why = f"every candidate has {' '.join(changed)}, because train.py's default does not fit into the memory"
+    return merge_overrides(overrides, changed), [why] * bool(changed)
 
 
 def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, usable_bytes: float) -> str:
