@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from recipes.data.images.source import ImageDatasets
@@ -84,15 +84,15 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     Raises:
         UserError: the download failed, or the file cannot be read.
     """
-    path = Path(pretrained).expanduser()
-    if not path.exists():
-        return _published(arch, pretrained, image_size)
-    about = exported_config(pretrained)
-    state = _read(path / "model.safetensors" if path.is_dir() else path)
-    state = {name: tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
+    path, about = Path(pretrained).expanduser(), exported_config(pretrained)
+    if path.exists():
+        state, name = _read(path / "model.safetensors" if path.is_dir() else path), DEFAULT
+    else:
+        state, name = _published(arch, pretrained, image_size), pretrained
+    state = {key: value for key, value in state.items() if not key.startswith(_AUXILIARY)}
     if about:
         return Weights(state, tuple(about["mean"]), tuple(about["std"]), about["classes"])
-    return Weights(state, *_normalisation(arch), None)
+    return Weights(state, *_normalisation(arch, name), None)
 
 
 def new_head(state: dict[str, Tensor], classes: list[str] | None, arch: str, datasets: ImageDatasets) -> list[str]:
@@ -105,8 +105,9 @@ def new_head(state: dict[str, Tensor], classes: list[str] | None, arch: str, dat
     return [] if fits and classes in (None, datasets.classes) else head
 
 
-def _published(arch: str, name: str, image_size: int) -> Weights:
+def _published(arch: str, name: str, image_size: int) -> dict[str, Tensor]:
     """Build the published model, so that its library converts what has to be; and return its weights."""
+    model: nn.Module
     try:
         # With its own classes; what is random about building it must not change the run.
         with torch.random.fork_rng(devices=[]):
@@ -125,11 +126,10 @@ def _published(arch: str, name: str, image_size: int) -> Weights:
         raise UserError(
             f"init_from={name}: the weights of {arch} could not be downloaded or opened ({first_line(error)}); {_FILE}"
         ) from error
-    state = {key: value for key, value in model.state_dict().items() if not key.startswith(_AUXILIARY)}
-    return Weights(state, *_normalisation(arch, name), None)
+    return model.state_dict()
 
 
-def _normalisation(arch: str, name: str = DEFAULT) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _normalisation(arch: str, name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of the images that published weights of this architecture were trained on."""
     if arch.startswith(architectures.TIMM):
         import timm
