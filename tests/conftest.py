@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -27,12 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shortcuts_taken(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs that tests start measure no rates, migrate no databases and draw no plots."""
+def shortcuts_taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs that tests start measure no rates, migrate no databases, draw no plots and see no modules as garbage."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     os.environ[shortcuts.STORE] = str(shared / "empty-mlflow.db")
     shortcuts.take()
+    gc.freeze()  # each run looks for garbage, and would walk all modules each time
+    yield
+    gc.unfreeze()  # else nanobind reports leaks
 
 
 @pytest.fixture(scope="session")

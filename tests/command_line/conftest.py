@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import os
 import shutil
@@ -100,12 +99,10 @@ def _command(*overrides: str) -> Result:
 
     out, err = io.StringIO(), io.StringIO()
     argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]
-    gc.freeze()  # the command calls gc.collect(), which does not search what is frozen
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             code = main()
     finally:
-        gc.unfreeze()
         sys.argv = argv
     return Result(code, out.getvalue(), err.getvalue())
 

@@ -101,11 +101,12 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         datasets = opened or world.main_first(plan.config.open_datasets)
         if folder is None:
             plan = fit_plan(config, plan, hardware, world, datasets)
-        if gc.isenabled():  # else the program has only imported modules so far
-            gc.collect()
+        if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
+            if gc.isenabled():  # else the program has only imported modules so far
+                gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
         gc.enable()
-        gc.freeze()  # else every look for garbage walks half a million objects, for half a second
-        stack.callback(gc.unfreeze)
         terminal.note("building the model …")
         run = None
         try:
