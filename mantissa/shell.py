@@ -29,10 +29,10 @@ class Ended:
     errors: str = ""
     """Errors that it printed, where these are apart."""
 
-    def last_lines(self, count: int = 3) -> str:
-        """Return the last lines that it printed, separated by slashes; errors come last."""
+    def last_lines(self) -> str:
+        """Return the last three lines that it printed, separated by slashes; errors come last."""
         lines = [line.strip()[:200] for text in (self.output, self.errors) for line in text.splitlines()]
-        return " / ".join([line for line in lines if line][-count:])
+        return " / ".join([line for line in lines if line][-3:])
 
 
 def run(

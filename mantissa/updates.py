@@ -137,7 +137,6 @@ class UpdateMeter:
     ) -> None:
         self._optimizer = optimizer
         self._half = half
-        self._masters = masters
         self._clip = clip
         self._size = sample
         own = dict(model.named_parameters())
@@ -178,8 +177,11 @@ class UpdateMeter:
         """
         copies = [dict(group) for group in self._optimizer.param_groups]  # some optimizers count in it
         groups = {parameter: group for group in copies for parameter in group["params"]}
-        tracked = [each for each in self._tracked if measurable(each.parameter.grad) and each.parameter in groups]
-        self._samples = [(each, self._sample(each, groups[each.parameter])) for each in tracked]
+        self._samples = [
+            (each, self._sample(each, gradient, groups[each.parameter]))
+            for each in self._tracked
+            if measurable(gradient := each.parameter.grad) and each.parameter in groups
+        ]
         self._factor = factor
         self._largest = self._peak()
 
@@ -209,11 +211,11 @@ class UpdateMeter:
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).max()
 
-    def _sample(self, tracked: _Tracked, group: dict[str, Any]) -> _Sample:
+    def _sample(self, tracked: _Tracked, gradient: Tensor, group: dict[str, Any]) -> _Sample:
         state = self._optimizer.state.get(tracked.parameter, {})
         return _Sample(
             self._elements(tracked.weight).clone(),
-            self._elements(tracked.parameter.grad).to(torch.float32, copy=True),
+            self._elements(gradient).to(torch.float32, copy=True),
             {key: self._sampled_state(key, value, tracked.weight.shape) for key, value in state.items()},
             group,
         )
@@ -260,9 +262,16 @@ class UpdateMeter:
         )
         return torch.stack([count.float() for count in counts])
 
-    def _elements(self, tensor: Tensor | None) -> Tensor:
-        assert tensor is not None
-        return elements(tensor, self._size)
+    def _elements(self, tensor: Tensor) -> Tensor:
+        """Return some elements of this rank's part of a tensor, at even distances, 1-D.
+
+        The distance has no factor in common with the size, so that the sample is not taken from a few columns only.
+        """
+        flat = local(tensor.detach()).reshape(-1)  # copies only what is not contiguous, as in channels_last
+        distance = math.ceil(len(flat) / self._size)
+        while distance > 1 and math.gcd(distance, len(flat)) > 1:
+            distance += 1
+        return flat[:: max(1, distance)]
 
     def _sampled_state(self, key: str, value: Any, shape: torch.Size) -> Any:
         """Return the sampled elements of a tensor of the parameter's shape in fp32, a copy of anything else."""
@@ -290,18 +299,6 @@ def ratio(part: float, whole: float) -> float:
 def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
     """Return whether there is a dense gradient of real numbers."""
     return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided
-
-
-def elements(tensor: Tensor, count: int = SAMPLE) -> Tensor:
-    """Return up to ``count`` elements of this rank's part of a tensor, at even distances, 1-D.
-
-    The distance has no factor in common with the size, so that the sample is not taken from a few columns only.
-    """
-    flat = local(tensor.detach()).reshape(-1)  # copies only what is not contiguous, as in channels_last
-    distance = math.ceil(len(flat) / count)
-    while distance > 1 and math.gcd(distance, len(flat)) > 1:
-        distance += 1
-    return flat[:: max(1, distance)]
 
 
 def judge(updates: dict[str, Counts], format: Format) -> Examined:
