@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ _SETTINGS = {
 }
 LONGEST = 500
 """Characters of a param or a tag that ``publish`` logs."""
+_SCHEMES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _WORKSPACES = ("databricks", "databricks-uc", "uc")
 
 
@@ -44,13 +46,20 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
         key: its name in messages.
 
     Raises:
-        UserError: it is not a URI.
+        UserError: it is not a URI that MLflow supports.
     """
     if not uri:
         key, uri = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri or "://" in uri or uri in _WORKSPACES:
-        return uri or None
-    shown, remedy = ("***", "sqlite:///file.db") if "@" in uri else (uri, f"sqlite:///{uri}")
+    if not uri:
+        return None
+    scheme, separator, _ = uri.partition("://")
+    kind = scheme.partition("+")[0]
+    if separator and (kind in _SCHEMES or kind in entry_points(group="mlflow.tracking_store").names):
+        return uri
+    if uri in _WORKSPACES:
+        return uri
+    shown = redacted(uri) if separator or "@" not in uri else "***"
+    remedy = "sqlite:///file.db" if separator or "@" in uri else f"sqlite:///{uri}"
     raise UserError(f"{key}={shown} is not a URI that MLflow supports; use {remedy} or http://host:port")
 
 

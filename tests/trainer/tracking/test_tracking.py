@@ -139,6 +139,7 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
         ({"register": "a/b"}, r"tracking\.register=a/b must be a name without slash and colon"),
         ({"register": "net", "mlflow": False}, r"tracking\.register has no effect with tracking=local"),
         ({"uri": "runs"}, r"tracking\.uri=runs.*sqlite:///runs"),
+        ({"uri": "htp://me:s3cret@host"}, r"=htp://\*\*\*@host is not a URI that MLflow supports"),
         ({"uri": "me:s3cret@host"}, r"tracking\.uri=\*\*\* is not a URI that MLflow supports"),
     ],
 )
