@@ -1,7 +1,7 @@
 """Forecast a step's memory without allocating it: ``python scripts/memory.py recipe=gpt2 precision=fp32,bf16``.
 
-All arguments are as for train.py. A key with several values gives one column per value (precision=fp32,bf16
-activation_checkpointing=none,blocks micro_batch_size=8,16); several such keys give one column per combination.
+All arguments are as for train.py. A key with several values gives one line per value (precision=fp32,bf16
+activation_checkpointing=none,blocks micro_batch_size=8,16); several such keys give one line per combination.
 Exit code: 0, 2 for a user error, 1 when a step cannot be forecast or fails, 130 when interrupted.
 """
 

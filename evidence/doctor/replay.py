@@ -14,8 +14,7 @@ from mantissa.examination import take
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
-from trainer.config.registration import flatten
-from trainer.config.resume import check_same, options_of
+from trainer.config.resume import options_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.parallel.wrap import Parallel
@@ -24,7 +23,7 @@ from trainer.run.record import FAILURE
 from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
-_MAY_CHANGE = ("device", "loader", "loader.workers")
+_MAY_CHANGE = ("device", "loader.workers")
 """Overrides that a run may be examined with."""
 
 
@@ -53,9 +52,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
                 f"resume={resume}"
             )
     folder = RunFolder.open("resume", resume, "outputs")
-    config = compose(overrides, options_of(folder))
-    check_same(folder, flatten(config))
-    config = replace(config, parallel=Parallel())  # its ranks are taken one after another
+    config = replace(compose(overrides, options_of(folder)), parallel=Parallel())  # its ranks one after another
     summary = folder.summary()
     failure = summary.get("failure") or {}
     trainer = Trainer.from_config(config)
