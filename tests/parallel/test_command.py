@@ -20,6 +20,7 @@ import pytest
 from tests import forks
 from tests.parallel.conftest import FORKED_TORCHRUN, PROJECT, TORCHRUN, environment, forked_environment
 from trainer.checkpoint.reader import load
+from trainer.files import read_json_lines
 
 SCRIPT = str(PROJECT / "scripts" / "train.py")
 GPT2 = (
@@ -72,7 +73,7 @@ def done(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return list(read_json_lines(run / "metrics.jsonl"))
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -81,7 +82,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 300
-    while not ((run / "metrics.jsonl").exists() and any(line["step"] >= step for line in lines(run))):
+    while not any(line["step"] >= step for line in lines(run)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
