@@ -207,7 +207,7 @@ def test_what_cannot_be_fetched_is_said_in_a_sentence(store: str, saved: str) ->
     own = f"mlflow:{saved}"
     assert "has no such run" in refusal(f"mlflow:{'0' * 32}")
     assert "is not a valid run" in refusal("mlflow:../../etc")
-    assert "check tracking.uri" in refusal(own, "http://127.0.0.1:9")
+    assert "check MLFLOW_TRACKING_URI" in refusal(own, "http://127.0.0.1:9")
     assert "there is no" in refusal(own, "sqlite:///absent.db")
     shutil.rmtree(RUN / "checkpoints" / "step-00000006")
     assert "outputs/run has another run, or this one at an earlier step than 6; use resume=outputs/run" in refusal(own)
