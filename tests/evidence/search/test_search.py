@@ -1,13 +1,11 @@
-"""Searches: their trials, what is pruned, how they go on after a stop, and MLflow."""
+"""Searches: their trials, what is pruned, and how they go on after a stop."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -138,22 +136,15 @@ def test_a_stopped_search_is_continued_with_the_run_that_was_stopped(
     assert sorted(row[-1] for row in table(out)) == ["it-t0", "it-t1", "it-t3"]
 
 
-def test_a_pruned_trial_closes_its_run_and_in_mlflow_the_study_is_a_tag(
-    outputs: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_pruned_trial_closes_its_run_and_the_study_is_a_tag(
+    searched: Callable[..., str], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(empty_store, outputs.parent / "mlflow.db")
     monkeypatch.setattr(optuna.trial.Trial, "should_prune", lambda trial: trial.number == 1)
-    assert search([*BIGNET, LR, "trials=2", "tracking.system_metrics=false"]) == 0
+    out = searched(LR, "trials=2")
     summary = json.loads((outputs / "it-t1" / "summary.json").read_text())
-    assert (summary["status"], summary["step"]) == ("KILLED", 2)
-    out = capsys.readouterr().out
+    assert (summary["status"], summary["step"], summary["tags"]) == ("KILLED", 2, {"group": "it"})
     assert [row[-2:] for row in table(out)] == [["complete", "it-t0"], ["pruned", "it-t1"]]
     assert study(outputs).trials[1].intermediate_values.keys() == {2}
-    with closing(sqlite3.connect(outputs.parent / "mlflow.db")) as database:
-        statuses = dict(database.execute("select name, status from runs").fetchall())
-        groups = database.execute("select value from tags where key = 'group'").fetchall()
-    assert statuses == {"it-t0": "FINISHED", "it-t1": "KILLED"}
-    assert groups == 2 * [("it",)]
 
 
 def test_a_run_that_turns_non_finite_has_failed_and_the_search_goes_on(outputs: Path) -> None:
