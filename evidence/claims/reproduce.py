@@ -6,14 +6,15 @@ import hashlib
 import json
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from evidence.claims.claims import Claim, Criterion, load, names
 from evidence.measures import TIMED, in_use, measured
 from evidence.options import ReproduceOptions
 from evidence.runs import DIVERGED, Outcome, Runner, merge_overrides
-from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, equivalence, ratio_interval
+from mantissa.compare import percent, times
+from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, Interval, equivalence, ratio_interval
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError
@@ -32,10 +33,8 @@ class Finding:
     criterion: Criterion
     verdict: str = ""
     """Verdict by this criterion; empty: it does not decide."""
-    median: float | None = None
-    low: float | None = None
-    """Lower end of the 95 % interval; of quantities that are not compared, the lowest value."""
-    high: float | None = None
+    found: Interval | None = None
+    """Geometric mean of finite ratios with its 95 % interval; of other values median, lowest and highest."""
     values: list[float] = field(default_factory=list)
     why: str = ""
     """Reason why there is no verdict."""
@@ -59,32 +58,31 @@ def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     if criterion.measure in TIMED:
         finding.why = finding.why or in_use(run for of_arm in runs for run in of_arm.values())
     if values := finding.values:
-        finding.median, finding.low, finding.high = statistics.median(values), min(values), max(values)
         if criterion.over and len(values) > 1 and all(0 < value < math.inf for value in values):
-            interval = ratio_interval(values)
-            finding.low, finding.high = interval.low, interval.high
+            finding.found = ratio_interval(values)
+        else:
+            finding.found = Interval(statistics.median(values), min(values), max(values), 1.0, len(values))
     if criterion.decides:
         finding.verdict = _verdict(finding)
     return finding
 
 
 def _verdict(finding: Finding) -> str:
-    criterion, values = finding.criterion, finding.values
+    criterion, values, found = finding.criterion, finding.values, finding.found
     if len(values) < (2 if criterion.over else 1):
         finding.why = finding.why or "too few runs for an interval"
-    if finding.why:
+    if finding.why or found is None:
         return INCONCLUSIVE
     if criterion.within is not None:
         if not all(map(math.isfinite, values)):
             return REFUTED
-        (found,) = equivalence([[value - 1 for value in values]], criterion.within)
-        return {EQUIVALENT: CONFIRMED, INCONCLUSIVE: INCONCLUSIVE}.get(found.verdict, REFUTED)
+        (test,) = equivalence([[value - 1 for value in values]], criterion.within)
+        return {EQUIVALENT: CONFIRMED, INCONCLUSIVE: INCONCLUSIVE}.get(test.verdict, REFUTED)
     low = -math.inf if criterion.at_least is None else criterion.at_least
     high = math.inf if criterion.at_most is None else criterion.at_most
-    assert finding.low is not None and finding.high is not None  # noqa: PT018
-    if low <= finding.low and finding.high <= high:
+    if low <= found.low and found.high <= high:
         return CONFIRMED
-    if criterion.over and finding.low <= high and low <= finding.high:
+    if criterion.over and found.low <= high and low <= found.high:
         return INCONCLUSIVE
     return REFUTED
 
@@ -99,15 +97,15 @@ def combine(verdicts: list[str]) -> str:
 
 def shown(finding: Finding) -> str:
     """Return what was measured, in words; ratios of losses near 1 as percentages of change."""
-    if finding.median is None or finding.low is None or finding.high is None:
+    found, criterion = finding.found, finding.criterion
+    if found is None:
         return "not measured"
-    criterion, three = finding.criterion, (finding.median, finding.low, finding.high)
-    if criterion.over and "loss" in criterion.measure and all(abs(ratio - 1) < 0.1 for ratio in three):
-        median, low, high = (f"{100 * (ratio - 1):+.2g} %" for ratio in three)
-    else:
-        median, low, high = (f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}" for value in three)
-        median += "x" if criterion.over else ""
-    return median if low == high else f"{median} [{low}, {high}]"
+    if criterion.over and math.isfinite(found.high):
+        change = replace(found, mean=found.mean - 1, low=found.low - 1, high=found.high - 1)
+        near = "loss" in criterion.measure and max(abs(change.low), abs(change.high)) < 0.1
+        return percent(change) if near else times(found)
+    middle, low, high = (f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}" for value in astuple(found)[:3])
+    return middle if low == high else f"{middle} [{low}, {high}]"
 
 
 def main(arguments: list[str]) -> int:
@@ -197,15 +195,15 @@ def _write(path: Path, claim: Claim, verdict: str, findings: list[Finding]) -> N
     rows = [
         {
             "quantity": finding.criterion.quantity(),
-            "value": finding.median,
-            "low": finding.low,
-            "high": finding.high,
+            "value": finding.found.mean,
+            "low": finding.found.low,
+            "high": finding.found.high,
             "unit": "x" if finding.criterion.over else "",
             "published": finding.criterion.published,
             "verdict": finding.verdict,
         }
         for finding in findings
-        if finding.median is not None and math.isfinite(finding.median) and not finding.why
+        if finding.found and math.isfinite(finding.found.mean) and not finding.why
     ]
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
     write_json(path, {"claim": claim.id, "verdict": verdict, "command": command, "findings": rows})

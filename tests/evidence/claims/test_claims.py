@@ -17,7 +17,7 @@ from evidence.claims.claims import Claim, Criterion, lacking, load, names
 from evidence.claims.reproduce import CONFIRMED, NOT_HERE, REFUTED, Finding, combine, evaluate, main, shown
 from evidence.runs import Outcome, Runner
 from mantissa.shell import Ended
-from mantissa.statistics import INCONCLUSIVE
+from mantissa.statistics import INCONCLUSIVE, Interval
 from tests.helpers import CPU, PROJECT
 from trainer.config.compose import compose
 from trainer.config.options import run
@@ -182,10 +182,9 @@ BASE = losses("base", 2.0, 2.0, 2.0)
 def test_the_whole_interval_of_pairs_of_a_seed_decides(bounds: dict[str, float], verdict: str) -> None:
     finding = evaluate(speed(**bounds), [*SLOW, *reversed(FAST)])
     assert finding.verdict == verdict
-    assert finding.median == pytest.approx(2.01)
-    assert finding.low is not None
-    assert finding.high is not None
-    assert 1.95 < finding.low < 2.0 < finding.high < 2.06
+    assert finding.found is not None
+    assert finding.found.mean == pytest.approx(2.0077, abs=1e-4)
+    assert 1.95 < finding.found.low < 2.0 < finding.found.high < 2.06
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def test_within_is_an_equivalence_test(values: tuple[float, ...], verdict: str) 
 def test_a_run_that_diverged_has_an_infinite_loss() -> None:
     worse = Criterion("loss", "pure", "base", at_least=1.1)
     finding = evaluate(worse, [*BASE, *(outcome("pure", seed, loss=None, code=3) for seed in range(3))])
-    assert (finding.verdict, shown(finding)) == (CONFIRMED, "infx")
+    assert (finding.verdict, shown(finding)) == (CONFIRMED, "inf")
     mixed = [outcome("pure", 0, loss=2.0), *(outcome("pure", seed, code=3) for seed in (1, 2))]
     assert evaluate(worse, [*BASE, *mixed]).verdict == INCONCLUSIVE
     assert evaluate(Criterion("loss", "pure", "base", within=0.01), [*BASE, *mixed]).verdict == REFUTED
@@ -214,7 +213,8 @@ def test_a_single_quantity_has_to_keep_its_bounds_in_every_run() -> None:
     of = Criterion("best_loss", "a", at_most=1.95)
     assert evaluate(of, losses("a", 1.90, 1.94)).verdict == CONFIRMED
     finding = evaluate(of, losses("a", 1.90, 1.96))
-    assert (finding.verdict, finding.low, finding.high) == (REFUTED, 1.90, 1.96)
+    assert finding.found is not None
+    assert (finding.verdict, finding.found.low, finding.found.high) == (REFUTED, 1.90, 1.96)
     assert (of.quantity(), of.bounds()) == ("best validation loss, a", "≤ 1.95")
 
 
@@ -245,13 +245,13 @@ def test_a_claim_stands_where_all_its_criteria_do() -> None:
 @pytest.mark.parametrize(
     ("criterion", "three", "words"),
     [
-        (speed(), (2.0, 1.9, 2.1), "2x [1.9, 2.1]"),
+        (speed(), (2.0, 1.9, 2.1), "2.00x [1.90, 2.10]"),
         (Criterion("speed", "fast"), (12345.6, 1.0, 12345.6), "12,346 [1, 12,346]"),
-        (Criterion("loss", "a", "b"), (1.0001, 0.9998, 1.0003), "+0.01 % [-0.02 %, +0.03 %]"),
+        (Criterion("loss", "a", "b"), (1.0001, 0.9998, 1.0003), "+0.01 % [-0.02, +0.03]"),
     ],
 )
 def test_numbers_are_shown_with_their_interval(criterion: Criterion, three: tuple[float, ...], words: str) -> None:
-    assert shown(Finding(criterion, "", *three)) == words
+    assert shown(Finding(criterion, "", Interval(*three, 0.95, 3))) == words
 
 
 # --- the command ---
@@ -289,7 +289,7 @@ def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
     assert started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
     printed = capsys.readouterr().out
     assert "mine: CONFIRMED; published: 2x" in printed
-    assert "throughput, bf16 over fp32: 2.5x  criterion ≥ 2  published 2x  CONFIRMED" in printed
+    assert "throughput, bf16 over fp32: 2.500x  criterion ≥ 2  published 2x  CONFIRMED" in printed
     found = read_json(tmp_path / "runs" / "claim.json")
     assert (found["command"], found["findings"][0]["value"]) == ("python scripts/reproduce.py claim=mine", 2.5)
     assert run_claim(claim(tmp_path)) == 0  # nothing is run again
