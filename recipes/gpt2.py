@@ -10,7 +10,7 @@ from torch import nn
 from mantissa.formats import BF16
 from recipes.data.text.tokens import TextDatasets
 from recipes.language import LanguageModel, LanguageRecipe
-from trainer.errors import UserError
+from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, Hardware
 from trainer.recipe import Sizes
 
@@ -66,8 +66,7 @@ class GPT2(LanguageRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gelu not in ACTIVATIONS:
-            raise UserError(f"recipe.gelu={self.gelu} is unknown; use recipe.gelu={'|'.join(ACTIVATIONS)}")
+        check_choice("recipe.gelu", self.gelu, ACTIVATIONS)
         if self.pretrained and self.gelu != "tanh":
             raise UserError(f"recipe.gelu={self.gelu} has no effect with init_from, which has its own; remove it")
 

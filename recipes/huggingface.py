@@ -22,7 +22,7 @@ from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
-from trainer.errors import UserError, check_number, nearest
+from trainer.errors import UserError, check_choice, check_number
 from trainer.files import is_kept
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
@@ -73,8 +73,7 @@ class SizedRecipe(Recipe):
     """Low-rank adapters, of which only the weights are trained (Hu et al. 2021), through peft."""
 
     def __post_init__(self) -> None:
-        if self.attention not in ATTENTION:
-            raise UserError(f"recipe.attention={self.attention} is unknown; use recipe.attention={'|'.join(ATTENTION)}")
+        check_choice("recipe.attention", self.attention, ATTENTION)
         check_number("recipe.context", self.context, self.least_context)
         if not 0 <= (dropout := getattr(self, "dropout", 0.0)) < 1:  # Llama has none
             raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
@@ -216,10 +215,7 @@ class SizedRecipe(Recipe):
         if self.size == "auto":
             size, why = (self.on_gpu, "GPU default") if hardware.is_gpu else (self.on_cpu, "CPU default")
             return [Decision("recipe.size", size, why)]
-        if self.size not in self.shapes:
-            raise UserError(
-                f"recipe.size={self.size} is unknown{nearest(self.size, self.shapes)} ({', '.join(self.shapes)})"
-            )
+        check_choice("recipe.size", self.size, self.shapes)
         return []
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:

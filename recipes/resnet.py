@@ -14,7 +14,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
 from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch
-from trainer.errors import UserError, check_number, nearest
+from trainer.errors import UserError, check_choice, check_number
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
 
@@ -80,9 +80,7 @@ class ResNet(Recipe):
                 )
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
-        if self.criterion not in objective.CRITERIA:
-            near = nearest(self.criterion, objective.CRITERIA)
-            raise UserError(f"recipe.criterion={self.criterion} is not one of {', '.join(objective.CRITERIA)}{near}")
+        check_choice("recipe.criterion", self.criterion, objective.CRITERIA)
         if self.bce_threshold is not None and not (self.criterion == "bce" and 0 <= self.bce_threshold < 1):
             raise UserError(
                 f"recipe.bce_threshold={self.bce_threshold} must be at least 0 and below 1, with recipe.criterion=bce"

@@ -83,6 +83,13 @@ def check_number(key: str, value: int | str | None, least: int = 1) -> None:
         raise UserError(f"{key}={value} must be at least {least}")
 
 
+def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
+    """Raise UserError where an option is none of its choices."""
+    names = list(choices)
+    if value not in names:
+        raise UserError(f"{key}={value} is unknown; use {key}={'|'.join(names)}{nearest(value, names)}")
+
+
 def redacted(text: str) -> str:
     """Return a text without what may be secret in its addresses: what stands before ``@host``, and their queries."""
     without_user = re.sub(r"://(?!/)\S*@", "://***@", text)

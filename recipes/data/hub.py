@@ -16,7 +16,7 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import Text, TokenizedText, split
 from recipes.data.text.pretrained import hub_reachable, local_path
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError, check_choice, first_line
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 ROWS = ("auto", "lines", "documents")
@@ -56,8 +56,7 @@ class Hub(TokenizedText, ImageSource):
         super().__post_init__()
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
-        if self.rows not in ROWS:
-            raise UserError(f"data.rows={self.rows} is unknown; use data.rows={'|'.join(ROWS)}")
+        check_choice("data.rows", self.rows, ROWS)
         self._local_path()
 
     def title(self) -> str:

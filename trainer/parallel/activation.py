@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_choice
 
 MODES = ("none", "blocks", "selective")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -31,10 +31,7 @@ class ActivationCheckpointing:
     """none, blocks, or selective (keeps results of matmuls, convolutions and fused attention; recomputes the rest)."""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(
-                f"activation_checkpointing.mode={self.mode} is unknown{nearest(self.mode, MODES)} ({', '.join(MODES)})"
-            )
+        check_choice("activation_checkpointing.mode", self.mode, MODES)
 
     def apply(self, blocks: list[nn.Module]) -> None:
         """Let each of ``Recipe.blocks`` recompute its forward in backward, in place: parameters keep their names.

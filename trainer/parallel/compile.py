@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_choice
 
 MODES = ("off", "default", "max-autotune")
 
@@ -23,8 +23,7 @@ class Compile:
     """off, default, or max-autotune (slower to compile; tries kernels out)."""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"compile.mode={self.mode} is unknown{nearest(self.mode, MODES)} ({', '.join(MODES)})")
+        check_choice("compile.mode", self.mode, MODES)
 
     def apply(
         self, modules: list[nn.Module], device: torch.device, mixed: bool = False, round_as_eager: bool = False

@@ -18,7 +18,7 @@ from mantissa import operators
 from mantissa.errors import FormatError
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from mantissa.islands import cast_inputs, keep_fp32, with_fp32_statistics
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_choice, nearest
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision import kernels
 from trainer.precision.kernels import OWN
@@ -67,10 +67,7 @@ class Precision:
     def __post_init__(self) -> None:
         if self.mode not in FORMATS:
             raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(FORMATS)}")
-        if self.kernels not in kernels.KERNELS:
-            raise UserError(
-                f"precision.kernels={self.kernels} is unknown; use precision.kernels={'|'.join(kernels.KERNELS)}"
-            )
+        check_choice("precision.kernels", self.kernels, kernels.KERNELS)
         for key in ("fp32_modules", "fp32_ops", "half_ops", "kernels"):
             if self.half is None and getattr(self, key) not in (None, [], kernels.AUTO):
                 raise UserError(
@@ -80,8 +77,7 @@ class Precision:
         self.fp32_ops, self.half_ops = self.fp32_ops or None, self.half_ops or None
         if self.format.number is FP8:
             self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
-            if self.fp8_scaling not in SCALINGS:
-                raise UserError(f"precision.fp8_scaling={self.fp8_scaling} is unknown; use {' or '.join(SCALINGS)}")
+            check_choice("precision.fp8_scaling", self.fp8_scaling, SCALINGS)
         elif self.fp8_scaling is not None:
             raise UserError(
                 f"precision.fp8_scaling has no effect with precision={self.mode}; remove it, or use precision=fp8"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.errors import UserError
+from trainer.errors import UserError, check_choice
 from trainer.tracking.store import configured_uri
 
 _OWN_TAGS = (
@@ -53,10 +53,7 @@ class Tracking:
             raise UserError(
                 f"tracking.upload_timeout_s={self.upload_timeout_s} must be a number of seconds from 0 on, such as 30"
             )
-        if self.checkpoints not in ("auto", "last", "all", "none"):
-            raise UserError(
-                f"tracking.checkpoints={self.checkpoints} is unknown; use tracking.checkpoints=auto, last, all or none"
-            )
+        check_choice("tracking.checkpoints", self.checkpoints, ("auto", "last", "all", "none"))
         if self.register is not None and (not self.register or set(self.register) & set("/:")):
             raise UserError(
                 f"tracking.register={self.register} must be a name without slash and colon, such as my-model"

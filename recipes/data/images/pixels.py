@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from recipes.data.images import mixing
 from recipes.data.images.augment import ImageAugment, View
 from trainer.data.contract import Batch, SampleId
-from trainer.errors import UserError
+from trainer.errors import UserError, check_choice
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -148,8 +148,7 @@ class DecodedImages(Images):
     """
 
     def __init__(self, labels: Tensor, on_error: str = "error") -> None:
-        if on_error not in ("error", "skip"):
-            raise UserError(f"data.on_error={on_error} is unknown; use data.on_error=error or skip")
+        check_choice("data.on_error", on_error, ("error", "skip"))
         self.labels, self.on_error = labels, on_error
         self.unreadable = torch.zeros(len(labels), dtype=torch.bool)
         """Those found so far; loading processes share this memory."""
