@@ -58,7 +58,7 @@ class Family:
     attention: str | None = None
     task: str = CAUSAL
 
-    def save(self, folder: Path, seed: int = 0, *, steps: int = 2, rows: int = 3, length: int = 32) -> None:
+    def save(self, folder: Path, seed: int = 0, *, steps: int = 2, rows: int = 2, length: int = 16) -> None:
         """Make the model, let its weights be large for the batches that it will be checked with, and save it."""
         torch.manual_seed(seed)
         loader = getattr(hf, f"AutoModelFor{self.task}")

@@ -15,7 +15,7 @@ from mantissa.__main__ import main
 from mantissa.commands.checkup import CAUSAL, load, topics
 from tests.mantissa.families import FAMILIES, LAYER, USUAL
 
-SHAPE = ("--steps", "2", "--batch", "3", "--length", "32")
+SHAPE = ("--steps", "2", "--batch", "2", "--length", "16")
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -63,7 +63,7 @@ def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pyt
     text = tmp_path / "text.txt"
     text.write_text("\n".join(topics.values())[:5000])
     assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16", "--text", str(text)]) == 0
-    assert f"2 passes over 3 x 32: {text}" in capsys.readouterr().out
+    assert f"2 passes over 2 x 16: {text}" in capsys.readouterr().out
     assert main(["checkup", str(tmp_path), "--steps", "100", "--text", str(text)]) == 2
     assert "set smaller --length, --batch or --steps" in capsys.readouterr().err
 
