@@ -59,14 +59,15 @@ def train(
         try:
             return _train(config, run_class, started)
         except OutOfMemory as error:
-            message, smaller = str(error), error.smaller
+            ended, smaller = OutOfMemory(str(error)), error.smaller
+            ended.shared = error.shared
         except Exception as error:  # while the data was opened, for example
             if not is_out_of_memory(error):
                 raise
-            message, smaller = f"out of memory ({first_line(error)}); {REMEDY}", 0
+            ended, smaller = OutOfMemory(f"out of memory ({first_line(error)}); {REMEDY}"), 0
         release_memory()  # the error, which is gone here, held the run
         if not (auto and smaller):
-            raise OutOfMemory(message)
+            raise ended
         log.warning("out of memory; starting again with micro_batch_size=%d", smaller)
         config = replace(config, micro_batch_size=smaller)
 

@@ -130,6 +130,18 @@ def test_the_microbatch_is_halved_where_memory_runs_out(
     assert [record.getMessage().partition("; ")[2] for record in caplog.records] == told
 
 
+def test_what_all_ranks_raise_is_reported_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*_: object) -> None:
+        error = OutOfMemory("no smaller one is forecast to fit")
+        error.shared = True
+        raise error
+
+    monkeypatch.setattr(start, "_train", train)
+    with pytest.raises(OutOfMemory, match="no smaller one") as raised:
+        start.train(compose(*BIGNET))
+    assert raised.value.shared
+
+
 class Two(World):
     """Two processes on one machine, the other of which has less."""
 
