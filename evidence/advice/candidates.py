@@ -11,8 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evidence.memory.fits import fitting, is_set, too_large
 from evidence.runs import merge_overrides
-from mantissa.display import about
-from mantissa.formats import BASIC, FORMATS
+from mantissa.formats import BASIC
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
@@ -21,13 +20,10 @@ from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
 from trainer.optim.optimizer import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.precision.kernels import not_timed_here
-from trainer.profiling.rates import slowdown
 from trainer.recipe import Recipe
 from trainer.run.fit import USABLE
 from trainer.run.forecast import meta_model
 
-SLOWER = 1.2
-"""Times as long as in fp32 that matmuls of a format may take: a little more than 1, since 16 bits move less memory."""
 AROUND = 8
 """Microbatches from 1/AROUND to AROUND times the default's are tried."""
 REACH = 3
@@ -143,23 +139,16 @@ def _refusal(overrides: list[str], hardware: Hardware) -> str:
 
 
 def _precisions(space: Space, config: Config, hardware: Hardware) -> list[str]:
-    """Return the modes that the hardware computes in instructions of its own, and not much slower than fp32."""
+    """Return the modes that the hardware computes in instructions of its own."""
     modes = []
     for mode in BASIC:
         if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
             continue
-        if why := _too_slow(mode, config, hardware):
+        if why := not_timed_here(mode, hardware, config.precision.kernels):
             space.left_out[mode] = why
         else:
             modes.append(mode)
     return modes
-
-
-def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:
-    if why := not_timed_here(mode, hardware, config.precision.kernels):
-        return why
-    times, number = slowdown(mode, hardware), FORMATS[mode].number.name
-    return f"{number} matmuls are {about(times)}× slower than fp32 here" if times > SLOWER else None
 
 
 def _micro_batches(space: Space, config: Config, hardware: Hardware, datasets: Datasets) -> list[int]:

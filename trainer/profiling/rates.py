@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
+from mantissa.formats import FP8, NUMBERS, TF32, Number
 from trainer.cache import cached
 from trainer.hardware import CUDA, UNAVAILABLE, Hardware, available_bytes
 from trainer.precision import kernels
@@ -51,13 +51,6 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
             of["arithmetic"] = "fp32"
         rates[name] = cached("products", of, partial(measure, number, hardware.device))
     return rates
-
-
-def slowdown(mode: str, hardware: Hardware) -> float:
-    """Return the time of a matmul in a precision mode, which the device has, over fp32's."""
-    number = FORMATS[mode].number.name
-    rates = matmul_rates(hardware, (FP32.name, number))
-    return rates[FP32.name] / rates[number]
 
 
 def measure(number: Number, device: torch.device) -> float:
