@@ -10,7 +10,7 @@ from torch import nn
 
 from recipes.data.synthetic import Synthetic
 from trainer.data.contract import Batch, Datasets
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, check_range
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 
@@ -36,8 +36,7 @@ class BigNet(Recipe):
     def __post_init__(self) -> None:
         check_number("recipe.layers", self.layers)
         check_number("recipe.width", self.width)
-        if not self.loss_weight > 0:
-            raise UserError(f"recipe.loss_weight={self.loss_weight} must be above 0")
+        check_range("recipe.loss_weight", self.loss_weight, "(0, inf)")
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Batch 512 in one piece, long enough to see the loss fall."""

@@ -22,7 +22,7 @@ from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
-from trainer.errors import UserError, check_choice, check_number
+from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.files import is_kept
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
@@ -75,8 +75,7 @@ class SizedRecipe(Recipe):
     def __post_init__(self) -> None:
         check_choice("recipe.attention", self.attention, ATTENTION)
         check_number("recipe.context", self.context, self.least_context)
-        if not 0 <= (dropout := getattr(self, "dropout", 0.0)) < 1:  # Llama has none
-            raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
+        check_range("recipe.dropout", getattr(self, "dropout", 0.0), "[0, 1)")  # Llama has none
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and cut into samples.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import UserError, check_number, nearest
+from trainer.errors import UserError, check_number, check_range, nearest
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -30,10 +30,8 @@ class LoRA:
 
     def __post_init__(self) -> None:
         check_number("recipe.lora.rank", self.rank, 0)
-        if not self.alpha > 0:
-            raise UserError(f"recipe.lora.alpha={self.alpha} must be above 0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"recipe.lora.dropout={self.dropout} must be at least 0 and below 1")
+        check_range("recipe.lora.alpha", self.alpha, "(0, inf)")
+        check_range("recipe.lora.dropout", self.dropout, "[0, 1)")
         if isinstance(self.target, str) and self.target != "auto":
             self.target = [self.target]
         if not self.target or not all(isinstance(name, str) for name in self.target):

@@ -14,7 +14,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
 from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch
-from trainer.errors import UserError, check_choice, check_number
+from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
 
@@ -78,8 +78,7 @@ class ResNet(Recipe):
                     f"recipe.{key}={colours} must be three numbers{', each above 0' if key == 'std' else ''}: of red, "
                     "green and blue"
                 )
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
+        check_range("recipe.label_smoothing", self.label_smoothing, "[0, 1)")
         check_choice("recipe.criterion", self.criterion, objective.CRITERIA)
         if self.bce_threshold is not None and not (self.criterion == "bce" and 0 <= self.bce_threshold < 1):
             raise UserError(

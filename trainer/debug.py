@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError, check_range
 
 
 @dataclass
@@ -48,8 +48,7 @@ class Overfit(Debug):
     """The last loss must be at most this fraction of the first."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.target < 1:
-            raise UserError(f"debug.target={self.target} must lie between 0 and 1, such as 0.2")
+        check_range("debug.target", self.target, "(0, 1)")
 
     def datasets(self, datasets: Datasets, batch_size: int) -> Datasets:
         """Return the first batch, for training and for validation."""

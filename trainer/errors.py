@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -81,6 +82,17 @@ def check_number(key: str, value: int | str | None, least: int = 1) -> None:
         raise UserError(f"{key}={value} must be a whole number, or auto")
     if isinstance(value, int) and value < least:
         raise UserError(f"{key}={value} must be at least {least}")
+
+
+def check_range(key: str, value: float, interval: str) -> None:
+    """Raise UserError where a number lies outside an interval, such as ``[0, 1)`` or ``(0, inf)``."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = value > low or (interval[0] == "[" and value == low)
+    below = value < high or (interval[-1] == "]" and value == high)
+    if not (above and below):
+        least = f"{'at least' if interval[0] == '[' else 'above'} {low:g}"
+        most = "finite" if high == math.inf else f"{'at most' if interval[-1] == ']' else 'below'} {high:g}"
+        raise UserError(f"{key}={value} must be {least} and {most}")
 
 
 def check_choice(key: str, value: str, choices: Iterable[str]) -> None:

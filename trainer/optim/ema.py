@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.tensors import local
-from trainer.errors import UserError
+from trainer.errors import check_range
 from trainer.parallel.shards import shard_again
 
 _STATISTICS = ("running_mean", "running_var")
@@ -48,8 +48,7 @@ class ExponentialMovingAverage(Ema):
     """Average over fewer steps at first, so that the random initial weights are soon forgotten."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay < 1:
-            raise UserError(f"ema.decay={self.decay} must lie between 0 and 1, such as 0.999; ema=none turns it off")
+        check_range("ema.decay", self.decay, "(0, 1)")
 
     def decay_after(self, step: int) -> float:
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay

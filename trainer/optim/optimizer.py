@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_range, nearest
 from trainer.hardware import kind_of
 from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
@@ -43,10 +43,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise UserError(f"optimizer.lr={self.lr} must be a number above 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UserError(f"optimizer.weight_decay={self.weight_decay} must be a number of at least 0")
-        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise UserError(f"optimizer.layer_decay={self.layer_decay} must be above 0 and at most 1, such as 0.75")
+        check_range("optimizer.weight_decay", self.weight_decay, "[0, inf)")
+        if self.layer_decay is not None:
+            check_range("optimizer.layer_decay", self.layer_decay, "(0, 1]")
         check_patterns(self.groups)
         accepted = accepted_options(optimizer_class(self.name))
         for option in self.options:

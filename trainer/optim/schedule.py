@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, check_range
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Linear(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fraction("final", self.final)
+        check_range("schedule.final", self.final, "[0, 1]")
 
     def after_warmup(self, step: int, steps: int) -> float:
         return 1.0 + (self.final - 1.0) * min(1.0, step / steps)
@@ -85,11 +85,9 @@ class OneCycle(Schedule):
                 f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle; set schedule.rise, "
                 f"the fraction of the steps in which the learning rate rises, as in schedule.rise={self.rise:g}"
             )
-        if not 0 < self.rise < 1:
-            raise UserError(f"schedule.rise={self.rise} must lie between 0 and 1, such as 0.3")
+        check_range("schedule.rise", self.rise, "(0, 1)")
         for key in ("div_factor", "final_div_factor"):
-            if not 1 <= (value := getattr(self, key)) < math.inf:
-                raise UserError(f"schedule.{key}={value} must be a number of at least 1")
+            check_range(f"schedule.{key}", getattr(self, key), "[1, inf)")
 
     def warmup(self, steps: int) -> int:
         return int(self.rise * steps)
@@ -113,7 +111,7 @@ class WarmupStableDecay(Linear):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fraction("decay", self.decay)
+        check_range("schedule.decay", self.decay, "[0, 1]")
 
     def after_warmup(self, step: int, steps: int) -> float:
         start = steps * (1 - self.decay)
@@ -126,8 +124,3 @@ class WarmupStableDecay(Linear):
 def _half_cosine(progress: float) -> float:
     """Fall from 1 to 0 while ``progress`` goes from 0 to 1."""
     return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _check_fraction(key: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise UserError(f"schedule.{key}={value} must lie between 0 and 1")

@@ -6,7 +6,6 @@ gradients by it afterwards restores them (Micikevicius et al., "Mixed Precision 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mantissa.formats import FP8, Format
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, check_range
 from trainer.hardware import kind_of
 
 _LARGEST = 3.4028234663852886e38  # of fp32
@@ -161,10 +160,8 @@ class DynamicScaler(Scaling):
     def __post_init__(self) -> None:
         if not 0 < self.init <= _LARGEST:
             raise UserError(f"scaler.init={self.init} must be a positive number that fp32 holds, such as 65536")
-        if not 1 < self.growth < math.inf:
-            raise UserError(f"scaler.growth={self.growth} must be above 1, such as 2")
-        if not 0 < self.backoff < 1:
-            raise UserError(f"scaler.backoff={self.backoff} must lie between 0 and 1, such as 0.5")
+        check_range("scaler.growth", self.growth, "(1, inf)")
+        check_range("scaler.backoff", self.backoff, "(0, 1)")
         check_number("scaler.interval", self.interval)
         if not 0 < self.floor_scale <= self.init:
             raise UserError(

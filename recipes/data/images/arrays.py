@@ -9,8 +9,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import ArrayImages, check_fraction, held_out, scale
+from recipes.data.images.pixels import ArrayImages, held_out, scale
 from recipes.data.images.source import ImageDatasets, ImageSource
+from trainer.errors import check_range
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Digits(ImageSource):
     """Fraction of each class held out for validation; the same images every time."""
 
     def __post_init__(self) -> None:
-        check_fraction(self.valid_fraction)
+        check_range("data.valid_fraction", self.valid_fraction, "(0, 1)")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Return the digits, scaled up once to ``image_size`` (by default 32)."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, check_range
 from trainer.recipe import Augment, Decision, Recipe
 
 SMALL = 64
@@ -61,11 +61,9 @@ class ImageAugment(Augment):
     torchvision's references use 0.1, timm's 0.25."""
 
     def __post_init__(self) -> None:
-        for key, value in (("mixup", self.mixup), ("cutmix", self.cutmix)):
-            if not 0 <= value < math.inf:
-                raise UserError(f"augment.{key}={value} must be a number of at least 0, such as 0.2; 0 turns it off")
-        if not 0 <= self.erasing <= 1:
-            raise UserError(f"augment.erasing={self.erasing} is a probability: set it between 0 and 1, such as 0.1")
+        check_range("augment.mixup", self.mixup, "[0, inf)")
+        check_range("augment.cutmix", self.cutmix, "[0, inf)")
+        check_range("augment.erasing", self.erasing, "[0, 1]")
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -125,8 +123,7 @@ class Light(ImageAugment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.shift <= 0.5:
-            raise UserError(f"augment.shift={self.shift} must lie between 0 and 0.5, such as 0.125")
+        check_range("augment.shift", self.shift, "[0, 0.5]")
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a shift, evenly in both directions, and perhaps a flip."""
@@ -156,9 +153,8 @@ class ImageNet(ImageAugment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, value in (("min_area", self.min_area), ("eval_crop", self.eval_crop)):
-            if not 0 < value <= 1:
-                raise UserError(f"augment.{key}={value} must be above 0 and at most 1")
+        check_range("augment.min_area", self.min_area, "(0, 1]")
+        check_range("augment.eval_crop", self.eval_crop, "(0, 1]")
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a crop and a flip; without a seed, return the middle square."""
@@ -200,8 +196,7 @@ class RandAugment(ImageNet):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("augment.operations", self.operations)
-        if not 0 <= self.magnitude < _MAGNITUDES:
-            raise UserError(f"augment.magnitude={self.magnitude} must lie between 0 and {_MAGNITUDES - 1}")
+        check_range("augment.magnitude", self.magnitude, f"[0, {_MAGNITUDES - 1}]")
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a crop and a flip, and let the same seed draw the changes."""

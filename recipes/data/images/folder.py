@@ -12,10 +12,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.pixels import DecodedImages, check_fraction
+from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.contract import check_no_overlap
-from trainer.errors import UserError
+from trainer.errors import UserError, check_range
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 PARTS = ("training", "validation", "test")
@@ -39,7 +39,7 @@ class ImageFolder(ImageSource):
     next image."""
 
     def __post_init__(self) -> None:
-        check_fraction(self.valid_fraction)
+        check_range("data.valid_fraction", self.valid_fraction, "(0, 1)")
         if not self.path:
             raise UserError(f"missing required option: data.path; set {WANTED}, as in data.path=/folder")
         for key, path in (("data.path", self.path), ("data.test", self.test or ".")):

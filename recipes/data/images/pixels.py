@@ -231,9 +231,3 @@ def held_out(labels: np.ndarray, fraction: float) -> np.ndarray:
         if len(members) > 1 and not mask[members].any():
             mask[members[-1]] = True
     return mask
-
-
-def check_fraction(fraction: float) -> None:
-    """Refuse a ``data.valid_fraction`` that leaves one side empty."""
-    if not 0 < fraction < 1:
-        raise UserError(f"data.valid_fraction={fraction} must lie between 0 and 1, such as 0.1")

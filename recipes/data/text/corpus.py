@@ -18,7 +18,7 @@ from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
-from trainer.errors import UserError
+from trainer.errors import UserError, check_range
 from trainer.recipe import NO_OPTION
 
 _TABLES = (".json", ".jsonl", ".csv", ".parquet")
@@ -118,8 +118,7 @@ class TokenizedText(TextSource):
                 f"data.vocab_size={self.vocab_size}: a BPE starts with 256 bytes and an end-of-text "
                 "token; use 1024 or more, or data.tokenizer=bytes"
             )
-        if not 0 < self.valid_fraction <= 0.5:
-            raise UserError(f"data.valid_fraction={self.valid_fraction} must be above 0 and at most 0.5, such as 0.1")
+        check_range("data.valid_fraction", self.valid_fraction, "(0, 0.5]")
 
     def splits(self) -> tuple[Text, Text]:
         """Return the text for training and the text for validation. Raises UserError if there is none."""
