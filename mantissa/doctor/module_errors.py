@@ -243,14 +243,10 @@ class _Comparison:
     def rows(self) -> list[LocalError]:
         """Return the errors of what it computes, and of the gradients; leave the input gradients in the call."""
         call = self._call
-        if any(child.skipped and child.overwritten for child in call.children):
-            call.skipped = "a submodule's result is not known"
         if call.skipped:
             return []
         sources = [value.tensor for value in self._sources]
         exact = evaluate(self._reference, call, sources, self._cotangents)
-        for value, target in zip(call.returned.values, exact.targets, strict=False):
-            value.tensor = target
         for number, value in enumerate(call.given.values):
             value.gradient = exact.gradients.get(f"input {number}")
         if not call.computes:
@@ -417,10 +413,8 @@ class Value:
     """A floating-point tensor that a call is given or returns."""
 
     tensor: Tensor
-    """Detached."""
+    """Detached; a copy, where it was changed in place afterwards."""
     differentiable: bool
-    version: int
-    """Number of changes in place so far."""
     low: torch.dtype
     """Its dtype in the low precision."""
     gradient: Tensor | None = None
@@ -433,7 +427,7 @@ class Nested:
     def __init__(self, nested: Any) -> None:
         leaves, self._structure = tree_flatten(nested)
         found = [leaf for leaf in leaves if _is_number(leaf)]
-        self.values = [Value(each.detach(), each.requires_grad, each._version, each.dtype) for each in found]
+        self.values = [Value(each.detach(), each.requires_grad, each.dtype) for each in found]
         self._others = [Value if _is_number(leaf) else leaf for leaf in leaves]
         """Leaves, with the class in the place of a value."""
         self.strange = ""
@@ -442,11 +436,6 @@ class Nested:
             self._others = [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in self._others]
         except Exception as error:  # what cannot be copied says so in many ways
             self.strange = f"an argument cannot be copied ({type(error).__name__})"
-
-    @property
-    def changed(self) -> bool:
-        """Whether a tensor was changed in place since."""
-        return any(value.tensor._version != value.version for value in self.values)
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """Return the nested value with other tensors."""
@@ -471,8 +460,6 @@ class Call:
     children: list[Call] = field(default_factory=list)
     computes: bool = False
     """Whether operators run in it that are in none of its submodules."""
-    overwritten: bool = False
-    """Its results were changed in place afterwards; the evaluation in the reference restores them."""
     skipped: str = ""
     """Reason why it cannot be evaluated; empty: it can."""
 
@@ -529,12 +516,18 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
     calls: list[Call] = []
     stack: list[Call] = []
     numbers: Counter[str] = Counter()
+    values: dict[int, list[Value]] = {}  # by their memory
     device = passes.step.device.type
+
+    def keep(nested: Nested) -> None:
+        for value in nested.values:
+            values.setdefault(_memory(value.tensor), []).append(value)
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         call = Call(name, numbers[name], Nested((args, kwargs)), autocast, islands.entered)
         call.skipped = call.given.strange
+        keep(call.given)
         numbers[name] += 1
         if stack:
             stack[-1].children.append(call)
@@ -544,15 +537,20 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
         call = stack.pop()
         calls.append(call)
         call.returned = Nested(result)
+        keep(call.returned)
         for value, tensor in zip(call.returned.values, numbers_in(result), strict=True):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(setattr, value, "gradient"))
 
-    def note(op: Op) -> None:
+    def run(op: Op) -> Any:
         if stack and not op.is_view:
             stack[-1].computes = True
+        for tensor in op.inputs if op.is_mutable and not op.in_backward else ():
+            for value in values.pop(_memory(tensor), []):  # before it is changed
+                value.tensor = value.tensor.clone()
+        return op.run()
 
-    with ExitStack() as hooks, NoDropout(), Trace(None, note):
+    with ExitStack() as hooks, NoDropout(), Trace(None, run=run):
         for name, module in passes.model.named_modules():
             if isinstance(module, nn.Identity):  # its result is its argument, which the caller may change in place
                 continue
@@ -560,11 +558,12 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
             hooks.callback(module.register_forward_pre_hook(first, prepend=True, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(end).remove)
         take()
-    for call in calls:
-        if call.given.changed and not call.skipped:
-            call.skipped = "an argument was changed in place afterwards"
-        call.overwritten = call.returned.changed
     return calls
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address that a tensor shares with its views; 0: it is not dense."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _compare(calls: list[Call], low: list[Call]) -> None:

@@ -79,7 +79,7 @@ class ChangesItsInput(nn.Module):
 def test_a_call_that_cannot_be_repeated_is_named() -> None:
     pairs = local_errors(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesItsInput())))
     assert pairs.findings == []
-    assert "errors of modules: 1 is left out: an argument was changed in place afterwards" in pairs.notes
+    assert "errors of modules: 1 is left out: it cannot be called alone (RuntimeError)" in pairs.notes
 
 
 def test_numbers_are_rounded_as_in_the_format() -> None:
