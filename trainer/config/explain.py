@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import Field, is_dataclass
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -31,6 +31,9 @@ def _sentence(error: BaseException) -> str:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     cause, text = chain[-1], "\n".join(map(str, chain))
+    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:  # named by a YAML file
+        options = [name for name in cause.options if not name.endswith("_schema")]
+        return f"there is no {cause.missing_cfg_file} ({', '.join(options)})"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         if not is_dataclass(cause.object_type):
             return (

@@ -110,6 +110,8 @@ def test_yaml_beside_the_recipe_composes_with_the_projects(folder: Path, succeed
     succeed("recipe_path=mine", "experiment=wide", "optimizer=sgd", *FAST)
     config = read_object(only_run(folder) / "config.json")
     assert (config["recipe"], config["recipe.width"], config["steps"]) == ("withyaml", 7, 5)
+    experiment.write_text("# @package _global_\ndefaults:\n  - override /optimizer: sgdd\n")
+    assert "there is no optimizer/sgdd (adafactor, " in train("recipe_path=mine", "experiment=wide").err
     assert "did you mean 'withyaml'?" in train("recipe_path=mine", "recipe=withyalm").err
     assert "did you mean 'recipe.width'?" in train("recipe_path=mine", "recipe=withyaml", "recipe.widht=1").err
 
