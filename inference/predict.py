@@ -97,14 +97,13 @@ def _predictions(
     exported: Exported, run: RunConfig, files: list[Path], batch_size: int, top: int
 ) -> Iterator[list[tuple[int, float]]]:
     """Yield the ``top`` most probable outputs for each file, and their probabilities; none if it cannot be decoded."""
-    config = exported.config
-    photos, classes = Photos(files, config), config["classes"]
+    config, photos = exported.config, Photos(files, exported.config)
     datasets = ImageDatasets(
         photos,
         photos,
         "photos",
         decodes=len(files) >= _WORKERS_FROM,
-        classes=classes,
+        classes=config["classes"],
         image_size=config["image_size"],
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
@@ -115,7 +114,6 @@ def _predictions(
     batches = evaluation_samples(len(files), None, batch_size)
     for samples, batch in zip(batches, run.config.loader.batches(photos, batches, run.hardware), strict=True):
         with run.config.precision.autocast(device):
-            shares = recipe.loss(model, to_device(batch, device)).predictions[:, : len(classes)]
-        best = (shares / shares.sum(1, keepdim=True)).topk(top)
+            best = recipe.loss(model, to_device(batch, device)).predictions.topk(top)
         for sample, indices, values in zip(samples, best.indices.tolist(), best.values.tolist(), strict=True):
             yield [] if photos.unreadable[sample.index] else list(zip(indices, values, strict=True))
