@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets
+from recipes.data.text.tokens import TextDatasets, Windows
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.recipe import LossOutput, Sizes
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 SHAPES = {"nano": Shape(2, 128, 2, 64), "base": Shape(12, 768, 12, 512), "large": Shape(24, 1024, 16, 512)}
 
 
-class MaskedWindows(Dataset):
+class MaskedWindows(Windows):
     """Windows of a text with tokens masked: [CLS] window [SEP], each of ``context`` tokens, as many of them masked.
 
     Args:
@@ -48,25 +48,20 @@ class MaskedWindows(Dataset):
     """
 
     def __init__(self, tokens: np.ndarray, context: int, vocabulary: int, cls: int, sep: int, mask: int) -> None:
-        self.tokens, self.room, self.vocabulary = tokens, context - 2, vocabulary
-        self.cls, self.sep, self.mask = cls, sep, mask
-        self.masked = max(1, round(self.room * MASKED))
-
-    def __len__(self) -> int:
-        return len(self.tokens) // self.room
+        super().__init__(tokens, context - 2)
+        self.vocabulary, self.cls, self.sep, self.mask = vocabulary, cls, sep, mask
+        self.masked = max(1, round(self.window * MASKED))
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return ``tokens`` (B × context), and of the masked ones ``places`` and ``labels`` (B × masked), all int64."""
-        tokens = np.empty((len(samples), self.room + 2), dtype=np.int64)
+        tokens = np.empty((len(samples), self.window + 2), dtype=np.int64)
         places = np.empty((len(samples), self.masked), dtype=np.int64)
         labels = np.empty_like(places)
         tokens[:, 0], tokens[:, -1] = self.cls, self.sep
         for row, (index, seed) in enumerate(samples):
             rng = np.random.default_rng(index if seed is None else seed)
-            first = index * self.room + (0 if seed is None else seed % self.room)
-            first = min(first, len(self.tokens) - self.room)
-            tokens[row, 1:-1] = self.tokens[first : first + self.room]
-            places[row] = 1 + np.sort(rng.choice(self.room, self.masked, replace=False))
+            tokens[row, 1:-1] = self.cut(index, seed)
+            places[row] = 1 + np.sort(rng.choice(self.window, self.masked, replace=False))
             labels[row] = tokens[row, places[row]]
             kind, other = rng.random(self.masked), rng.integers(self.vocabulary, size=self.masked)
             seen = np.where(kind < REPLACED, self.mask, np.where(kind < REPLACED + KEPT, labels[row], other))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets
+from recipes.data.text.tokens import TextDatasets, Windows
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError, check_number
@@ -136,27 +136,14 @@ def torch_can_chunk() -> bool:
     return function is not None and "options" in inspect.signature(function).parameters
 
 
-class TokenWindows(Dataset):
-    """Windows of ``context`` + 1 tokens cut from one long array, B × (context + 1) int64.
-
-    In training each window starts at a random offset within its stretch, so that epochs differ.
-    """
+class TokenWindows(Windows):
+    """Windows of ``context`` tokens with the next one, B × (context + 1) int64."""
 
     def __init__(self, tokens: np.ndarray, context: int) -> None:
-        self.tokens = tokens
-        self.context = context
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.context
+        super().__init__(tokens, context, 1)
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
-        last = len(self.tokens) - self.context - 1
-        rows = []
-        for index, seed in samples:
-            start = index * self.context + (0 if seed is None else seed % self.context)
-            start = min(start, last)
-            rows.append(self.tokens[start : start + self.context + 1])
-        return {"tokens": torch.from_numpy(np.stack(rows).astype(np.int64))}
+        return {"tokens": torch.from_numpy(np.stack([self.cut(*sample) for sample in samples]).astype(np.int64))}
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets
+from recipes.data.text.tokens import TextDatasets, Windows
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.recipe import LossOutput, Sizes
@@ -43,7 +43,7 @@ SHAPES = {
 }
 
 
-class SpanCorruption(Dataset):
+class SpanCorruption(Windows):
     """Windows of a text with spans removed: T5's objective.
 
     In the input a sentinel stands for each span; the target is each sentinel and the span it stands for. Both end with
@@ -52,13 +52,9 @@ class SpanCorruption(Dataset):
 
     def __init__(self, tokens: np.ndarray, context: int, eos: Any, sentinels: Sequence[Any]) -> None:
         """Make them of a text's ids; ``eos`` and ``sentinels`` are ids of their own, one sentinel for each span."""
-        self.tokens = tokens
-        self.window = window(context)
+        super().__init__(tokens, window(context))
         self.noise, self.spans = _cuts(self.window)
         self.eos, self.sentinels = eos, np.array(sentinels)
-
-    def __len__(self) -> int:
-        return len(self.tokens) // self.window
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return ``inputs`` and ``labels``, int64, B × the length of each."""
@@ -67,12 +63,10 @@ class SpanCorruption(Dataset):
 
     def _sample(self, index: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(index if seed is None else seed)
-        first = index * self.window + (0 if seed is None else seed % self.window)
-        first = min(first, len(self.tokens) - self.window)
-        text = self.tokens[first : first + self.window].astype(np.int64)
+        text = self.cut(index, seed).astype(np.int64)
         lengths = np.stack([_divide(rng, self.window - self.noise, self.spans), _divide(rng, self.noise, self.spans)])
-        cut = np.repeat(np.arange(2 * self.spans) % 2 == 1, lengths.T.flatten())  # kept, cut, kept, cut …
-        return self._with_sentinels(text, cut), self._with_sentinels(text, ~cut)
+        out = np.repeat(np.arange(2 * self.spans) % 2 == 1, lengths.T.flatten())  # kept, out, kept, out …
+        return self._with_sentinels(text, out), self._with_sentinels(text, ~out)
 
     def _with_sentinels(self, text: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Return ``text`` with a sentinel for each run of tokens that is ``out``, and EOS."""

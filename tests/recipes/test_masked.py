@@ -66,7 +66,7 @@ def test_samples_depend_on_their_seed_alone_and_evaluation_covers_the_text(kind:
     assert not any(torch.equal(other[key], again[key]) for key in other)
     evaluated = data.batch([SampleId(index, None) for index in range(len(data))])
     seen = {token for tensor in evaluated.values() for token in tensor.flatten().tolist()}
-    assert set(range(len(data) * (data.window if kind == "spans" else data.room))) <= seen
+    assert set(range(len(data) * data.window)) <= seen
 
 
 def test_a_share_of_a_text_is_masked_as_published() -> None:

@@ -64,6 +64,28 @@ class TextDatasets(Datasets):
         self.tokens.tokenizer.save(path)
 
 
+class Windows:
+    """Windows of a text's ids, one after the other; in training each is moved by its seed, so that epochs differ.
+
+    Args:
+        tokens: the ids.
+        window: how many of them begin a window each.
+        more: ids after these, which belong to the next window, too.
+    """
+
+    def __init__(self, tokens: np.ndarray, window: int, more: int = 0) -> None:
+        self.tokens, self.window, self.more = tokens, window, more
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - self.more) // self.window
+
+    def cut(self, index: int, seed: int | None) -> np.ndarray:
+        """Return the ids of a sample."""
+        first = index * self.window + (0 if seed is None else seed % self.window)
+        first = min(first, len(self.tokens) - self.window - self.more)
+        return self.tokens[first : first + self.window + self.more]
+
+
 @dataclass
 class TextSource(DataSource):
     """Data that can be read as text."""
