@@ -28,7 +28,7 @@ def figures(diagnosis: Diagnosis) -> list[Plot]:
     drawn = []
     if (found := diagnosis.range) is not None:
         scale = diagnosis.step.scale if found.highest is not None else None
-        layers = [layer for layer in found.layers if layer.amax]
+        layers = [layer for layer in found.rows if layer.amax]
         outputs = [layer for layer in layers if layer.tensor == "output"]
         weights = [layer for layer in reversed(layers) if layer.tensor != "output"]  # they came in backward order
         drawn += [_exponents(what, part, scale) for what, part in (("outputs", outputs), ("weights", weights)) if part]

@@ -95,9 +95,8 @@ def _share_below(sums: Tensor, scale: float) -> float:
 
 @dataclass
 class Range(Examined):
-    """What scales hold the gradients of a step."""
+    """What scales hold the gradients of a step, whose rows are ``Exponents``."""
 
-    layers: list[Exponents]
     highest: int | None = None
     """The exponent of the largest scale that is safe; None: there is no gradient in fp16."""
     lowest: int | None = None
@@ -129,12 +128,12 @@ def fp16_range(step: Step) -> Range:
     few = step.first_samples()
     if not step.format.needs_loss_scale:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
-        return Range(_exponents(reference, few), notes=[note])
+        return Range(rows=_exponents(reference, few), notes=[note])
     layers = _exponents(reference, step.microbatches)
     half = _in_fp16(step.as_run())
     for layer in layers:
         layer.half = layer.name in half
-    result = Range(layers)
+    result = Range(rows=layers)
     # Smaller gradients, such as those of an attention that is saturated, are 0 for any optimizer.
     held = [layer for layer in layers if layer.half and layer.amax > 2.0**LOWEST]
     if not held:

@@ -91,7 +91,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     if diagnosis.manifest is not None:
         found["manifest"] = [row._asdict() for row in diagnosis.manifest.rows]
     if diagnosis.range is not None:
-        found["range"] = [_exponents(layer) for layer in diagnosis.range.layers]
+        found["range"] = [_exponents(layer) for layer in diagnosis.range.rows]
     if diagnosis.modules is not None:
         found["modules"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.modules.rows]
     return found

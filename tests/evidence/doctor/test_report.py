@@ -123,7 +123,7 @@ def test_exponents_are_drawn_with_the_limits_of_fp16(found: Diagnosis) -> None:
     layers = [Exponents("wo", tensor, half=True) for tensor in ("output", "weight", "bias")]
     for layer in layers[:2]:
         layer.add(torch.tensor([0.0, 2.0**-10, 1.5 * 2.0**-10, 2.0**-30]))
-    found.range = Range(layers, highest=24, lowest=2)
+    found.range = Range(rows=layers, highest=24, lowest=2)
     text, plots = page_of(found)
     assert plots == 2
     assert all(word in text for word in ("infinite above, scale 65536", "0 below, scale 65536", "wo.weight"))

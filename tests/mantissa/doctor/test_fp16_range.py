@@ -36,14 +36,14 @@ def test_a_format_with_fp32s_range_needs_no_scale() -> None:
     found = fp16_range(step_of_run(*TINY["bignet"], "precision=bf16"))
     assert (found.findings, found.text()) == ([], "scale: not needed")
     assert found.notes == ["range of gradients: bf16 needs no loss scale, because it has the exponents of fp32"]
-    assert sum(layer.counts.sum().item() for layer in found.layers) > 0
+    assert sum(layer.counts.sum().item() for layer in found.rows) > 0
 
 
 def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
     fp16 = (*TINY["bignet"], "precision=fp16")
     whole = fp16_range(step_of_run(*fp16))
     parts = fp16_range(step_of_run(*fp16, "micro_batch_size=8", "activation_checkpointing=blocks"))
-    for one, other in zip(whole.layers, parts.layers, strict=True):
+    for one, other in zip(whole.rows, parts.rows, strict=True):
         assert (one.module, one.tensor, one.half) == (other.module, other.tensor, other.half)
         calls = 1 if one.tensor == "output" else 2  # each microbatch has its own gradient of a weight
         assert calls * (one.counts.sum() + one.zeros) == other.counts.sum() + other.zeros
