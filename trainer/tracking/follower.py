@@ -56,7 +56,7 @@ FIRST_PAUSE_S = 1.0
 """Pause after a failed attempt; it doubles with each further one."""
 LONGEST_PAUSE_S = 30.0
 SET_UP_S = 60.0
-"""Longest duration of the set-up of a new SQLite file, which reports no progress."""
+"""Longest duration of the set-up of an SQLite file, here or by another process, which reports no progress."""
 UPLOAD_BYTES_PER_S = 1e4
 """The slowest upload of a file that is waited for; MLflow itself ends one that stands still."""
 SYSTEM_METRICS_EVERY_S = 5.0
@@ -154,8 +154,7 @@ class Follower(threading.Thread):
 
     def _follow(self) -> None:
         """Send what is new while the run trains, then the rest."""
-        database = database_file(self._uri)
-        with self._taking(SET_UP_S) if database and not database.exists() else nullcontext():
+        with self._taking(SET_UP_S) if database_file(self._uri) else nullcontext():
             client = connect(self._uri)
         self._check_wanted()
         training = not self._ending.is_set()
