@@ -11,11 +11,9 @@ from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
 from trainer.errors import UserError, nearest
-from trainer.files import PROJECT
 
 FIRST = 10
 """Steps of a learning-rate range test from which nothing is suggested: its loss is the mean of few batches."""
-CLAIMS = PROJECT / "evidence" / "claims" / "published"
 
 
 @dataclass
@@ -56,7 +54,6 @@ class CompareOptions(Overriding):
                 )
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(f"name={self.name} must be the name of a folder, without a slash")
-        seeds_of(self.seeds), margin_of(self.margin)
 
     def split(self, others: list[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
         """Return the overrides of all arms, and each arm's label with its own.
@@ -136,8 +133,6 @@ class ReproduceOptions:
     def __post_init__(self) -> None:
         if self.claim and self.all:
             raise UserError("claim=… and all=true exclude each other; drop one")
-        for name in self.claim:
-            check_claim(name)
 
 
 def seeds_of(text: str) -> list[int]:
@@ -160,12 +155,3 @@ def margin_of(text: str) -> float:
             "small to matter, such as margin=0.3%"
         )
     return margin
-
-
-def check_claim(name: str, folder: Path = CLAIMS) -> None:
-    """Raise UserError where a folder has no such claim."""
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
-        raise UserError(
-            f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
-        )

@@ -14,14 +14,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evidence.measures import MEASURES, TIMED
-from evidence.options import CLAIMS, check_claim
 from evidence.runs import Arm
 from trainer.config.compose import key_of
 from trainer.config.options import check_choice
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError, first_line, nearest
+from trainer.files import PROJECT
 from trainer.hardware import CUDA, EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
 
+CLAIMS = PROJECT / "evidence" / "claims" / "published"
 QUIET = ("tracking=local", "checkpoint=none", "tracking.epilogue=false")
 """Overrides of every run: neither tracking nor saving is measured, and nobody reads a generated sample."""
 _PRECISION = "precision="
@@ -220,7 +221,10 @@ def load(name: str, folder: Path = CLAIMS) -> Claim:
     Raises:
         UserError: no such claim, or a file that is not one.
     """
-    check_claim(name, folder)
+    if name not in (known := names(folder)):
+        raise UserError(
+            f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
+        )
     try:
         given = OmegaConf.create((folder / f"{name}.yaml").read_bytes().decode())
         return cast("Claim", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Claim), given, {"id": name})))
