@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -251,22 +251,18 @@ class AutomaticAugment(ImageAugment):
 
 def _changed_by(policy: str, view: View, seed: int | None, **options: int) -> View:
     """Return the view with the changes of torchvision's policy that this seed draws; in evaluation the view itself."""
-    return view if seed is None else view._replace(policy=partial(_changed, _transform(policy, **options), seed))
+    return view if seed is None else view._replace(policy=partial(_changed, policy, options, seed))
 
 
-@cache
-def _transform(policy: str, **options: int) -> Callable[[Any], Any]:
-    """Return the policy of torchvision with this name, bilinear as in its references/classification/presets.py."""
+def _changed(policy: str, options: dict[str, int], seed: int, pixels: np.ndarray) -> np.ndarray:
+    """Return a square of pixels (uint8, 3 × S × S) after the random changes that this seed draws.
+
+    They are bilinear, as in torchvision's references/classification/presets.py.
+    """
+    from PIL import Image
     from torchvision.transforms import InterpolationMode, v2
 
-    made: Callable[[Any], Any] = getattr(v2, policy)(interpolation=InterpolationMode.BILINEAR, **options)
-    return made
-
-
-def _changed(transform: Callable[[Any], Any], seed: int, pixels: np.ndarray) -> np.ndarray:
-    """Return a square of pixels (uint8, 3 × S × S) after the random changes that this seed draws."""
-    from PIL import Image
-
+    transform = getattr(v2, policy)(interpolation=InterpolationMode.BILINEAR, **options)
     # torchvision draws from torch's global generator, which belongs to the training: see ``uses_global_generator``.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
