@@ -112,17 +112,10 @@ def open_or_build(
     tokens written in it.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
-    for the first; one that is killed leaves nothing that looks complete.
+    for the first; one that is killed leaves nothing that looks complete. ``tokenizer`` is None where it is made of the
+    text, as ``choice`` and ``vocab_size`` say. ``name`` begins the folder's name.
 
     (The cache of ``datasets`` would do, but its import alone takes a second, which every start would wait for.)
-
-    Args:
-        cache: the folder of all caches.
-        name: begins the folder's name.
-        splits: the text.
-        tokenizer: None: it is made of the text.
-        choice: of ``OF_TEXT``, how it is made.
-        vocab_size: of a BPE that is made.
 
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
