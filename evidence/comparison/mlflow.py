@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ from trainer.tracking.tracked_run import TrackedRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+_LONGEST = 500
+"""Characters of a param or a tag."""
 
 
 def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]:
@@ -44,26 +48,36 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
 def _update_parent(
     client: MlflowClient, result: Result, delivered: list[tuple[Outcome, TrackedRun]], files: list[Path]
 ) -> Any:
+    """Create the run above those of the comparison, or bring it up to date, and return it; nothing is logged twice."""
+    from mlflow.entities import Metric, Param, RunTag
+
     plan = result.plan
-    return store.publish(
-        client,
-        client.get_experiment(delivered[0][1].experiment_id).name,
-        f"compare-{plan.name}",
-        result.key,
-        started_s=result.began_s,
-        params={
-            "arms": ", ".join(arm.label for arm in plan.arms),
-            "baseline": plan.baseline,
-            "margin": plan.margin,
-            "common": " ".join(redacted_arguments(plan.common)),
-        },
-        metrics={f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()},
-        step=len(plan.seeds),
-        tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms if arm.quality.verdict}
-        | {"mlflow.note.content": "\n\n".join(lead(result))},
-        files=files,
-        children={str(sent.run_id): {"arm": outcome.arm} for outcome, sent in delivered},
+    experiment = client.get_experiment(delivered[0][1].experiment_id).name
+    run = store.create_run(client, experiment, f"compare-{plan.name}", result.key, result.began_s)
+    run_id, known, now_ms = run.info.run_id, run.data, int(time.time() * 1000)
+    params = {
+        "arms": ", ".join(arm.label for arm in plan.arms),
+        "baseline": plan.baseline,
+        "margin": str(plan.margin),
+        "common": " ".join(redacted_arguments(plan.common)),
+    }
+    metrics = {f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()}
+    tags = {f"quality.{arm.label}": arm.quality.verdict for arm in result.arms if arm.quality.verdict}
+    tags |= {"mlflow.note.content": "\n\n".join(lead(result))}
+    client.log_batch(
+        run_id,
+        [Metric(key, value, now_ms, len(plan.seeds)) for key, value in metrics.items() if known.metrics.get(key) != value],
+        [Param(key, store.cut(text, _LONGEST)) for key, text in params.items() if key not in known.params],
+        [RunTag(key, store.cut(text, _LONGEST)) for key, text in tags.items()],
     )
+    for file in files:
+        client.log_artifact(run_id, str(file))
+    for outcome, sent in delivered:
+        client.set_tag(str(sent.run_id), "mlflow.parentRunId", run_id)
+        client.set_tag(str(sent.run_id), "arm", outcome.arm)
+    if run.info.status != "FINISHED":
+        client.set_terminated(run_id)
+    return run
 
 
 def _numbers(arm: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""MLflow's tracking store: its address, the connection, finding, creating and publishing runs."""
+"""MLflow's tracking store: its address, the connection, finding and creating runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import os
 import posixpath
 import re
 import sys
-import time
 import uuid
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,8 +30,6 @@ _SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-LONGEST = 500
-"""Characters of a param or a tag that ``publish`` logs."""
 _SCHEMES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _WORKSPACES = ("databricks", "databricks-uc", "uc")
 
@@ -195,58 +191,6 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     # If the kind is set, MLflow's page does not ask the user for it.
     tags = {"mlflow.experimentKind": "custom_model_development"}
     return str(client.create_experiment(name, artifact_location=location, tags=tags))
-
-
-def publish(
-    client: MlflowClient,
-    experiment: str,
-    name: str,
-    key: str,
-    *,
-    started_s: float,
-    params: Mapping[str, object] = {},
-    metrics: Mapping[str, float] = {},
-    step: int = 0,
-    tags: Mapping[str, str] = {},
-    files: Sequence[Path] = (),
-    children: Mapping[str, Mapping[str, str]] = {},
-) -> Any:
-    """Create the run that stands above others, or bring it up to date, and return it. Nothing is logged twice.
-
-    Args:
-        client: of the store.
-        experiment: its name.
-        name: of the run.
-        key: finds the run again.
-        started_s: seconds since the epoch.
-        params: those that the run has stay as they are, because MLflow refuses other values.
-        metrics: logged where the run's last value is another one.
-        step: of the metrics.
-        tags: of the run.
-        files: artifacts.
-        children: by MLflow's id of each run below this one, the tags that it gets.
-    """
-    from mlflow.entities import Metric, Param, RunTag
-
-    run, now_ms = create_run(client, experiment, name, key, started_s), int(time.time() * 1000)
-    run_id, known = run.info.run_id, run.data
-    points = [Metric(valid_key(key), value, now_ms, step) for key, value in metrics.items()]
-    texts = [Param(valid_key(key), cut(str(value), LONGEST)) for key, value in params.items()]
-    marks = [RunTag(valid_key(key), cut(value, LONGEST)) for key, value in tags.items()]
-    client.log_batch(
-        run_id,
-        [point for point in points if known.metrics.get(point.key) != point.value],
-        [text for text in texts if text.key not in known.params],
-        marks,
-    )
-    for file in files:
-        client.log_artifact(run_id, str(file))
-    for child, own in children.items():
-        for tag, text in {"mlflow.parentRunId": run_id, **own}.items():
-            client.set_tag(child, tag, text)
-    if run.info.status != "FINISHED":
-        client.set_terminated(run_id)
-    return run
 
 
 def valid_key(name: str) -> str:

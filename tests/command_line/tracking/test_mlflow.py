@@ -23,7 +23,7 @@ from tests.serving import free_port, served
 from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.files import write_json
 from trainer.tracking import follower
-from trainer.tracking.store import connect, publish
+from trainer.tracking.store import connect
 from trainer.tracking.sync import send
 from trainer.tracking.tracked_run import TrackedRun
 
@@ -278,36 +278,3 @@ def test_a_machine_that_cannot_be_sampled_keeps_no_metrics_back(
     assert points(store) == {"run": once(1)}, "while it trains"
     opened.close("FINISHED", {})
     assert caplog.text.count("MLflow cannot sample this machine") == 1
-
-
-def test_a_run_above_others_is_published_once(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = tracked(folder / "child").run.run_id
-    (folder / "report.html").write_text("x")
-    client, sent = connect(store), []
-    real = client.log_batch
-
-    def log_batch(run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
-        sent.append({each.key: each.value for each in (*metrics, *params, *tags)})
-        real(run_id, metrics, params, tags)
-
-    monkeypatch.setattr(client, "log_batch", log_batch)
-
-    def again(**what: Any) -> Any:
-        run = publish(client, "e", "above", "key", started_s=1.0, **what)
-        return client.get_run(run.info.run_id)
-
-    run = again(params={"goal": "x" * 600, "free[0]": 1})
-    assert (run.info.status, run.info.run_name, run.info.start_time) == ("FINISHED", "above", 1000)
-    assert run.data.params == {"goal": "x" * 499 + "…", "free_0_": "1"}
-    run = again(
-        metrics={"best/loss": 2.0}, step=3, tags={"winner": "bf16"}, params={"goal": "y"},
-        files=[folder / "report.html"], children={child: {"arm": "a"}},
-    )  # fmt: skip
-    assert run.data.metrics == {"best/loss": 2.0}
-    assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["report.html"]
-    below = client.get_run(child or "").data.tags
-    assert (below["mlflow.parentRunId"], below["arm"]) == (run.info.run_id, "a")
-    again(metrics={"best/loss": 2.0}, step=4, tags={"winner": "fp16"})
-    assert sent[1:] == [{"best/loss": 2.0, "winner": "bf16"}, {"winner": "fp16"}]
-    assert points(store, "best/loss") == {"above": Counter([3])}
-    assert runs(store) == [("above", "FINISHED"), ("child", "FINISHED")]

@@ -1,0 +1,47 @@
+"""A comparison above its runs in MLflow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evidence.comparison import mlflow
+from tests.tracked import points, runs, tracked
+from trainer.tracking.store import connect
+
+
+def test_a_comparison_is_published_once(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracked(folder / "child")
+    (folder / "report.html").write_text("x")
+    monkeypatch.setattr(mlflow, "lead", lambda result: ["twice as fast"])
+
+    def result(verdict: str, seeds: int, margin: float = 0.003, common: str = "") -> Any:
+        speed = SimpleNamespace(ratio=SimpleNamespace(mean=2.0), why="")
+        memory, quality = SimpleNamespace(ratio=None), SimpleNamespace(verdict=verdict, test=None)
+        arm = SimpleNamespace(label="bf16", speed=speed, memory=memory, quality=quality)
+        plan = {"name": "it", "arms": [arm], "baseline": "fp32", "margin": margin, "common": [common]}
+        outcome = SimpleNamespace(folder=folder / "child", arm="bf16", finished=True)
+        of = {"plan": SimpleNamespace(seeds=range(seeds), **plan), "arms": [arm], "outcomes": [outcome]}
+        return SimpleNamespace(key="key", began_s=1.0, **of)
+
+    def again(*given: Any, **options: Any) -> Any:
+        (line,) = mlflow.publish_comparison(result(*given, **options), store, [folder / "report.html"])
+        (run,) = [each for each in client.search_runs([experiment]) if each.info.run_id in line]
+        return run
+
+    client = connect(store)
+    experiment = client.get_experiment_by_name("e").experiment_id
+    run = again("WORSE", 2, common="x" * 600)
+    assert (run.info.status, run.info.run_name, run.info.start_time) == ("FINISHED", "compare-it", 1000)
+    assert (run.data.params["margin"], run.data.params["common"]) == ("0.003", "x" * 499 + "…")
+    assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["report.html"]
+    below = next(each.data.tags for each in client.search_runs([experiment]) if each.info.run_name == "child")
+    assert (below["mlflow.parentRunId"], below["arm"]) == (run.info.run_id, "bf16")
+    run = again("BETTER", 3, margin=0.1)  # a param stays as it is: MLflow refuses another value
+    assert (run.data.tags["quality.bf16"], run.data.params["margin"]) == ("BETTER", "0.003")
+    assert points(store, "bf16/speed_ratio") == {"compare-it": Counter([2])}
+    assert runs(store) == [("child", "FINISHED"), ("compare-it", "FINISHED")]
