@@ -66,7 +66,11 @@ def _update_parent(
     tags |= {"mlflow.note.content": "\n\n".join(lead(result))}
     client.log_batch(
         run_id,
-        [Metric(key, value, now_ms, len(plan.seeds)) for key, value in metrics.items() if known.metrics.get(key) != value],
+        [
+            Metric(key, value, now_ms, len(plan.seeds))
+            for key, value in metrics.items()
+            if known.metrics.get(key) != value
+        ],
         [Param(key, store.cut(text, _LONGEST)) for key, text in params.items() if key not in known.params],
         [RunTag(key, store.cut(text, _LONGEST)) for key, text in tags.items()],
     )
