@@ -3,6 +3,7 @@
 They are imported when they are used: ``import trainer`` alone loads nothing.
 """
 
+import random
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,10 @@ __all__ = list(_NAMES)  # for type checkers: __init__.pyi
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    return getattr(import_module(_NAMES[name]), name)
+    state = random.getstate()
+    found = getattr(import_module(_NAMES[name]), name)
+    random.setstate(state)  # rich draws from it when it is imported
+    return found
 
 
 def __dir__() -> list[str]:
