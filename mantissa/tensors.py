@@ -31,6 +31,11 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def storage(tensor: Tensor) -> int:
+    """Return what a tensor shares with its views; of one that is not strided, its own id."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
 def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return what an optimizer changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

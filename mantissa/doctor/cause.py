@@ -25,7 +25,7 @@ from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.training import find_outlier, without_outliers
 from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.step import Batch, Replay, batch_key, map_tensors
-from mantissa.tensors import finite, numbers_in
+from mantissa.tensors import finite, numbers_in, storage
 from mantissa.trace import Op, Trace, line_of_exception
 
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -164,13 +164,9 @@ class Tape:
         return sorted(found, key=lambda node: node.number)
 
 
-def storage(tensor: Tensor) -> int:
-    """Return what a tensor shares with its views."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _is_whole(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.itemsize >= tensor.untyped_storage().nbytes()
+    strided = tensor.layout == torch.strided
+    return not strided or tensor.numel() * tensor.itemsize >= tensor.untyped_storage().nbytes()
 
 
 def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | None:

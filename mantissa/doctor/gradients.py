@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from mantissa.display import listed
-from mantissa.doctor.cause import storage
 from mantissa.doctor.cures import trains_with
 from mantissa.doctor.dtypes import explicit_cast
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.step import Replay, ReplayResult, Step
-from mantissa.tensors import relative_error
+from mantissa.tensors import relative_error, storage
 from mantissa.trace import Line, Op, Trace, is_checkpointed
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))

@@ -34,7 +34,7 @@ from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Gradients, Replay, Step, batch_key
-from mantissa.tensors import in_dtype, numbers_in, relative_error
+from mantissa.tensors import in_dtype, numbers_in, relative_error, storage
 from mantissa.trace import Op, Trace
 
 FACTOR = 8
@@ -516,12 +516,12 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
     calls: list[Call] = []
     stack: list[Call] = []
     numbers: Counter[str] = Counter()
-    values: dict[int, list[Value]] = {}  # by their memory
+    values: dict[int, list[Value]] = {}  # by their storage
     device = passes.step.device.type
 
     def keep(nested: Nested) -> None:
         for value in nested.values:
-            values.setdefault(_memory(value.tensor), []).append(value)
+            values.setdefault(storage(value.tensor), []).append(value)
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -546,7 +546,7 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
         if stack and not op.is_view:
             stack[-1].computes = True
         for tensor in op.inputs if op.is_mutable and not op.in_backward else ():
-            for value in values.pop(_memory(tensor), []):  # before it is changed
+            for value in values.pop(storage(tensor), []):  # before it is changed
                 value.tensor = value.tensor.clone()
         return op.run()
 
@@ -559,11 +559,6 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
             hooks.callback(module.register_forward_hook(end).remove)
         take()
     return calls
-
-
-def _memory(tensor: Tensor) -> int:
-    """Return the address that a tensor shares with its views; 0: it is not dense."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _compare(calls: list[Call], low: list[Call]) -> None:

@@ -100,6 +100,12 @@ def averaged() -> nn.Module:
     return model
 
 
+def beside_sparse() -> nn.Module:
+    model = Own(lambda own, x: 1e6 * x / 1e6 + own.get_submodule("items")(torch.arange(len(x))))
+    model.add_module("items", nn.Embedding(16, 32, sparse=True))
+    return model
+
+
 def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
     model = Own()
     for parameter in model.parameters():
@@ -601,6 +607,9 @@ FAULTS = {
     ),
     "a product overflows": Fault(
         OVERFLOW, WHOLE, "fp16", lambda: Own(lambda own, x: 1e6 * x / 1e6), line="1e6 * x", cure="fp32_ops(['mul'])"
+    ),
+    "a product beside a sparse gradient overflows": Fault(
+        OVERFLOW, WHOLE, "fp16", beside_sparse, optimizer=sgd(0.1), line="1e6 * x", cure="fp32_ops(['mul'])"
     ),
     "a cast in a custom function overflows": Fault(
         OVERFLOW, WHOLE, "fp32", lambda: Own(lambda own, x: Halved.apply(1e6 * x) / 1e12), line="x.half()"
