@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
@@ -29,6 +30,8 @@ LOSS = "(loss)"
 """Stands for what is computed outside of the model."""
 HALF = (torch.float16, torch.bfloat16)
 _HALF_NAMES = {dtype_name(dtype) for dtype in HALF}
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "convolution", "convolution_backward")
+"""Operators that multiply matrices, by their bare names; fused attention is none of them."""
 _MOVES = {"_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view"}
 _FILLS = {"fill_", "zero_", "empty_like", "full_like", "ones_like", "zeros_like"}
 _EXCHANGES = {"c10d", "_c10d_functional", "fsdp"}
@@ -70,20 +73,14 @@ def is_checkpointed() -> bool:
 
 def line_of_exception(error: BaseException) -> Line | None:
     """Return the innermost line of the user's code at which an error was raised."""
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        found = Line(name, trace.tb_lineno) if _is_user_code(name) else found
-        trace = trace.tb_next
-    return found
+    lines = [Line(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
+    return next((line for line in reversed(lines) if _is_user_code(line.file)), None)
 
 
 def is_raised_here(error: BaseException) -> bool:
     """Return whether this library's own code raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE)
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return bool(files) and files[-1].startswith(_HERE)
 
 
 @cache

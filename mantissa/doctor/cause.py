@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from operator import itemgetter
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -26,22 +27,11 @@ from mantissa.doctor.training import find_outlier, without_outliers
 from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.step import Batch, Replay, batch_key, map_tensors
 from mantissa.tensors import finite, numbers_in, storage
-from mantissa.trace import Op, Trace, line_of_exception
+from mantissa.trace import PRODUCTS, Op, Trace, line_of_exception
 
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""
-_MIXING = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "convolution",
-    "native_layer_norm",
-    "native_batch_norm",
-)
+_MIXING = (*PRODUCTS, "native_layer_norm", "native_batch_norm")
 """Operators that spread an infinity over all that they return: no mask is meant for them."""
 _MASKED = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "log_softmax", "softmax")
 """Operators that masks of -inf are meant for; they are NaN where all is masked."""
@@ -431,8 +421,7 @@ def find_exception(passes: Replay, format: str) -> Finding | None:
 
 def _running(model: nn.Module, error: BaseException) -> str:
     """Return the innermost module in whose code an error was raised."""
-    names, found, trace = {id(module): name for name, module in model.named_modules()}, "", error.__traceback__
-    while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
-        trace = trace.tb_next
+    names, found = {id(module): name for name, module in model.named_modules()}, ""
+    for frame, _ in walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
     return found

@@ -35,7 +35,7 @@ from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Gradients, Replay, Step, batch_key
 from mantissa.tensors import in_dtype, numbers_in, relative_error, storage
-from mantissa.trace import Op, Trace
+from mantissa.trace import PRODUCTS, Op, Trace
 
 FACTOR = 8
 SUM = 0.6
@@ -367,7 +367,6 @@ def _rounded_weights(module: nn.Module, number: Number) -> Iterator[None]:
             parameter.data = data
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "convolution", "convolution_backward")
 _ATTENTION = "_scaled_dot_product"
 
 
@@ -377,7 +376,7 @@ def _roundings(op: Op, number: Number) -> int:
     The sums of 16-bit and TF32 numbers are in fp32, and do not matter.
     """
     name = op.bare_name
-    count = 2 if name.startswith(_ATTENTION) else int(name in _PRODUCTS)
+    count = 2 if name.startswith(_ATTENTION) else int(name in PRODUCTS)
     of = [tensor for tensor in op.inputs if tensor.dtype == number.dtype] if count else []
     if not of:
         return 0
