@@ -64,12 +64,17 @@ class Finding:
         """The tensor or the module at fault, in words where that is none."""
         return self.tensor or self.module or "(the model itself, or the loss)"
 
+    @property
+    def parts(self) -> list[str]:
+        """What it is and where; then, as far as they are known, the operator's result and the numbers."""
+        result = " ".join(filter(None, [self.op, self.dtype, str(list(self.shape)) if self.shape else ""]))
+        numbers = ": ".join(filter(None, [result, self.detail]))
+        return list(filter(None, [f"{self.kind}, {self.direction}: {self.place}", numbers]))
+
     def lines(self) -> list[str]:
         """Return the finding as text for a terminal, two spaces before all lines but the first."""
-        lines = [f"FOUND {self.kind}, {self.direction}: {self.place}"]
-        result = " ".join(filter(None, [self.op, self.dtype, str(list(self.shape)) if self.shape else ""]))
-        if result or self.detail:
-            lines.append("  " + ": ".join(filter(None, [result, self.detail])))
+        fault, *numbers = self.parts
+        lines = [f"FOUND {fault}", *(f"  {each}" for each in numbers)]
         if self.line:
             lines.append(f"  at {self.line}")
         if self.path:

@@ -441,7 +441,7 @@ class Watch:
             self._say("\n".join([began, str(report), *said, f"written to {page}"]))
             found = ["its replay is finite"]
             if report.findings and not report.diagnosis.finite:
-                found = [line.strip().removeprefix("FOUND ") for line in report.findings[0].lines()[:2]]
+                found = report.findings[0].parts
             ended = "; ".join([began, *found, f"see {page}"])
         if self._on_failure == "raise":
             raise NotFiniteError(ended)

@@ -12,6 +12,7 @@ from evidence.runs import merge_overrides
 from mantissa import shell
 from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
 from mantissa.doctor.report import VERDICT
+from mantissa.finding import Finding
 from trainer.config.command_line import quoted
 from trainer.config.compose import compose
 from trainer.files import PROJECT, read_object
@@ -50,7 +51,7 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[st
     if code not in EXIT_CODES.values() or "findings" not in found:
         return _unexamined(f"the doctor ended with exit code {code}; run it: {shlex.join(['python', *command[1:]])}")
     return {
-        "faults": [_in_words(finding) for finding in found["findings"]],
+        "faults": ["; ".join(Finding(**finding).parts) for finding in found["findings"]],
         "missed": [f"left out: {item}" for item in found.get("left_out", [])],
         "healthy": found["verdict"] == HEALTHY,
     }
@@ -58,10 +59,3 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[st
 
 def _unexamined(why: str) -> dict[str, Any]:
     return {"faults": [], "missed": [f"not examined: {why}"], "healthy": False}
-
-
-def _in_words(finding: dict[str, Any]) -> str:
-    what = " ".join(filter(None, [finding["op"], finding["dtype"]]))
-    place = f"{finding['kind']}, {finding['direction']}: {finding['module'] or 'the model itself, or the loss'}"
-    detail = ": ".join(filter(None, [what, finding["detail"]]))
-    return f"{place} ({detail})" if detail else place
