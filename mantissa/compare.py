@@ -373,7 +373,7 @@ class Comparison:
         shown = self.verdicts[label].shown
         if shown and self.higher_is_better:
             shown = replace(shown, mean=-shown.mean, low=-shown.high, high=-shown.low)
-        return f"{percent(shown)} ({100 * shown.level:.3g} %)" if shown else ""
+        return with_level(shown)
 
     def report(self, command: str) -> Report:
         """Return the report: failures and verdicts in sentences, a table, and how it was measured."""
@@ -439,6 +439,11 @@ def percent(interval: Interval) -> str:
     """Return an interval of relative differences as ``+0.01 % [-0.05, +0.07]``."""
     mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} % [{low}, {high}]"
+
+
+def with_level(interval: Interval | None) -> str:
+    """Return an interval of relative differences with its level; empty: there is none."""
+    return f"{percent(interval)} ({100 * interval.level:.3g} %)" if interval else ""
 
 
 def times(interval: Interval) -> str:

@@ -49,7 +49,7 @@ class Report:
         return "\n".join([opening(self.diagnosis.taken), *lines(self.diagnosis)])
 
     def write(self, folder: str | Path, command: str = "mantissa.examine(…)") -> Path:
-        """Write ``report.html``, ``verdict.json`` and the tables as CSV into a folder; return the page's path."""
+        """Write the page and its text, ``verdict.json`` and tables as CSV into a folder; return the page's path."""
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
         record = {

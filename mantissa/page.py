@@ -81,7 +81,8 @@ class Report:
             undefined=StrictUndefined,
         )
         environment.filters["svg"] = svg
-        return environment.get_template("page.html").render(vars(self) | {"tones": _TONES})
+        shown = [section for section in self.sections if section.lines() or section.plots]
+        return environment.get_template("page.html").render(vars(self) | {"tones": _TONES, "sections": shown})
 
     def write(self, folder: Path, name: str = "report") -> Path:
         """Write ``name.html`` and ``name.txt`` into a folder, which is made; return the path of the page."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.comparison.plots import figures
-from mantissa.compare import METHOD, NOT_JUDGED, about_looks, failures, percent, times
+from mantissa.compare import METHOD, NOT_JUDGED, about_looks, failures, times, with_level
 from mantissa.display import loss, mebibytes
 from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.statistics import Interval
@@ -27,8 +27,7 @@ def report(result: Result, plots: Sequence[Plot] = ()) -> Report:
         Section("How it was measured", method(result), folded=True),
     ]
     origin = measured_on(*(result.facts[key] for key in ("hardware", "versions", "git")))
-    shown = [section for section in sections if section.table or section.items or section.plots or section.sentences]
-    return Report("Comparison", result.plan.name, lead(result), result.facts["command"], origin, shown)
+    return Report("Comparison", result.plan.name, lead(result), result.facts["command"], origin, sections)
 
 
 def write_report(result: Result) -> list[Path]:
@@ -45,7 +44,7 @@ def quality_rows(result: Result) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [QUALITY]
     for arm in result.arms:
         values = _mean(None, arm.quality.values, loss)
-        rows.append((_label(result, arm), arm.quality.verdict, _difference(arm), values))
+        rows.append((_label(result, arm), arm.quality.verdict, with_level(arm.quality.shown), values))
     return rows
 
 
@@ -162,8 +161,3 @@ def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
     if quantity.ratio is not None:
         return times(quantity.ratio)
     return "1" if quantity.values and arm.label == result.plan.baseline else "not measured"
-
-
-def _difference(arm: ArmResult) -> str:
-    interval = arm.quality.shown
-    return f"{percent(interval)} ({100 * interval.level:.3g} %)" if interval else ""

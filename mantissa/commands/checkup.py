@@ -10,15 +10,14 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mantissa.commands import report_folder
 from mantissa.display import columns, quantity
 from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, Report, examine
+from mantissa.step import Batch
 
-Batch = dict[str, Tensor]
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
 MAPPINGS = {
     SEQ2SEQ: "SEQ_TO_SEQ_CAUSAL_LM",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mantissa.display import finite
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, TakenStep
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
 from mantissa.page import Plot, Report, Section, measured_on
 
-PAGE, VERDICT = "report.html", "verdict.json"
+VERDICT = "verdict.json"
 
 
 def opening(replay: TakenStep) -> str:
@@ -59,13 +59,13 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "step": replay.step.number,
         "began": replay.began,
         "failed": replay.failed,
-        "loss": _number(replay.loss),
-        "grad_norm": _number(replay.grad_norm),
+        **finite({"loss": replay.loss, "grad_norm": replay.grad_norm}),
         "skipped": replay.skipped,
         "loss_scale": replay.step.scale,
         "formats": [
             {name: getattr(trial, name) for name in ("name", "status", "scale", "why")}
-            | {"loss": _number(trial.loss), "nonfinite": trial.nonfinite}
+            | finite({"loss": trial.loss})
+            | {"nonfinite": trial.nonfinite}
             for trial in diagnosis.sweep
         ],
         "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
@@ -79,10 +79,6 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "budget_s": budget.seconds,
         "seconds": budget.spent,
     }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
@@ -100,7 +96,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
 def write_report(
     diagnosis: Diagnosis, folder: Path, subject: str, record: dict[str, Any], plots: Sequence[Plot] = ()
 ) -> Path:
-    """Write ``report.html``, ``verdict.json`` and the tables as CSV into a folder; return the page's path.
+    """Write the page and its text, ``verdict.json`` and the tables as CSV into a folder; return the page's path.
 
     Args:
         diagnosis: of the step.
@@ -117,22 +113,21 @@ def write_report(
         for finding in diagnosis.findings
     ]
     means = dict.fromkeys(MEANINGS[finding.kind] for finding in diagnosis.findings)
-    sections = [Section("Diagnosis", text="\n".join([opening(taken), *lines(diagnosis)]))]
-    if plots:
-        sections.append(Section("Plots", plots=plots))
+    sections = [
+        Section("Diagnosis", text="\n".join([opening(taken), *lines(diagnosis)])),
+        Section("Plots", plots=plots),
+    ]
     sections += [Section(f"The crash of check {part}", text=trace) for part, trace in diagnosis.budget.crashes.items()]
     title = f"{diagnosis.verdict}: {subject} {taken.precision}, step {taken.step.number}"
     origin = measured_on(record["hardware"], record["versions"], record["git"])
     answer = [*found, *means] or [f"No fault: {opening(taken)}."]
-    folder.mkdir(parents=True, exist_ok=True)
+    page = Report("Doctor", title, answer, record["command"], origin, sections).write(folder)
     for name, rows in tables.items():
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     (folder / VERDICT).write_text(json.dumps(_facts(diagnosis) | record, indent=2), encoding="utf-8")
-    page = folder / PAGE
-    page.write_text(Report("Doctor", title, answer, record["command"], origin, sections).html(), encoding="utf-8")
     return page
 
 

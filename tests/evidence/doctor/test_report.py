@@ -70,7 +70,9 @@ def rows_of(diagnosis: Diagnosis, table: str) -> list[dict[str, str]]:
 def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "doctor" / "step-1"
     assert written(found) == folder / "report.html"
-    assert sorted(folder.iterdir()) == [folder / name for name in ("manifest.csv", "report.html", "verdict.json")]
+    assert sorted(folder.iterdir()) == [
+        folder / name for name in ("manifest.csv", "report.html", "report.txt", "verdict.json")
+    ]
     verdict = json.loads((folder / "verdict.json").read_text(), parse_constant=pytest.fail)
     assert (verdict["verdict"], verdict["exit_code"], verdict["step"], verdict["loss"]) == ("FOUND", 7, 1, None)
     assert [format["status"] for format in verdict["formats"]] == ["ok", "ok", "ok", "BREAKS", "BREAKS"]
