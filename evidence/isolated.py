@@ -8,14 +8,11 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mantissa import shell
 from trainer.config.compose import compose
 from trainer.errors import OutOfMemory, RunError, UserError, first_line, is_out_of_memory
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 class ProcessError(RunError):
@@ -39,7 +36,7 @@ def measure_isolated(
     env: Mapping[str, str] = {},
     limit_s: float | None = None,
 ) -> Any:
-    """Return the fields of what a module measures with these overrides and options in a fresh process.
+    """Return what a module measures, as JSON holds it, with these overrides and options in a fresh process.
 
     Args:
         module: calls ``answer`` where it is the main one.
@@ -66,11 +63,11 @@ def measure_isolated(
     raise ProcessError(message, ended.code)
 
 
-def answer(measure: Callable[..., DataclassInstance]) -> int:
+def answer(measure: Callable[..., Any]) -> int:
     """Measure the config of this process's command line, print what was found as its last line; return the exit code.
 
     Args:
-        measure: takes a config and options, and returns a dataclass.
+        measure: takes a config and options, and returns a dataclass or a JSON type.
     """
     options, *overrides = sys.argv[1:]
     try:
@@ -83,5 +80,5 @@ def answer(measure: Callable[..., DataclassInstance]) -> int:
             raise
         print(f"out of memory: {first_line(error)}", file=sys.stderr)
         return OutOfMemory.exit_code
-    print(json.dumps(asdict(found)))
+    print(json.dumps(found, default=asdict))
     return 0

@@ -10,7 +10,7 @@ from mantissa.compare import SEED_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_folder_name, nearest
 
 FIRST = 10
 """Steps of a learning-rate range test from which nothing is suggested: its loss is the mean of few batches."""
@@ -52,8 +52,7 @@ class CompareOptions(Overriding):
                     f"arms: {name} is not a precision ({', '.join(precisions)}){nearest(name, precisions)}; "
                     'for other overrides use arm.<name>="key=value …"'
                 )
-        if "/" in self.name or self.name in (".", ".."):
-            raise UserError(f"name={self.name} must be the name of a folder, without a slash")
+        check_folder_name("name", self.name)
 
     def split(self, others: list[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
         """Return the overrides of all arms, and each arm's label with its own.

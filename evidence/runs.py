@@ -18,7 +18,7 @@ from mantissa.compare import Run, Store
 from mantissa.display import loss
 from trainer.config.command_line import quoted
 from trainer.config.compose import key_of
-from trainer.errors import UserError, redacted
+from trainer.errors import NonFiniteError, OutOfMemory, UserError, redacted
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, remove_folder
 from trainer.tracking.plots import Series, read_series
 
@@ -26,9 +26,9 @@ STORE_FILE = "kept.jsonl"
 LOSS = "valid/loss"
 STOP_TIMEOUT_S = 120.0
 """Seconds that an interrupted run may take to save and end."""
-DIVERGED = 3
+DIVERGED = NonFiniteError.exit_code
 """Exit code of training that turned non-finite: an outcome, which the same command would have again."""
-DETERMINISTIC_FAILURES = (2, 4)
+DETERMINISTIC_FAILURES = (UserError.exit_code, OutOfMemory.exit_code)
 """Exit codes that another seed would not change: a mistake, and too little memory."""
 INTERRUPTED = (130, 143)
 LOOK_S = 1.0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the arms of a command line are checked before torch is imported
-    import torch
+import torch
 
-    from trainer.trainer import Trainer
+from trainer.hardware import synchronise
+from trainer.trainer import Trainer
 
 Block = Callable[[int], float]
 """Takes a number of optimizer steps and returns the seconds they took."""
@@ -18,7 +17,6 @@ Clock = Callable[[], float]
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:
     """Return the loop as a block that returns its seconds, the device's work included."""
-    from trainer.hardware import synchronise
 
     def block(steps: int) -> float:
         synchronise(device)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from trainer.config.options import Overriding, check_choice
-from trainer.errors import UserError
+from trainer.config.options import Overriding
+from trainer.errors import UserError, check_choice
 from trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:

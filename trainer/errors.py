@@ -102,6 +102,12 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
         raise UserError(f"{key}={value} is unknown; use {key}={'|'.join(names)}{nearest(value, names)}")
 
 
+def check_folder_name(key: str, name: str) -> None:
+    """Raise UserError where an option cannot name a folder; an empty one does."""
+    if "/" in name or name in (".", ".."):
+        raise UserError(f"{key}={name} must be the name of a folder, without a slash")
+
+
 def redacted(text: str) -> str:
     """Return a text without what may be secret in its addresses: what stands before ``@host``, and their queries."""
     without_user = re.sub(r"://(?!/)\S*@", "://***@", text)

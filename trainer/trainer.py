@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from mantissa.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
@@ -279,6 +280,10 @@ class Trainer(Generic[Config]):
                 return self.metrics.names_in(self._inspecting_forward(self.datasets.valid.batch(samples)))
         finally:
             self.model.train()
+
+    def ledger(self) -> MemoryLedger:
+        """Return what records the memory of a step, that of averaged weights as well."""
+        return MemoryLedger(self.model, self.optimizer, self.average.persistent_weights().values())
 
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""

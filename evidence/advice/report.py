@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "pr
 
 def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
     """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
-    kept = [text for text in given if re.split(r"[.=]", text.lstrip("+~"))[0] not in NOT_ADVISED]
+    kept = [text for text in given if key_of(text).partition(".")[0] not in NOT_ADVISED]
     return merge_overrides(kept, candidate.overrides)
 
 

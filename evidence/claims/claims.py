@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from evidence.measures import MEASURES, TIMED
 from evidence.runs import Arm
 from trainer.config.compose import key_of
-from trainer.config.options import check_choice
-from trainer.errors import UserError, first_line, nearest
+from trainer.errors import UserError, check_choice, first_line, nearest
 from trainer.files import PROJECT
 from trainer.hardware import CUDA, EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here

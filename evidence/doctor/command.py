@@ -11,6 +11,7 @@ from evidence.doctor.plots import figures
 from evidence.doctor.replay import of_overrides, of_run
 from evidence.options import DoctorOptions
 from evidence.runs import redacted_arguments
+from mantissa.commands import say_part
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, diagnose
 from mantissa.doctor.report import lines, opening, write_report
 from mantissa.errors import UsageError
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     except UsageError as error:  # of a step that cannot be replayed
         raise UserError(str(error)) from error
     print(opening(taken))
-    diagnosis = diagnose(taken, checks, options.budget_s, say=_progress)
+    diagnosis = diagnose(taken, checks, options.budget_s, say=say_part)
     if diagnosis.budget.spent:
         print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))
@@ -45,10 +46,6 @@ def main(arguments: list[str]) -> int:
         return diagnosis.exit_code
     print("\n".join([*publish(diagnosis, page), f"report {page}"]))
     return diagnosis.exit_code
-
-
-def _progress(part: str) -> None:
-    print(part, end=" … ", file=sys.stderr, flush=True)
 
 
 def write(diagnosis: Diagnosis, config: Config, command: str) -> Path:

@@ -13,7 +13,7 @@ from mantissa.doctor.diagnosis import TakenStep
 from mantissa.examination import take
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
-from trainer.config.compose import compose
+from trainer.config.compose import compose, key_of
 from trainer.config.resume import options_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -46,7 +46,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
         UserError: there is no such run, or another config was asked for, or the run has not come that far.
     """
     for override in overrides:
-        if override.partition("=")[0] not in _MAY_CHANGE:
+        if key_of(override) not in _MAY_CHANGE:
             raise UserError(
                 f"{override}: a run is examined as it was trained; to examine another one before its start, leave out "
                 f"resume={resume}"

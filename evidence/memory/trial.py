@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from evidence.isolated import ProcessError, answer, measure_isolated
-from mantissa.ledger import MemoryLedger, tensors
+from mantissa.tensors import tensors
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
@@ -19,13 +18,6 @@ from trainer.trainer import Trainer
 
 _WARM_UP = 2**20
 """Elements: enough for torch to start its threads, whose stacks are not tensors."""
-
-
-@dataclass
-class Trial:
-    """The result of two steps."""
-
-    fits: bool
 
 
 def fits(overrides: Sequence[str], limit_bytes: int) -> bool:
@@ -42,15 +34,15 @@ def fits(overrides: Sequence[str], limit_bytes: int) -> bool:
         RunError: the steps failed for another reason.
     """
     try:
-        return Trial(**measure_isolated(__name__, overrides, {"limit_bytes": limit_bytes})).fits
+        return bool(measure_isolated(__name__, overrides, {"limit_bytes": limit_bytes}))
     except ProcessError as error:
         if error.out_of_memory or error.code == -signal.SIGABRT:  # C++ aborts where it cannot raise
             return False
         raise RunError(f"a trial with {' '.join(overrides)} failed: {error}") from None
 
 
-def measure(config: Config, limit_bytes: int) -> Trial:
-    """Take the two steps in this process; the arguments are those of ``fits``."""
+def measure(config: Config, limit_bytes: int) -> bool:
+    """Take the two steps in this process, and return whether they fit; the arguments are those of ``fits``."""
     hardware = detect(config.device)
     config = config.plan(hardware).config
     # Libraries, data and threads come first: they do not depend on the batch.
@@ -76,7 +68,7 @@ def measure(config: Config, limit_bytes: int) -> Trial:
     del saved
     if not trainer.optimizer.state:
         raise RunError("the gradients are not finite, so the optimizer took no step")
-    return Trial(peak <= limit_bytes)
+    return peak <= limit_bytes
 
 
 def peak_of(trainer: Trainer, step: Callable[[], object]) -> int:
@@ -85,7 +77,7 @@ def peak_of(trainer: Trainer, step: Callable[[], object]) -> int:
         reset_peak_memory(trainer.device)
         step()
         return peak_memory_bytes(trainer.device)
-    with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.persistent_weights().values()) as recording:
+    with trainer.ledger() as recording:
         step()
     return recording.report().peak_bytes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import shlex
 import time
 from contextlib import redirect_stdout
@@ -20,7 +19,7 @@ from evidence.search.space import SearchOptions, check_space, overrides_of, pars
 from evidence.search.study import DATABASE, Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
 from mantissa.display import columns, duration, loss
-from trainer.config.compose import compose
+from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
@@ -56,7 +55,7 @@ def main(arguments: list[str]) -> int:
     recipe = plan.config.recipe
     datasets = None if type(recipe).metrics is Recipe.metrics else plan.config.open_datasets()
     metrics = Metrics(recipe, datasets, first.metrics, torch.device("cpu"))
-    kept = sorted(text for text in overrides if re.split(r"[.=]", text)[0] not in ("output_dir", "tracking"))
+    kept = sorted(text for text in overrides if key_of(text).partition(".")[0] not in ("output_dir", "tracking"))
     typed = sorted(argument for argument in others if argument not in overrides)
     described = {"space": " ".join(typed), "options": " ".join(kept), "metric": options.metric}
     study = open_study(

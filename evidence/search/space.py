@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from trainer.config.compose import check_single, compose, key_of
-from trainer.config.options import ONE_PROCESS, Overriding, check_choice
+from trainer.config.options import ONE_PROCESS, Overriding
 from trainer.config.text import unquoted
-from trainer.errors import UserError
+from trainer.errors import UserError, check_choice, check_folder_name
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -46,8 +46,7 @@ class SearchOptions(Overriding):
 
     def __post_init__(self) -> None:
         check_choice("pruner", self.pruner, ("median", "hyperband", "none"))
-        if "/" in self.study or self.study in (".", ".."):
-            raise UserError(f"study={self.study} must be the name of a folder, without a slash")
+        check_folder_name("study", self.study)
 
 
 def shown(value: Any) -> str:

@@ -1,8 +1,14 @@
 """The commands of ``python -m mantissa``, a module each."""
 
+import sys
 from pathlib import Path
 
 from mantissa.errors import UsageError
+
+
+def say_part(name: str) -> None:
+    """Name the part of an examination that begins now, on the error stream."""
+    print(name, end=" … ", file=sys.stderr, flush=True)
 
 
 def report_folder(path: str | Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mantissa.commands import report_folder
+from mantissa.commands import report_folder, say_part
 from mantissa.display import columns, quantity
 from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
@@ -192,7 +192,7 @@ def main(arguments: list[str]) -> int:
             accumulate=len(batches),  # one step of all passes, so that each of them is examined
             checks=[check for check in CHECKS if check != "divergence"],  # no steps follow
             budget_s=options.budget,
-            say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
+            say=say_part,
         )
         print(file=sys.stderr)
         print(f"\n{name}: {report}")

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from torch import nn
 
-from mantissa.commands import report_folder
+from mantissa.commands import report_folder, say_part
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, examine
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         scale=options.scale,
         fixed_scale=options.fixed_scale,
         budget_s=options.budget,
-        say=lambda part: print(part, end=" … ", file=sys.stderr, flush=True),
+        say=say_part,
     )
     print(file=sys.stderr)
     print(report)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mantissa.display import dimensions
-from mantissa.tensors import local
+from mantissa.tensors import changed_by, local
 from trainer.checkpoint.schema import KINDS, STATE_FILE, State, files_of, read_manifest
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
@@ -110,8 +110,7 @@ class CheckpointReader:
                 # What is no option is a count that the optimizer keeps there, such as LAMB's of steps, a tensor.
                 now = group.get(key)
                 group[key] = now.new_tensor(there[key]) if isinstance(now, Tensor) else there[key]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for name, parameter in zip(kept["names"], parameters, strict=True):
+        for name, parameter in zip(kept["names"], changed_by(optimizer), strict=True):
             if name in kept["scalars"]:
                 optimizer.state[parameter] |= kept["scalars"][name]
 

@@ -146,12 +146,6 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
             raise UserError(f"{override} has no effect on a model that is trained; leave it out")
 
 
-def check_choice(key: str, text: str, known: Sequence[str]) -> None:
-    """Raise UserError where the value of an option is not one of these."""
-    if text not in known:
-        raise UserError(f"{key}={text} is not one of {', '.join(known)}{nearest(text, known)}")
-
-
 def _value(options: type[Options], key: str, text: str) -> Any:
     """Return the value that a text means for the type of the field ``key``."""
     wanted, typed = get_type_hints(options)[key], OmegaConf.structured(options)

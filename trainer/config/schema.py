@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
 from trainer.config.step import StepConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, check_folder_name
 from trainer.files import default_name
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
@@ -86,8 +86,7 @@ class Config(RunConfig, StepConfig):
         for name in self.tags:
             if is_own_tag(name) or name == "note":
                 raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
-        if "/" in self.name or self.name in (".", ".."):
-            raise UserError(f"run_name={self.name} must be the name of a folder, without a slash")
+        check_folder_name("run_name", self.name)
         if self.tracking.mlflow:
             configured_uri(self.tracking.uri)  # or the environment's, which a default of the group would not tell apart
         if not self.output_dir:

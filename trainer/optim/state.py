@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.tensors import local
+from mantissa.tensors import changed_by, local
 from trainer.optim.ema import Average
 from trainer.optim.masters import MasterWeights
 
@@ -103,7 +103,7 @@ def create_state(
         names: of its parameters.
         stateless: the names of those that get no state.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = changed_by(optimizer)
     for name, parameter in zip(names, parameters, strict=True):
         if name in stateless:  # others keep theirs: Adagrad of torch 2.11 creates it in its constructor only
             optimizer.state.pop(parameter, None)
@@ -125,4 +125,4 @@ def create_state(
 def parameter_names(model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters in its own order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return [names[id(parameter)] for parameter in changed_by(optimizer)]

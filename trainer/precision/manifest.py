@@ -12,6 +12,8 @@ from torch import nn
 
 from mantissa.display import about, dtype_name, quantity
 from mantissa.formats import FP32
+from mantissa.setup import fp32_flags
+from mantissa.tensors import changed_by
 from trainer.hardware import EMULATED, Hardware
 from trainer.precision import fp8, kernels
 from trainer.precision.modes import SILENT, Precision
@@ -45,7 +47,7 @@ def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str
     with precision.autocast(hardware.device):
         one = torch.ones(8, 8, device=hardware.device, dtype=precision.format.weights)
         product = (one @ one).dtype
-    backends = torch.backends
+    flags, matmul = fp32_flags("cuda") | fp32_flags("cpu"), torch.backends.cuda.matmul
     return {
         "requested": {"mode": precision.mode, "fp32_modules": list(precision.fp32_modules)}
         | ({} if precision.fp8_scaling is None else {"fp8_scaling": precision.fp8_scaling})
@@ -55,13 +57,9 @@ def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str
             "device": str(hardware.device),
             "matmul_dtype": dtype_name(product),
             "fp32_modules": fp32_modules,
-            "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
-            "fp32_in_cudnn_conv": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-            "fp32_in_cudnn_rnn": backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
-            "fp32_in_mkldnn_matmul": backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
-            "fp32_in_mkldnn_conv": backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
-            "fp16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
-            "bf16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+            **{f"fp32_in_{name.replace('.', '_')}": value for name, value in flags.items()},
+            "fp16_reduced_precision_reduction": bool(matmul.allow_fp16_reduced_precision_reduction),
+            "bf16_reduced_precision_reduction": bool(matmul.allow_bf16_reduced_precision_reduction),
         },
         "environment": {name: os.environ[name] for name in SILENT[FP32] if name in os.environ},
     }
@@ -72,10 +70,9 @@ def dtypes_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
     Read from their tensors; of several dtypes, the one with most weights comes first.
     """
-    changed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
         "weights_dtype": _dtypes(model.parameters()),
-        "optimizer_dtype": _dtypes(changed),
+        "optimizer_dtype": _dtypes(changed_by(optimizer)),
         "fp8_modules": fp8.converted(model),
     }
 

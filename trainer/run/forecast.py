@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mantissa.ledger import Ledger, MemoryLedger
+from mantissa.ledger import Ledger
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch, Datasets
@@ -58,9 +58,7 @@ def forecast(config: Config) -> Ledger:
             trainer = FakeTrainer(plan, hardware)
             microbatches = [trainer.microbatch() for _ in range(taken)]
             trainer.train_step(microbatches[:1])
-            with MemoryLedger(
-                trainer.model, trainer.optimizer, trainer.average.persistent_weights().values()
-            ) as recording:
+            with trainer.ledger() as recording:
                 trainer.train_step(microbatches)
             ledger = recording.report()
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from mantissa.display import duration, finite, loss
-from mantissa.ledger import MemoryLedger
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
@@ -120,10 +119,7 @@ class Run:
             resumed = saved.log_bytes if saved else None
             self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, resumed)
         profiler = self.config.profiler if self.world.is_main else Profiler()
-        recorder = partial(
-            MemoryLedger, trainer.model, trainer.optimizer, trainer.average.persistent_weights().values()
-        )
-        self.profiler = profiler.start(folder.path, trainer.device, recorder)
+        self.profiler = profiler.start(folder.path, trainer.device, trainer.ledger)
         half = self.config.precision.half
         self.diagnostics = self.config.diagnostics.start(
             trainer.model, trainer.update, half, self.plan.steps, self.world

@@ -13,8 +13,6 @@ from trainer.files import METRICS_FILE, read_json_lines
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", INK)
 """Distinguishable with any colour vision (Okabe and Ito 2008)."""
-NOISE = "#80868b"
-"""What is not compared."""
 SMOOTH_FROM = 100
 """From this many points on, the raw curve is drawn faintly below its running mean."""
 

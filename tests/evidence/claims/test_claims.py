@@ -73,9 +73,15 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
     ("changes", "words"),
     [
         ({"sorce": "x"}, "sorce: Key 'sorce' not in 'Claim'"),
-        ({"arms": {"fp32": "nett precision=fp32"}}, "arms.fp32=nett is not one of net; did you mean 'net'?"),
+        (
+            {"arms": {"fp32": "nett precision=fp32"}},
+            "arms.fp32=nett is unknown; use arms.fp32=net; did you mean 'net'?",
+        ),
         ({"arms": {"a b": "net"}}, "an arm cannot be called a b"),
-        ({"criteria": [SPEED | {"arm": "bf61"}]}, "criteria on speed=bf61 is not one of bf16, fp32; did you"),
+        (
+            {"criteria": [SPEED | {"arm": "bf61"}]},
+            "criteria on speed=bf61 is unknown; use criteria on speed=bf16|fp32; did you",
+        ),
         ({"criteria": [LOSS]}, "no criterion decides; give one at_least"),
         ({"criteria": [SPEED | {"at_most": 1.0}]}, "at_least: 2 is above at_most: 1; swap them"),
         ({"criteria": [{"measure": "loss", "arm": "bf16", "within": 0.003}]}, "within needs over"),
