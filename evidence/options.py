@@ -10,7 +10,7 @@ from mantissa.compare import SEED_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
-from trainer.errors import UserError, check_folder_name, nearest
+from trainer.errors import UserError, check_folder_name, check_range, nearest
 
 FIRST = 10
 """Steps of a learning-rate range test from which nothing is suggested: its loss is the mean of few batches."""
@@ -25,8 +25,7 @@ class AdviseOptions(Overriding):
     budget_minutes: float = 5.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.budget_minutes) and self.budget_minutes > 0):
-            raise UserError(f"budget_minutes={self.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
+        check_range("budget_minutes", self.budget_minutes, "(0, inf)")
 
 
 @dataclass

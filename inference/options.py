@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from trainer.config.options import Overriding
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, check_range
 from trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class GenerateOptions(RunOptions):
             raise UserError('missing required option: prompt; set the beginning of a text, such as prompt="def "')
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"temperature={self.temperature} must be 0 (always the most probable token) or above")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
+        check_range("top_p", self.top_p, "(0, 1]")
 
 
 @dataclass

@@ -136,7 +136,7 @@ PAIR = "compare recipe=bignet arms=fp32,bf16"
 LR = "search recipe=bignet space.optimizer.lr=log(1e-4,1e-2)"
 IN_OTHERS = {
     "advise recipe=gpt2 presicion=bf16": "did you mean 'precision'?",
-    "advise recipe=gpt2 budget_minutes=inf": "must be a time above 0",
+    "advise recipe=gpt2 budget_minutes=inf": "budget_minutes=inf must be above 0 and finite",
     "advise recipe=gpt2 precision=fp32,bf16": "precision=fp32,bf16 has several values; advise.py chooses",
     "compare recipe=gpt2 arms=fp32,bf61": "arms: bf61 is not a precision",
     "compare recipe=gpt2 arms=fp32,bf16 arm.x=steps=many": "steps=many must be a whole number",
@@ -170,7 +170,7 @@ IN_OTHERS = {
     "reproduce claim=two_y": "claim=two_y is not a claim; did you mean 'two_x'?",
     "search recipe=bignet": "there is nothing to search; give a space, such as",
     "search recipe=bignet space.optimizer.lr=log(low,1)": "could not convert string to float: 'low'",
-    "search recipe=bignet space.optimizer.lr=uniform(-1,1)": "optimizer.lr=-1.0 must be a number above 0",
+    "search recipe=bignet space.optimizer.lr=uniform(-1,1)": "optimizer.lr=-1.0 must be above 0 and finite",
     "search recipe=bignet space.output_dir=choice(a,b)": "output_dir is not an option of the training",
     f"{LR} optimizer.lr=1": "optimizer.lr is searched and set (optimizer.lr=1); remove one of them",
     f"{LR} precision=fp32,bf16": "search them, as in space.precision=choice(fp32,bf16)",

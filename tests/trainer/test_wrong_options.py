@@ -63,7 +63,7 @@ ROWS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ClipNorm, {"max_norm": nan}, r"clip.max_norm=nan"),
     (ClipValue, {"max_value": nan}, r"clip.max_value=nan"),
     (ActivationCheckpointing, {"mode": "block"}, r"checkpointing.mode=block is unknown; use .*; did you mean 'blocks'"),
-    (Precision, {"mode": "bf61"}, r"precision.mode=bf61"),
+    (Precision, {"mode": "bf61"}, r"precision=bf61 is unknown"),
     (Precision, {"mode": "fp32", "fp32_modules": ["head"]}, r"fp32_modules has no effect with precision=fp32"),
     (Precision, {"mode": "fp32", "fp32_ops": ["softmax"]}, r"precision.fp32_ops has no effect with precision=fp32"),
     (Precision, {"mode": "bf16", "kernels": "fast"}, r"kernels=fast is unknown; use precision.kernels=auto\|native\|"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
 from trainer.config.step import StepConfig
-from trainer.errors import UserError, check_folder_name
+from trainer.errors import UserError, check_folder_name, check_number, check_range
 from trainer.files import default_name
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
@@ -31,8 +30,7 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
             raise UserError(f"early_stopping.patience={self.patience} must be at least 1; null turns it off")
-        if not (self.min_delta >= 0 and math.isfinite(self.min_delta)):
-            raise UserError(f"early_stopping.min_delta={self.min_delta} must be a number of at least 0")
+        check_range("early_stopping.min_delta", self.min_delta, "[0, inf)")
         if self.patience is None and (self.metric is not None or self.min_delta):
             key = "min_delta" if self.metric is None else "metric"
             raise UserError(f"early_stopping.{key} has no effect alone; also set early_stopping.patience=5")
@@ -80,8 +78,7 @@ class Config(RunConfig, StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.log_every < 1:
-            raise UserError(f"log_every={self.log_every} must be at least 1")
+        check_number("log_every", self.log_every)
         self.diagnostics.check(self.optimizer)
         for name in self.tags:
             if is_own_tag(name) or name == "note":

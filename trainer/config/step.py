@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, check_range
 from trainer.hardware import Hardware
 from trainer.metrics import check_named
 from trainer.optim.ema import Ema
@@ -100,8 +100,8 @@ class StepConfig:
                 check_number(key, getattr(self, key))
         if self.epochs is not None and self.steps != "auto":
             raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise UserError(f"epochs={self.epochs:g} must be a positive number, such as 3 or 0.5")
+        if self.epochs is not None:
+            check_range("epochs", self.epochs, "(0, inf)")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
         if not 0 <= self.seed < 2**32:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +40,7 @@ class Optimizer:
     """Further arguments of the optimizer class, such as ``betas`` or ``momentum``."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise UserError(f"optimizer.lr={self.lr} must be a number above 0")
+        check_range("optimizer.lr", self.lr, "(0, inf)")
         check_range("optimizer.weight_decay", self.weight_decay, "[0, inf)")
         if self.layer_decay is not None:
             check_range("optimizer.layer_decay", self.layer_decay, "(0, 1]")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mantissa.formats import STOCHASTIC
-from trainer.errors import Interrupted, RunError, UserError
+from trainer.errors import Interrupted, RunError, UserError, check_range
 from trainer.hardware import DEVICE_KINDS, best_type, kind_of
 from trainer.parallel.shards import shard_again
 from trainer.parallel.world import World, launched_local_rank, launched_processes
@@ -159,8 +159,7 @@ class SeveralProcesses(Parallel):
     """Seconds that a rank waits for the others (while rank 0 prepares data, for example) before the job fails."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise UserError(f"parallel.timeout_s={self.timeout_s} must be a positive number of seconds, such as 1800")
+        check_range("parallel.timeout_s", self.timeout_s, "(0, inf)")
 
     def world(self, device: str) -> World:
         device_type = best_type() if device == "auto" else device

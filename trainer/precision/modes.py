@@ -65,8 +65,7 @@ class Precision:
     instructions for it."""
 
     def __post_init__(self) -> None:
-        if self.mode not in FORMATS:
-            raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(FORMATS)}")
+        check_choice("precision", self.mode, FORMATS)
         check_choice("precision.kernels", self.kernels, kernels.KERNELS)
         for key in ("fp32_modules", "fp32_ops", "half_ops", "kernels"):
             if self.half is None and getattr(self, key) not in (None, [], kernels.AUTO):

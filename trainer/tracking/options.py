@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, check_range
 from trainer.tracking.store import configured_uri
 
 _OWN_TAGS = (
@@ -45,14 +44,8 @@ class Tracking:
     """Show what the trained model can do, such as generated text, if the recipe has such a sample."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
-            raise UserError(
-                f"tracking.flush_every_s={self.flush_every_s} must be a positive number of seconds, such as 5"
-            )
-        if not (math.isfinite(self.upload_timeout_s) and self.upload_timeout_s >= 0):
-            raise UserError(
-                f"tracking.upload_timeout_s={self.upload_timeout_s} must be a number of seconds from 0 on, such as 30"
-            )
+        check_range("tracking.flush_every_s", self.flush_every_s, "(0, inf)")
+        check_range("tracking.upload_timeout_s", self.upload_timeout_s, "[0, inf)")
         check_choice("tracking.checkpoints", self.checkpoints, ("auto", "last", "all", "none"))
         if self.register is not None and (not self.register or set(self.register) & set("/:")):
             raise UserError(
