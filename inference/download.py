@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.errors import UserError, redacted
 from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object
-from trainer.tracking.fetch import downloading, fetched_run
+from trainer.tracking.fetch import downloading, fetched_run, run_id_of
 from trainer.tracking.models import MODEL
 
-_ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
 _FILES = {"config.json", PRECISION_FILE, SUMMARY_FILE, TOKENIZER, BEST}
 
 
@@ -23,10 +21,7 @@ def fetch(given: str) -> Path:
     Raises:
         UserError: there is no such run, it has no weights there, or the server does not answer.
     """
-    match = _ADDRESS.fullmatch(given)
-    if not match:
-        raise UserError(f"run={given} is not a valid run; use run=mlflow:RUN_ID, with the id from MLflow's page")
-    run_id = match[1]
+    run_id = run_id_of("run", given)
     target = Path("outputs", f"mlflow-{run_id}")
     if read_object(target / "config.json"):
         return target

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trainer.config.options import Overriding
 from trainer.errors import UserError, check_choice, check_range
-from trainer.run_folder import RunFolder
+from trainer.run_folder import RunFolder, is_in_mlflow
 
 if TYPE_CHECKING:
     from inference.load import Exported
@@ -31,12 +31,8 @@ class RunOptions(Overriding):
     def __post_init__(self) -> None:
         if not self.run:
             raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
-        if not self._in_mlflow:
+        if not is_in_mlflow(self.run):
             RunFolder.open("run", self.run, "outputs")
-
-    @property
-    def _in_mlflow(self) -> bool:
-        return self.run.startswith(("mlflow:", "runs:/"))
 
     def find(self) -> Exported:
         """Return the weights that ``run`` names.
@@ -46,7 +42,7 @@ class RunOptions(Overriding):
         """
         from inference.load import open_exported
 
-        if not self._in_mlflow:
+        if not is_in_mlflow(self.run):
             return open_exported(self.run, Path(self.run).expanduser())
         from inference.download import fetch
 

@@ -19,7 +19,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
 
 
-# What a run's folder holds, beside checkpoints/
+# What a run's folder holds
+CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -10,6 +10,7 @@ from trainer.checkpoint.schema import steps
 from trainer.errors import UserError
 from trainer.files import (
     BEST,
+    CHECKPOINTS,
     CONFIG_FILE,
     SUMMARY_FILE,
     TOKENIZER,
@@ -35,7 +36,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """Where the checkpoints are."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @classmethod
     def create(cls, output_dir: str, run_name: str) -> RunFolder:
@@ -59,13 +60,10 @@ class RunFolder:
         Raises:
             UserError: the folder does not exist, or MLflow cannot provide the run.
         """
-        if given.startswith(("mlflow:", "runs:/")):
+        if is_in_mlflow(given):
             from trainer.tracking.fetch import fetch
 
-            try:
-                return cls(fetch(given, uri, output_dir))
-            except UserError as error:
-                raise UserError(str(error).replace("resume=", f"{key}=")) from error
+            return cls(fetch(key, given, uri, output_dir))
         path = Path(given).expanduser()
         if not path.is_dir():
             raise UserError(
@@ -132,6 +130,11 @@ class RunFolder:
     def _started(self) -> Path:
         """The folder that the run was last started in; the present one where that is not known."""
         return Path(str(run_facts(self.path, "launch").get("folder", "")))
+
+
+def is_in_mlflow(given: str) -> bool:
+    """Return whether this is the address of a run in MLflow, ``mlflow:RUN_ID`` or ``runs:/RUN_ID``; else a path."""
+    return given.startswith(("mlflow:", "runs:/"))
 
 
 def run_of(path: Path) -> RunFolder | None:

@@ -16,6 +16,7 @@ from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import (
     BEST,
+    CHECKPOINTS,
     NO_FOLDER,
     SUMMARY_FILE,
     TOKENIZER,
@@ -25,7 +26,7 @@ from trainer.files import (
     run_facts,
 )
 from trainer.recipe import Decision, Recipe
-from trainer.run_folder import RunFolder, run_of, to_continue
+from trainer.run_folder import RunFolder, is_in_mlflow, run_of, to_continue
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ class InitFrom:
                 f"init_from={given}: this is not the folder of a run; give one, such as {output_dir}/gpt2-bf16-s0"
             )
         path, config, exports = run.path, run.config(), run.path != folder.path
-        saved = checkpoint.best_step(path / "checkpoints")
+        saved = checkpoint.best_step(path / CHECKPOINTS)
         best = read_object(path / SUMMARY_FILE).get("best")
         step = int(best["step"]) if isinstance(best, dict) else saved
         if any((path / BEST).glob("*.safetensors")) and step is not None and (exports or saved in (None, step)):
             return cls(path, config, step, exported=True)
-        saved = saved or next(iter(reversed(checkpoint.steps(path / "checkpoints"))), None)
+        saved = saved or next(iter(reversed(checkpoint.steps(path / CHECKPOINTS))), None)
         if saved is None:
             raise UserError(
                 f"init_from={given}: the run has no weights (looked in {BEST}/ and checkpoints/); give another run"
@@ -81,7 +82,7 @@ class InitFrom:
         if self.exported:
             weights = recipe.exported(self.path / BEST)
         else:
-            weights = load(self.path / "checkpoints", self.step).evaluated()
+            weights = load(self.path / CHECKPOINTS, self.step).evaluated()
         weights, decisions = recipe.adapt_weights(weights, model, datasets, self.about())
         fill(model, weights, f"init_from={self.path}")
         return decisions
@@ -156,7 +157,7 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
 def _names_run(given: str) -> bool:
     """Return whether this is a run, even one that is gone; else it is for the recipe: a hub id, a folder, a file."""
     path = Path(given).expanduser()
-    if given.startswith(("mlflow:", "runs:/")) or run_of(path) is not None:
+    if is_in_mlflow(given) or run_of(path) is not None:
         return True
     return "/" in given and not path.exists() and path.parent.is_dir()
 

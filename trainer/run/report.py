@@ -12,7 +12,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.config.schema import Config
 from trainer.config.step import EPOCH
 from trainer.errors import RunError
-from trainer.files import read_object, run_facts
+from trainer.files import PRECISION_FILE, read_object, run_facts
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.manifest import warning_if_slow
@@ -116,7 +116,7 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
     """Return what will not be as the user expects: options without their effect, other kernels than before a resume."""
     found, plan = [], trainer.plan
-    before = read_object(folder / "precision.json").get("effective")
+    before = read_object(folder / PRECISION_FILE).get("effective")
     if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
         found.append(
             "operators that use fp32 arithmetic are not those from before the resume, because the processor or "

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, best_step, path_of, steps
-from trainer.files import CONFIG_FILE, METRICS_FILE
+from trainer.files import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 from trainer.tracking.store import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-CHECKPOINTS = "checkpoints"
 COMPANIONS = (CONFIG_FILE, METRICS_FILE)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint import schema as checkpoint
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (
+    CHECKPOINTS,
     RUN_FILE,
     SUMMARY_FILE,
     TOKENIZER,
@@ -21,7 +22,7 @@ from trainer.files import (
     locked,
     read_object,
 )
-from trainer.tracking.checkpoints import CHECKPOINTS, COMPANIONS, complete_steps
+from trainer.tracking.checkpoints import COMPANIONS, complete_steps
 from trainer.tracking.follower import FOLDER_TAG
 from trainer.tracking.store import KEY_TAG, connect, database_file, find_run, storable_uri, tracking_uri
 from trainer.tracking.tracked_run import TrackedRun
@@ -29,7 +30,17 @@ from trainer.tracking.tracked_run import TrackedRun
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
+
+def run_id_of(key: str, address: str) -> str:
+    """Return the id in ``mlflow:RUN_ID`` or ``runs:/RUN_ID``, the value of the option ``key``.
+
+    Raises:
+        UserError: there is none.
+    """
+    match = re.fullmatch(r"(?:mlflow:|runs:/)(\w+)/?", address)
+    if not match:
+        raise UserError(f"{key}={address} is not a valid run; use {key}=mlflow:RUN_ID, with the id from MLflow's page")
+    return match[1]
 
 
 @contextmanager
@@ -81,24 +92,21 @@ def downloading(partial: Path) -> Iterator[None]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
-    """Download a run from MLflow and return its folder, for ``resume=<folder>``, which verifies the checkpoints.
+def fetch(key: str, address: str, uri: str | None, output_dir: str) -> Path:
+    """Download a run from MLflow and return its folder; who opens a checkpoint of it verifies that.
 
     A run whose checkpoints MLflow does not have is continued in its own folder, where that is on this machine.
 
     Args:
-        resume: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``.
+        key: the option that names the run, for messages.
+        address: its value.
         uri: ``tracking.uri``.
         output_dir: where run folders are.
 
     Raises:
         UserError: there is no such run, no checkpoint of it or no server, or the folder exists and does not fit.
     """
-    given = f"resume={resume}"
-    match = _ADDRESS.fullmatch(resume)
-    if not match:
-        raise UserError(f"{given} is not a valid run; use resume=mlflow:RUN_ID, with the id from MLflow's page")
-    run_id = match[1]
+    given, run_id = f"{key}={address}", run_id_of(key, address)
     with fetched_run(given, run_id, uri, output_dir) as (client, run):
         name = run.info.run_name
         if name != Path(name).name or name.startswith("."):
@@ -123,7 +131,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
                 if here < step or read_object(target / TRACKING_FILE).get("run_id") != run_id:
                     raise UserError(
                         f"{given}: {target} has another run, or this one at an earlier step than {step}; use "
-                        f"resume={target}, or choose another folder with output_dir=…"
+                        f"{key}={target}, or choose another folder with output_dir=…"
                     )
                 return target
             print(f"fetching {name}, step {step}, from MLflow at {redacted(str(client.tracking_uri))}", flush=True)

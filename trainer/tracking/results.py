@@ -17,7 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.files import BEST, SUMMARY_FILE, read_json_lines, read_object
+from trainer.checkpoint.schema import steps
+from trainer.files import BEST, CHECKPOINTS, SUMMARY_FILE, read_json_lines, read_object
 from trainer.tracking.tracked_run import TrackedRun
 
 VALID = "valid/"
@@ -83,7 +84,7 @@ def description(folder: Path, run: TrackedRun) -> str | None:
         parts.append(f'The best weights: `mlflow.transformers.load_model("{run.model}")`.')
     elif (folder / BEST).exists():
         parts.append(f'The best weights: `mlflow.artifacts.download_artifacts("runs:/{run.run_id}/{BEST}")`.')
-    if run.checkpoints != "none" and list(folder.glob("checkpoints/step-*")):
+    if run.checkpoints != "none" and steps(folder / CHECKPOINTS):
         more = " with more `steps=`" if summary["status"] == "FINISHED" else ""
         parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run.run_id}`{more}.")
     return "\n\n".join(parts)

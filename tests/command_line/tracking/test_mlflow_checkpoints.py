@@ -199,7 +199,7 @@ def test_a_finished_run_that_is_fetched_is_the_same(succeed: Train, client: Mlfl
 def test_what_cannot_be_fetched_is_said_in_a_sentence(store: str, saved: str) -> None:
     def refusal(resume: str, uri: str = store, output_dir: str = "outputs") -> str:
         with pytest.raises(UserError) as raised:
-            fetch(resume, uri, output_dir)
+            fetch("resume", resume, uri, output_dir)
         assert len(str(raised.value).splitlines()) == 1
         assert not list(Path(output_dir).glob(".*.partial"))
         return str(raised.value)
