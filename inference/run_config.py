@@ -14,9 +14,8 @@ from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.hardware import Hardware, detect, set_determinism
-from trainer.precision import kernels
-from trainer.precision.modes import allow_cudnn_attention
+from trainer.hardware import Hardware, detect
+from trainer.precision.kernels import not_timed_here
 
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
@@ -41,12 +40,7 @@ class RunConfig:
     @property
     def not_timed(self) -> str | None:
         """Why its speed is not that of its format, see ``kernels.not_timed``."""
-        return kernels.not_timed(self.config.precision.mode, self._kernels, self.hardware)
-
-    @property
-    def _kernels(self) -> str:
-        precision, convolves = self.config.precision, self.config.recipe.convolves
-        return kernels.choose(precision.half, precision.kernels, self.hardware, convolves)
+        return not_timed_here(self.config.precision.mode, self.hardware, self.config.precision.kernels)
 
     def with_data(self, datasets: Datasets) -> RunConfig:
         """Return the config with what the open data decides."""
@@ -59,9 +53,7 @@ class RunConfig:
             UserError: see ``Precision.convert``.
         """
         config, device = self.config, self.hardware.device
-        config.precision.apply(self._kernels)
-        allow_cudnn_attention(not config.recipe.masks_attention)
-        set_determinism(config.deterministic)
+        config.set_up(self.hardware)
         config.precision.convert(model.to(device), device)
         return model
 

@@ -23,6 +23,7 @@ from trainer.config.command_line import quoted
 from trainer.config.schema import Config
 from trainer.errors import Interrupted, UserError
 from trainer.precision import kernels
+from trainer.precision.modes import fp32_backends
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.fit import release_memory
 from trainer.run.run import Run
@@ -156,9 +157,8 @@ def _text(key: str, value: object) -> str:
 def undisturbed() -> Iterator[None]:
     """Put back torch's settings and the host's generators, which a run sets for the whole process. Show progress."""
     backends: Any = torch.backends
-    cuda, cudnn, mkldnn, host = backends.cuda, backends.cudnn, backends.mkldnn, torch.device("cpu")
-    in_fp32 = (backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-    attributes = [(each, "fp32_precision") for each in in_fp32]
+    cuda, cudnn, host = backends.cuda, backends.cudnn, torch.device("cpu")
+    attributes = [(each, "fp32_precision") for group in fp32_backends() for each in group]
     # The older flags come back before the newer ones, which they change.
     attributes += [(cudnn, "allow_tf32"), (cudnn, "benchmark")]
     attributes += [(torch.utils.deterministic, "fill_uninitialized_memory")]

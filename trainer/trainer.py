@@ -17,7 +17,7 @@ from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, Watch
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
-from trainer.hardware import Hardware, detect, seed_everything, select, set_determinism
+from trainer.hardware import Hardware, detect, seed_everything, select
 from trainer.metrics import Metrics, reported
 from trainer.optim.ema import Average
 from trainer.optim.groups import LR_FACTOR, freeze
@@ -25,8 +25,6 @@ from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
-from trainer.precision import kernels
-from trainer.precision.modes import allow_cudnn_attention
 from trainer.recipe import LossOutput, UserRecipe
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
 
 _INSPECTED = 2
-"""Samples of a forward pass that only inspects the model; batch norm cannot take statistics of one."""
+"""Samples of a forward pass that only inspects the model, or its shapes; batch norm cannot take statistics of one."""
 
 
 class StepRecord(NamedTuple):
@@ -84,12 +82,8 @@ class Trainer(Generic[Config]):
         self.hardware = hardware
         self.device = hardware.device
         select(self.device)
-        precision, convolves = config.precision, config.recipe.convolves
-        self.kernels = kernels.choose(precision.half, precision.kernels, hardware, convolves)
+        self.kernels = config.set_up(hardware)
         """How 16-bit operands are multiplied on a CPU."""
-        config.precision.apply(self.kernels)
-        allow_cudnn_attention(not config.recipe.masks_attention)
-        set_determinism(config.deterministic)
         self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
         """What it trains on and is evaluated on."""
         config, self.decisions = config.with_data(self.datasets, hardware)
@@ -153,7 +147,7 @@ class Trainer(Generic[Config]):
         return model.to(self.device)
 
     def first_samples(self) -> Batch:
-        """Return the first samples, enough for a forward pass that only inspects the model."""
+        """Return the first samples, enough to inspect the model, or to know the shapes of a batch."""
         return self.datasets.train.batch(self.order.samples(0, min(_INSPECTED, self.plan.batching.micro_batch_size)))
 
     def _inspecting_forward(self, batch: Batch) -> LossOutput:

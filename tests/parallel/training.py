@@ -88,7 +88,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     fit(other)
     after, again = weights(trainer), weights(other)
     return {
-        "model_flops": flops.facts("samples", 2),
+        "model_flops": list(flops.per_unit("samples", 2)),
         "numerics": dict(diagnostics.collect()),
         "losses": [trainer.world.all_reduce_sum(record.loss.double()).item() for record in records],
         "change": torch.cat([(last[key] - first[key]).flatten().double() for key in trained]).tolist(),

@@ -48,8 +48,6 @@ class CheckpointWriter:
     def __post_init__(self) -> None:
         self.saved = 0
         self.failed = 0
-        self.stall_s = 0.0
-        """Seconds that training has waited for its checkpoints, in total."""
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -86,9 +84,7 @@ class CheckpointWriter:
         else:
             self._write(snapshot, score)
             self.finish()
-        stall_s = time.perf_counter() - began
-        self.stall_s += stall_s
-        return stall_s
+        return time.perf_counter() - began
 
     def rate(self, step: int, score: float | None, run: dict[str, Any] | None) -> None:
         """Add the score to the checkpoint of ``step``, which was evaluated after it was saved; see ``save``."""
@@ -113,7 +109,7 @@ class CheckpointWriter:
 
     def facts(self) -> dict[str, Any]:
         """Return the entries of summary.json about checkpoints."""
-        return {"saved": self.saved, "failed": self.failed, "stall_s": self.stall_s}
+        return {"saved": self.saved, "failed": self.failed}
 
     def _refuse_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
         state = {name: local(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}

@@ -11,7 +11,7 @@ from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
 from trainer.debug import Debug
 from trainer.errors import UserError, check_number, check_range
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, set_determinism
 from trainer.metrics import check_named
 from trainer.optim.ema import Ema
 from trainer.optim.optimizer import Optimizer
@@ -21,7 +21,8 @@ from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
-from trainer.precision.modes import Precision
+from trainer.precision import kernels
+from trainer.precision.modes import Precision, allow_cudnn_attention
 from trainer.precision.scaler import Scaler
 from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, Recipe
 
@@ -114,6 +115,14 @@ class StepConfig:
         self.optimizer.check(self.parallel.kind)
         self.data.augmented(self.augment)  # refuses what has no effect
         self.augment.check(self.recipe)
+
+    def set_up(self, hardware: Hardware) -> str:
+        """Set torch up in this process, and return how 16-bit operands are multiplied, see ``kernels.choose``."""
+        chosen = kernels.choose(self.precision.half, self.precision.kernels, hardware, self.recipe.convolves)
+        self.precision.apply(chosen)
+        allow_cudnn_attention(not self.recipe.masks_attention)
+        set_determinism(self.deterministic)
+        return chosen
 
     def open_datasets(self) -> Datasets:
         """Return the recipe's training and validation samples.

@@ -49,19 +49,18 @@ class ModelFlops(TorchDispatchMode):
         # What autograd does not mark itself: inside of a torch.autograd.Function, and where gradients are off.
         self._depends = WeakTensorKeyDictionary()
 
-    def facts(self, unit: str, units: int) -> dict[str, Any]:
-        """Return the model FLOP of one unit, ``per_unit``, or why it is ``unknown``, as JSON types.
+    def per_unit(self, unit: str, units: int) -> tuple[float | None, str | None]:
+        """Return the model FLOP of one unit, or None and why it is not known.
 
         Args:
             unit: what is counted, such as ``tokens``.
             units: of the forward pass.
         """
-        unknown = None
         if self.unknown:
-            unknown = f"torch has no FLOP formula for {', '.join(sorted(self.unknown))}"
-        elif not self.total or not units:
-            unknown = f"no matmuls in a forward pass over {units} {unit}"
-        return {"per_unit": None if unknown else self.total / units, "unit": unit, "unknown": unknown}
+            return None, f"torch has no FLOP formula for {', '.join(sorted(self.unknown))}"
+        if not self.total or not units:
+            return None, f"no matmuls in a forward pass over {units} {unit}"
+        return self.total / units, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and count it."""

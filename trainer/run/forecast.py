@@ -30,9 +30,6 @@ from trainer.parallel.world import World
 from trainer.recipe import Recipe
 from trainer.trainer import Trainer
 
-_SAMPLES = 2
-"""Real samples that give the shapes of a batch."""
-
 
 def forecast(config: Config) -> Ledger:
     """Return the ledger of the second optimizer step (by then the optimizer has its state), of the eager model.
@@ -135,8 +132,8 @@ class FakeTrainer(Trainer):
         if isinstance(self.masters, StochasticWeights):
             self.masters.free()
         with unset_fake_temporarily():
-            samples = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
-            self._sample = self.datasets.train.batch(samples)
+            self._sample = self.first_samples()
+            """Real ones, which give the shapes of a batch."""
 
     def first_model(self) -> nn.Module:
         """Return the model with fake tensors in the place of its weights."""

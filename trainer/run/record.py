@@ -43,10 +43,7 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
 
 
 def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
-    """Return the content of precision.json, and what turns the run's throughput into MFU.
-
-    The first is the precision that was requested, the one in effect, and the FLOP that the model takes.
-    """
+    """Return the content of precision.json, and what turns the run's throughput into MFU."""
     config, name = trainer.config, trainer.config.precision.format.number.name
     found = manifest_of(config.precision, trainer.hardware, trainer.fp32_modules)
     effective, rates = found["effective"], partial(matmul_rates, trainer.hardware, tuple(dict.fromkeys(("fp32", name))))
@@ -58,10 +55,10 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     effective["arithmetic"] = not_timed(config.precision.mode, trainer.kernels, trainer.hardware) or own
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
-    model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
-    return found | {"model_flops": model_flops, "modules": modules.modules()}, Utilisation(
-        flops_per_unit=model_flops["per_unit"],
-        unknown=model_flops["unknown"],
+    per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
+    return found | {"modules": modules.modules()}, Utilisation(
+        flops_per_unit=per_unit,
+        unknown=unknown,
         format=name,
         measured_tflops=effective["matmul_tflops"][name],
         data_sheet_tflops=data_sheet(trainer.hardware.name, name),

@@ -39,9 +39,8 @@ def counted(forward: Callable[[], Any]) -> int:
     return flops.total
 
 
-def per_token(*options: str) -> float:
-    found: float = observed(trainer_of(*GPT2, *options))[0]["model_flops"]["per_unit"]
-    return found
+def per_token(*options: str) -> float | None:
+    return observed(trainer_of(*GPT2, *options))[1].flops_per_unit
 
 
 def test_an_mlp_takes_six_flop_a_weight_and_sample_but_no_gradient_of_what_is_frozen() -> None:
@@ -126,11 +125,10 @@ def test_gpt2_takes_6n_and_attention_whatever_the_options_of_the_training(option
 def test_a_resnet() -> None:
     """torchvision states 1.81 G multiplications for ResNet-18 at 224². The images need no gradient."""
     options = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=64", "data=synthetic")
-    manifest = observed(trainer_of(*options, "data.classes=1000", "batch_size=2", "steps=1"))[0]
+    found = observed(trainer_of(*options, "data.classes=1000", "batch_size=2", "steps=1"))[1]
     first = 2 * 112 * 112 * 64 * 3 * 49
     small = (2 * 1.814e9 - 2 * 512 * 1000) * (64 / 224) ** 2 + 2 * 512 * 1000
-    assert manifest["model_flops"]["per_unit"] == pytest.approx(3 * small - first * (64 / 224) ** 2, rel=0.01)
-    assert manifest["model_flops"]["unit"] == "images"
+    assert found.flops_per_unit == pytest.approx(3 * small - first * (64 / 224) ** 2, rel=0.01)
 
 
 @torch.library.custom_op("mantissa_test::products", mutates_args=())
@@ -144,7 +142,7 @@ def test_an_operator_without_a_formula_is_named() -> None:
         products(x, weight)
         x @ weight
     unknown = "torch has no FLOP formula for mantissa_test.products"
-    assert flops.facts("rows", 5) == {"per_unit": None, "unit": "rows", "unknown": unknown}
+    assert flops.per_unit("rows", 5) == (None, unknown)
     shown = utilisation.text(Utilisation(unknown=unknown, measured_tflops=1.0).facts(5.0), 1)
     assert shown == f"not known: {unknown}"
     with ModelFlops() as flops:
