@@ -35,6 +35,11 @@ def check_type(name: str, value: object, fits: bool, what: str) -> None:
         raise UsageError(f"{name} must be {what}, and is of type {type(value).__name__}")
 
 
+def described(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, of at most 300 characters."""
+    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0][:300]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

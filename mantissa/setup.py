@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mantissa.display import dtype_name, listed
 from mantissa.formats import FORMATS, TF32, Format, computing_in
-from mantissa.tensors import changed_by
+from mantissa.tensors import changed_by, moments
 
 _FLAGS = {"cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"), "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")}
 """Of torch.backends: what decides how each kind of device multiplies fp32 numbers."""
@@ -165,8 +165,7 @@ def _update(first: FirstStep, format: Format | None, rows: dict[str, str]) -> It
     state = [
         (first.names.get(id(parameter), "a master"), key, parameter.dtype, value.dtype)
         for parameter in changed_by(first.optimizer)
-        for key, value in first.optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+        for key, value in moments(first.optimizer.state.get(parameter, {}), parameter).items()
     ]
     rows["optimizer state"] = f"{_counted(each[3] for each in state)} ({type(first.optimizer).__name__})"
     for eps in {group.get("eps") for group in first.optimizer.param_groups if _adds_in_fp16(group)}:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from mantissa.errors import UsageError
 from mantissa.formats import FORMATS, Format
-from mantissa.tensors import finite, in_dtype, perturbed, random_state, set_random_state
+from mantissa.tensors import finite, in_dtype, moments, perturbed, random_state, set_random_state
 from mantissa.updates import Masters, UpdateMeter
 
 Batch = dict[str, Tensor]
@@ -543,10 +543,7 @@ def cast_training(model: nn.Module, optimizer: torch.optim.Optimizer | None, dty
     """Cast weights, buffers and the optimizer's state, as ``model.to(dtype)`` before training does."""
     model._apply(lambda tensor: in_dtype(tensor, dtype))
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
-        for key, value in state.items():
-            alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
-            if alike and key != "step":
-                state[key] = value.to(dtype)
+        state.update({key: value.to(dtype) for key, value in moments(state, parameter).items()})
 
 
 def _states(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,12 @@ def storage(tensor: Tensor) -> int:
 def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return what an optimizer changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def moments(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return what an optimizer's state of a parameter holds for each of its elements, by key."""
+    numbers = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return {key: value for key, value in numbers.items() if key != "step" and value.shape == parameter.shape}
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

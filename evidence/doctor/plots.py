@@ -73,7 +73,7 @@ def _exponents(what: str, layers: list[Exponents], scale: float | None) -> Plot:
     losing = sorted(layers, key=lambda layer: layer.lost(scale or 1.0))[-MOST // 2 :]
     shown = [layer for layer in layers if len(layers) <= MOST or layer in largest + losing]
     shares = np.array([(layer.counts / layer.counts.sum()).tolist() for layer in shown])
-    figure, axes = _by_name([f"{layer.module}.{layer.tensor}".removesuffix(".output") for layer in shown])
+    figure, axes = _by_name([layer.name.removesuffix(".output") for layer in shown])
     extent = (LOWEST, HIGHEST + 1, len(shown) - 0.5, -0.5)
     image = axes.imshow(
         np.ma.masked_equal(shares, 0), extent=extent, aspect="auto", norm=LogNorm(1e-4, 1), cmap="YlGnBu"

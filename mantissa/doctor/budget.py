@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mantissa.display import size
-from mantissa.errors import FormatError, UsageError, is_out_of_memory
+from mantissa.errors import FormatError, UsageError, described, is_out_of_memory
 from mantissa.trace import is_raised_here, line_of_exception
 
 Result = TypeVar("Result")
@@ -74,8 +74,7 @@ class Budget:
                     raise
                 self.left_out.append(f"{part} (out of memory)")
             elif _is_the_models(error):
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-                self.left_out.append(f"{part} ({reason})")
+                self.left_out.append(f"{part} ({described(error)})")
             else:
                 self.crashes[part] = traceback.format_exc()
             return None

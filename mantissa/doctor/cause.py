@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.training import find_outlier, without_outliers
+from mantissa.errors import described
 from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.step import Batch, Replay, batch_key, map_tensors
 from mantissa.tensors import finite, numbers_in, storage
@@ -412,10 +413,8 @@ def find_exception(passes: Replay, format: str) -> Finding | None:
         module, direction = place
         if raised_at not in (None, line):  # raised before an operator ran
             module, direction, name, dtypes = _running(passes.model, error), FORWARD, "", ""
-        detail = f"{type(error).__name__}: " + str(error).strip().partition("\n")[0][:300]
-        return Finding(
-            EXCEPTION, direction, module, format, name, dtypes, detail=detail, line=str(raised_at or line or "")
-        )
+        where = str(raised_at or line or "")
+        return Finding(EXCEPTION, direction, module, format, name, dtypes, detail=described(error), line=where)
     return None
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from mantissa.display import dtype_name
-from mantissa.errors import FormatError, is_out_of_memory
+from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.finding import EXCHANGE, OVERFLOW, Finding
 from mantissa.formats import BF16, FP8
 from mantissa.step import Replay, Step
@@ -49,7 +49,7 @@ class FormatTrial:
         except Exception as error:  # of many kinds: the model and the format decide
             if is_out_of_memory(error):
                 raise
-            self.why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            self.why = described(error)
             self.status = LEFT_OUT if isinstance(error, FormatError) else RAISES
             return passes
         self.nonfinite, self.scale, self.loss = found.nonfinite, passes.scale, found.loss.item()

@@ -15,6 +15,7 @@ from mantissa.doctor.module_errors import rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
+from mantissa.tensors import moments
 from mantissa.trace import Trace
 
 STEPS, MOST_STEPS = 20, 60
@@ -257,11 +258,10 @@ def _largest_state(step: Step) -> tuple[str, float]:
         if name not in gradients or gradients[name].is_sparse:
             continue
         gradient = gradients[name]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == gradient.shape and value.is_floating_point():
-                kept = value.double().sqrt() if key.endswith("_sq") else value.double()
-                times = kept.norm().item() / max(gradient.double().norm().item(), 1e-30)
-                found.append((times, f"{key} of {name}"))
+        for key, value in moments(state, gradient).items():
+            kept = value.double().sqrt() if key.endswith("_sq") else value.double()
+            times = kept.norm().item() / max(gradient.double().norm().item(), 1e-30)
+            found.append((times, f"{key} of {name}"))
     times, place = max(found, default=(0.0, ""))
     return place, times
 

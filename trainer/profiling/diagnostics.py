@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mantissa.display import dtype_name, listed
+from mantissa.formats import FP16
 from mantissa.updates import Counts, UpdateMeter, is_elementwise, ratio
 from trainer.errors import UserError, check_number
 from trainer.optim.optimizer import Optimizer
@@ -22,7 +23,6 @@ log = logging.getLogger("mantissa")
 
 _WORST = 5
 """Parameters whose lost updates are logged one by one."""
-_FP16_MAX = torch.finfo(torch.float16).max
 
 
 class Session:
@@ -116,7 +116,7 @@ class _NumericsSession(Session):
         total = Counts(*(math.fsum(column) for column in zip(*measured.values(), strict=True)))
         metrics = {"edq": total.edq, "grad_flushed": ratio(total.flushed, total.in_half)}
         if peak:
-            metrics["scale_headroom_bits"] = math.log2(_FP16_MAX / peak)
+            metrics["scale_headroom_bits"] = math.log2(FP16.largest / peak)
         if not self._meter.stochastic:
             metrics["lost_updates"] = total.lost_share
             lost = {name: counts.lost_share for name, counts in measured.items() if counts.lost}
