@@ -160,9 +160,8 @@ class Runner:
         return Run(arm.label, seed, None, ended.seconds, failure, shown, deterministic, facts)
 
 
-def check_labels(arms: list[Arm]) -> None:
-    """Refuse, by a ``UserError``, labels that are used twice or cannot name a folder."""
-    labels = [arm.label for arm in arms]
+def check_labels(labels: Sequence[str]) -> None:
+    """Refuse, by a ``UserError``, labels of arms that are used twice or cannot name a folder."""
     for label in labels:
         if labels.count(label) > 1:
             raise UserError(f'the arm {label} appears twice; give each a name: arm.<name>="precision={label} …"')

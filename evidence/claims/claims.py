@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evidence.measures import MEASURES, TIMED
-from evidence.runs import Arm
+from evidence.runs import Arm, check_labels
 from trainer.config.compose import key_of
 from trainer.errors import UserError, check_choice, first_line, nearest
 from trainer.files import PROJECT
@@ -118,9 +118,8 @@ class Claim:
             )
         if self.repeats < 2:
             raise UserError(f"repeats={self.repeats} gives no interval; set repeats: 3")
+        check_labels(list(self.arms))
         for name, text in self.arms.items():
-            if not re.fullmatch(r"[\w.-]+", name):
-                raise UserError(f"an arm cannot be called {name}; use letters, digits, - and _")
             check_choice(f"arms.{name}", text.partition(" ")[0], list(self.setups))
         for name in self.on_cuda:
             check_choice("on_cuda", name, list(self.setups))

@@ -47,7 +47,7 @@ def planned(arguments: list[str]) -> ComparisonPlan:
         name = f"{label}-{before + 1}" if before else label
         arms.append(Arm(name, tuple(overrides), SEED_SHIFT * before))
     labels = [arm.label for arm in arms]
-    check_labels(arms)
+    check_labels(labels)
     baseline = options.baseline or arms[0].label
     if baseline not in labels:
         raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")

@@ -22,7 +22,7 @@ from mantissa.display import columns, duration, loss
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
+from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line
 from trainer.files import SAME, check_output_dir, make_folder
 from trainer.hardware import detect
 from trainer.metrics import Metrics
@@ -124,10 +124,6 @@ def _train(config: Config, trial: optuna.Trial, folder: Path) -> dict[str, Any]:
     try:
         with (folder / f"{config.run_name}.log").open("a", encoding="utf-8") as file, redirect_stdout(file):
             best: dict[str, Any] | None = train(config, run_class=reporting_to(trial))["best"]
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(f"out of memory ({first_line(error)})") from error
     finally:
         release_memory()
     if best is None or not math.isfinite(best["value"]):

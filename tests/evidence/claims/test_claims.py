@@ -77,7 +77,7 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
             {"arms": {"fp32": "nett precision=fp32"}},
             "arms.fp32=nett is unknown; use arms.fp32=net; did you mean 'net'?",
         ),
-        ({"arms": {"a b": "net"}}, "an arm cannot be called a b"),
+        ({"arms": {"a b": "net"}}, "the arm 'a b' needs a name of letters"),
         (
             {"criteria": [SPEED | {"arm": "bf61"}]},
             "criteria on speed=bf61 is unknown; use criteria on speed=bf16|fp32; did you",
