@@ -39,7 +39,7 @@ class RunConfig:
 
     @property
     def not_timed(self) -> str | None:
-        """Why its speed is not that of its format, see ``kernels.not_timed``."""
+        """Why its speed is not that of its format, see ``not_timed_here``."""
         return not_timed_here(self.config.precision.mode, self.hardware, self.config.precision.kernels)
 
     def with_data(self, datasets: Datasets) -> RunConfig:

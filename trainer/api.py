@@ -5,7 +5,6 @@ While a function of it runs, the process is set up as a run needs it; afterwards
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch import nn
 
 from mantissa.tensors import random_state, set_random_state
 from trainer.config import compose as overrides
-from trainer.config.command_line import quoted
+from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
 from trainer.errors import Interrupted, UserError
 from trainer.precision import kernels
@@ -141,9 +140,7 @@ def _text(key: str, value: object) -> str:
     if isinstance(value, Real):
         return repr(float(value))
     if isinstance(value, str | PathLike):
-        text = fspath(value)
-        plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in ("null", "true", "false", "inf", "nan")
-        return text if plain else quoted(text)
+        return as_typed(fspath(value))
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{inner}:{_text(key, each)}' for inner, each in value.items())}}}"
     if isinstance(value, Iterable):

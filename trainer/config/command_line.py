@@ -148,6 +148,15 @@ def _parsed(argument: str) -> Override | None:
     return None
 
 
+_PLAIN = re.compile(r"[\w./-]+")
+
+
+def as_typed(text: str) -> str:
+    """Return text as it stands in an override: in quotes where Hydra could read something else, such as a number."""
+    override = _parsed(f"key={text}") if _PLAIN.fullmatch(text) else None
+    return text if override is not None and override.value() == text else quoted(text)
+
+
 def quoted(text: str) -> str:
     """Return text as Hydra reads it in an override, whatever it looks like."""
     return _in_quotes(text.replace("${", "\\${"))  # which OmegaConf would look up

@@ -59,18 +59,16 @@ def computed_by_onednn(dtype: torch.dtype) -> bool:
     return supported
 
 
-def not_timed(mode: str, chosen: str, hardware: Hardware) -> str | None:
-    """Return why the speed of a run in ``mode`` is not that of its format, for a user; None: it is."""
-    if chosen != WIDE:
+def not_timed_here(mode: str, hardware: Hardware, kernels: str = AUTO) -> str | None:
+    """Return why the speed of a run in ``mode`` on this machine is not that of its format, for a user; None: it is.
+
+    ``kernels``: of ``precision.kernels``.
+    """
+    if choose(FORMATS[mode].half, kernels, hardware) != WIDE:
         return None
     name = FORMATS[mode].number.name
     why = f", this CPU has no {name} instructions" if hardware.support(mode) != NATIVE else ""
     return f"{name} matmuls, convolutions, attention: fp32 arithmetic{why}"
-
-
-def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto") -> str | None:
-    """Return the same of runs in ``mode`` on this machine, with this ``precision.kernels``."""
-    return not_timed(mode, choose(FORMATS[mode].half, kernels, hardware), hardware)
 
 
 # --- the kernels in use ---

@@ -5,19 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import mantissa
-from trainer.config.command_line import quoted
+from trainer.config.command_line import as_typed
 from trainer.files import PROJECT
 from trainer.parallel.world import launched_processes
 
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
-_PLAIN = re.compile("[A-Za-z0-9_./-]*[A-Za-z][A-Za-z0-9_./-]*")
 _NO_CODE = (":!*.md", ":!docs", ":!results")
 
 
@@ -62,7 +60,7 @@ def doctor_command(folder: Path) -> str:
 
 
 def _resume(folder: Path) -> str:
-    return f"resume={folder if _PLAIN.fullmatch(str(folder)) else quoted(str(folder))}"
+    return f"resume={as_typed(str(folder))}"
 
 
 def _version(package: str) -> str | None:

@@ -15,7 +15,7 @@ from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import redacted
-from trainer.precision.kernels import not_timed
+from trainer.precision.kernels import not_timed_here
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import matmul_rates
@@ -52,7 +52,7 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     effective |= config.precision.operator_overrides
     effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
-    effective["arithmetic"] = not_timed(config.precision.mode, trainer.kernels, trainer.hardware) or own
+    effective["arithmetic"] = not_timed_here(config.precision.mode, trainer.hardware, config.precision.kernels) or own
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))

@@ -8,7 +8,7 @@ import torch
 
 from mantissa.display import duration, finite, loss, quantity, size
 from trainer.hardware import peak_memory_bytes
-from trainer.precision import kernels
+from trainer.precision.kernels import not_timed_here
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.provenance import versions
 from trainer.terminal import Rows
@@ -47,7 +47,7 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         # Speed above, memory and checkpoints: since this process started or resumed the run.
         "peak_memory_bytes": peak_memory_bytes(trainer.device),
         "memory_is": "allocated on the GPU" if trainer.hardware.is_gpu else "process memory (RSS)",
-        "fp32_arithmetic": kernels.not_timed(config.precision.mode, trainer.kernels, trainer.hardware),
+        "fp32_arithmetic": not_timed_here(config.precision.mode, trainer.hardware, config.precision.kernels),
         "parallel": config.parallel.kind,
         "processes": trainer.world.size,
         "checkpoints": run.writer.facts(),
