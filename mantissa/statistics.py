@@ -60,15 +60,15 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half, level, count)
 
 
-def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Return the geometric mean of positive ratios, and Student's interval of their logarithms, as ratios.
+def ratio_interval(values: Sequence[float]) -> Interval:
+    """Return the geometric mean of positive ratios, and Student's 95 % interval of their logarithms, as ratios.
 
     Raises:
         ValueError: see ``mean_interval``; or a ratio that is not positive.
     """
     if any(not value > 0 for value in values):
         raise ValueError(f"ratios must be positive, not {list(values)}")
-    logs = mean_interval([math.log(value) for value in values], level)
+    logs = mean_interval([math.log(value) for value in values])
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.level, logs.count)
 
 
