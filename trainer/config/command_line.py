@@ -44,6 +44,12 @@ class CommandLine:
         swept = [override for override in self.overrides if self.is_multirun and override.is_sweep_override()]
         return list(dict.fromkeys(override.get_key_element().lstrip("+") for override in swept))
 
+    def check_single(self, remedy: str) -> None:
+        """Raise UserError where a key has several values; ``remedy`` says what to do."""
+        for override in self.overrides:
+            if override.is_sweep_override():
+                raise UserError(f"{override.input_line} has several values; {remedy}")
+
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or the default where it is not set or has several."""
         given = [each for each in self.overrides if each.key_or_group == key and not each.is_sweep_override()]

@@ -15,7 +15,6 @@ from trainer.config.command_line import read
 from trainer.config.explain import explained
 from trainer.config.registration import CONF as CONF
 from trainer.config.registration import key_of as key_of
-from trainer.errors import UserError
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
     from trainer.config.schema import Config
@@ -65,9 +64,7 @@ def _hydra() -> Iterator[None]:
 
 def check_single(overrides: Sequence[str], remedy: str) -> None:
     """Raise UserError where an override has several values; ``remedy`` says what to do."""
-    for override in read(overrides).overrides:
-        if override.is_sweep_override():
-            raise UserError(f"{override.input_line} has several values; {remedy}")
+    read(overrides).check_single(remedy)
 
 
 def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:

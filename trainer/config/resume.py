@@ -63,9 +63,8 @@ def base(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> tuple[
     Raises:
         UserError: ``resume`` names no run to continue, or the options are not those of this version.
     """
-    for override in line.overrides:
-        if override.is_sweep_override() and not line.is_multirun:
-            raise UserError(f"{override.input_line} has several values; add -m to run one after the other")
+    if not line.is_multirun:
+        line.check_single("add -m to run one after the other")
     if (resume := line.value("resume")) not in NO_FOLDER:
         output_dir = str(line.value("output_dir", "outputs"))
         folder = RunFolder.open("resume", str(resume), output_dir, line.value("tracking.uri"))

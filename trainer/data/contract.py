@@ -61,10 +61,10 @@ class Datasets:
         """Write into the run folder what a later run needs of this data beside the weights."""
 
 
-def fingerprint(datasets: Datasets) -> str:
-    """Return a hash of the sizes and of a few samples of both datasets: it changes with corpus, split and tokenizer."""
+def fingerprint(*datasets: Dataset) -> str:
+    """Return a hash of the sizes and of a few samples of datasets: it changes with corpus, split and tokenizer."""
     digest = hashlib.sha256()
-    for dataset in (datasets.train, datasets.valid):
+    for dataset in datasets:
         length = len(dataset)
         digest.update(str(length).encode())
         chosen = [SampleId(index, None) for index in sorted({0, length // 3, 2 * length // 3, length - 1})]

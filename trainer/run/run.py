@@ -102,7 +102,7 @@ class Run:
             device=trainer.device,
             world=self.world,
         )
-        self.fingerprint = fingerprint(trainer.datasets)
+        self.fingerprint = fingerprint(trainer.datasets.train, trainer.datasets.valid)
         self._resumed_at: int | None = None
         if saved is not None:
             self._restore(saved)

@@ -24,7 +24,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
-from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, final_status, in_use
+from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.run.fit import REMEDY, fit_plan, ran_out, release_memory
@@ -165,14 +165,15 @@ def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path |
         UserError: it would be another run, or it has no intact checkpoint.
         NonFiniteError: it turned non-finite, as the same run would again.
     """
-    if config.resume == SAME and (state := state_of(folder)) != "interrupted":
+    state = state_of(folder)
+    if config.resume == SAME and state != "interrupted":
         if state == "complete":
             return None, ""
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
     check_same(folder, flatten(plan.config))
     path = store.find_verified(folder.checkpoints)
-    saved, steps, finished = CheckpointReader(path), plan.steps, final_status(folder.path) == "FINISHED"
+    saved, steps, finished = CheckpointReader(path), plan.steps, state == "complete"
     if saved.step > steps or (saved.step == steps and finished):
         if not finished:
             raise UserError(f"steps={steps}, but {folder.path} was stopped after step {saved.step}; leave steps out")

@@ -21,7 +21,7 @@ DIGEST_LENGTH = 32
 def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]]:
     """Return what ``tracking.json`` keeps of the training and the validation data, plain JSON types."""
     # With torch, which sending a run to MLflow does not need.
-    from trainer.data.contract import Datasets, fingerprint
+    from trainer.data.contract import fingerprint
 
     place: dict[str, Any]
     options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
@@ -36,7 +36,7 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
         {
             "context": context,
             "name": source.kind or type(source).__name__.lower(),
-            "digest": fingerprint(Datasets(part, part, ""))[:DIGEST_LENGTH],
+            "digest": fingerprint(part)[:DIGEST_LENGTH],
             "source_type": kind,
             "source": place,
             "samples": len(part),

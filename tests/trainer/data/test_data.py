@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import CPU, Arrays
-from trainer.data.contract import Batch, Datasets, SampleId, fingerprint
+from trainer.data.contract import Batch, SampleId, fingerprint
 from trainer.data.evaluation import Evaluation, evaluation_samples
 from trainer.data.loader import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError
@@ -200,7 +200,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(
 
 def test_the_fingerprint_differs_for_other_data() -> None:
     def of(x: torch.Tensor) -> str:
-        return fingerprint(Datasets(Arrays(x=x), Arrays(x=x[:3]), ""))
+        return fingerprint(Arrays(x=x), Arrays(x=x[:3]))
 
     x = torch.arange(12.0)
     assert of(x) == of(x.clone())
