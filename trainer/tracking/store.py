@@ -7,8 +7,10 @@ import logging
 import os
 import posixpath
 import re
+import sqlite3
 import sys
 import uuid
+from contextlib import closing
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -117,6 +119,7 @@ def connect(uri: str) -> MlflowClient:
     """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
 
     Raises:
+        UserError: the file is not an SQLite database.
         Exception: of many kinds, when the store does not answer, or is none.
     """
     import_mlflow(uri)
@@ -125,11 +128,24 @@ def connect(uri: str) -> MlflowClient:
     if database := database_file(uri):
         database.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):
-            if not database.exists():
+            if database.exists():
+                _check_readable(database)
+            else:
                 set_up(database)
     client = MlflowClient(tracking_uri=uri)
     client.search_experiments(max_results=1)
     return client
+
+
+def _check_readable(database: Path) -> None:
+    """Raise at once where SQLite cannot read the file, which MLflow would try again for minutes."""
+    with closing(sqlite3.connect(database, timeout=20)) as connection:
+        try:
+            connection.execute("select count(*) from sqlite_master")
+        except sqlite3.OperationalError:  # locked, or on a disk that fails
+            raise
+        except sqlite3.DatabaseError:
+            raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
 
 
 def set_up(database: Path) -> None:

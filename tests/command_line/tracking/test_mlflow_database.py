@@ -1,4 +1,4 @@
-"""MLflow's SQLite file, whose set-up is killed."""
+"""MLflow's SQLite file: its set-up is killed, or it is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import PROJECT
+from trainer.errors import UserError
+from trainer.tracking.store import connect
 
 KILLED = """
 import os, signal, sys, warnings
@@ -56,3 +60,11 @@ def test_a_set_up_that_was_killed_is_done_anew(tmp_path: Path) -> None:
 def integrity(database: Path) -> str:
     with closing(sqlite3.connect(database)) as connection:
         return str(connection.execute("pragma integrity_check").fetchone()[0])
+
+
+def test_a_file_that_is_no_database_is_named_at_once(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.db"
+    notes.write_bytes(b"notes" * 1000)
+    with pytest.raises(UserError, match=r"notes\.db is not an SQLite database; move it, or set tracking\.uri="):
+        connect(f"sqlite:///{notes}")
+    assert notes.read_bytes() == b"notes" * 1000
