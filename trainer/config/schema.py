@@ -85,7 +85,7 @@ class Config(RunConfig, StepConfig):
                 raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
         check_folder_name("run_name", self.name)
         if self.tracking.mlflow:
-            configured_uri(self.tracking.uri)  # or the environment's, which a default of the group would not tell apart
+            configured_uri(self.tracking.uri)  # or the environment's: not in the group, whose default may not be used
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
 

@@ -9,7 +9,6 @@ from typing import Any
 from mantissa.display import quantity, size
 from mantissa.formats import FP32
 from trainer.checkpoint import store as checkpoint
-from trainer.config.schema import Config
 from trainer.config.step import EPOCH
 from trainer.errors import RunError
 from trainer.files import PRECISION_FILE, read_object, run_facts
@@ -61,6 +60,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
     factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
+    tags = ", ".join(f"{name}={value}" for name, value in config.tags.items())
     lrs = dict.fromkeys(config.optimizer.lr * factor for factor in (min(factors), max(factors)))
     return [
         *rows,
@@ -79,14 +79,8 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         ("evaluation", _evaluation(trainer)),
         ("output", str(folder)),
-        *labels(config),
+        *((name, text) for name, text in (("tags", tags), ("note", config.note)) if text),
     ]
-
-
-def labels(config: Config) -> Rows:
-    """Return rows of what the user says of the run: its tags and note."""
-    tags = ", ".join(f"{name}={value}" for name, value in config.tags.items())
-    return [(name, text) for name, text in (("tags", tags), ("note", config.note)) if text]
 
 
 def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.errors import UserError, check_choice, check_range
-from trainer.tracking.store import configured_uri
 
 _OWN_TAGS = (
     *("recipe", "size", "image_size", "classes", "pretrained", "precision", "precision.support"),
@@ -53,5 +52,3 @@ class Tracking:
             )
         if self.register and not self.mlflow:
             raise UserError("tracking.register has no effect with tracking=local; remove one of them")
-        if self.mlflow and self.uri:
-            configured_uri(self.uri)

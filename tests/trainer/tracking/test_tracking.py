@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers import PROJECT
 from tests.tracked import open_log
+from trainer.config.compose import compose
 from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.log import MetricLog
 from trainer.tracking.options import Tracking
@@ -138,9 +139,6 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
         ({"checkpoints": "best"}, r"tracking\.checkpoints=best is unknown; use .*=auto\|last\|all\|none"),
         ({"register": "a/b"}, r"tracking\.register=a/b must be a name without slash and colon"),
         ({"register": "net", "mlflow": False}, r"tracking\.register has no effect with tracking=local"),
-        ({"uri": "runs"}, r"tracking\.uri=runs.*sqlite:///runs"),
-        ({"uri": "htp://me:s3cret@host"}, r"=htp://\*\*\*@host is not a URI that MLflow supports"),
-        ({"uri": "me:s3cret@host"}, r"tracking\.uri=\*\*\* is not a URI that MLflow supports"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], said: str) -> None:
@@ -160,6 +158,13 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
         tracking_uri()
     Tracking()  # of a config that is not composed yet, and may be tracking=local
+    for given, said in (
+        ("runs", r"tracking\.uri=runs.*sqlite:///runs"),
+        ("htp://me:s3cret@host", r"=htp://\*\*\*@host is not a URI that MLflow supports"),
+        ("me:s3cret@host", r"tracking\.uri=\*\*\* is not a URI that MLflow supports"),
+    ):
+        with pytest.raises(UserError, match=said):
+            compose(["recipe=bignet", "tracking=mlflow", f"tracking.uri={given!r}"])
 
 
 @pytest.mark.parametrize(
