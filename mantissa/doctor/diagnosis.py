@@ -280,7 +280,8 @@ def _breaks_first(result: Diagnosis, trial: FormatTrial, may_be_first: bool) -> 
     if trial.status == RAISES and trial.name.partition("+")[0] not in (own.name, step.format.number.name):
         trial.status, trial.why = LEFT_OUT, f"cannot run this model ({trial.why})"  # it has hard-coded dtypes
     elif trial.status in (BREAKS, RAISES) and trial.name != FP64 and may_be_first:
-        finding = find_origin(passes, trial.name) if trial.status == BREAKS else find_exception(passes, trial.name)
+        find = find_origin if trial.status == BREAKS else find_exception
+        finding = result.budget.run("cause", partial(find, passes, trial.name), always=True)
         result.findings.append(finding or _unlocated(trial))
         fp32 = next(other for other in result.sweep if other.name == FP32)
         if trial.status == RAISES and trial.why in fp32.why:
@@ -289,7 +290,8 @@ def _breaks_first(result: Diagnosis, trial: FormatTrial, may_be_first: bool) -> 
         return True
     elif trial is own and result.taken.failed and trial.scale != trial.scales[0]:
         passes.scale = trial.scales[0]  # at which the run ended
-        if (finding := find_origin(passes, trial.name)) is not None:
+        finding = result.budget.run("cause", partial(find_origin, passes, trial.name), always=True)
+        if finding is not None:
             finding.cure = [f"{step.remedies.scale(trial.scale)}, at which this step is finite"]
             result.findings.append(finding)
     return False

@@ -43,6 +43,15 @@ def test_a_state_that_spoils_the_steps_is_named(key: str, factor: float) -> None
     assert (finding.kind, finding.place.partition(" of ")[0]) == (MOMENT, key), str(finding)
 
 
+def test_a_cause_that_cannot_be_found_for_a_fault_of_the_search_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr("mantissa.doctor.diagnosis.find_origin", crash)
+    report = mantissa.examine(Own(), error, with_value(regression(), 0, 1e30), "fp32")
+    assert [finding.kind for finding in report.findings] == ["not finite", "crash"], str(report)
+
+
 def test_bf16_is_no_cure_of_rounding_in_fp16() -> None:
     model = Own(lambda own, x: x + torch.arange(3000.0, 3032.0).to(x.dtype) - 3000)
     report = mantissa.examine(model, error, regression(), "fp16", torch.optim.AdamW(model.parameters(), 1e-3))
