@@ -27,13 +27,16 @@ AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
 UNSEEN = "native, but fp32 for taps that see only padding"
 """torch's own kernels, but for gradients of convolutions that oneDNN computes wrongly in 16 bits: those of taps that
 lie outside of the image at every position (docs/precision.md)."""
+CONVOLUTIONS = "native, but fp32 for convolutions"
+"""torch's own kernels, but for fp16 convolutions where the CPU has no AMX for fp16: oneDNN computes their gradients by
+its reference code there, 150 times slower than in fp32 on a Xeon with avx512_fp16."""
 _NAMES = {number.dtype: number.name for number in (BF16, FP16)}
 _MANY = 8
 """Rows from which a matmul is one of many rows: with fewer, widening the other factor takes longer than the matmul."""
 
 
 def choose(dtype: torch.dtype | None, kernels: str, hardware: Hardware, convolves: bool = True) -> str:
-    """Return how 16-bit operands are multiplied on this machine: ``native``, ``fp32``, or ``UNSEEN``.
+    """Return how 16-bit operands are multiplied on this machine: ``native``, ``fp32``, ``UNSEEN``, or ``CONVOLUTIONS``.
 
     With ``auto`` they are native where the processor has instructions for the format and oneDNN uses them.
 
@@ -46,9 +49,11 @@ def choose(dtype: torch.dtype | None, kernels: str, hardware: Hardware, convolve
     if dtype is None or hardware.device.type != "cpu":
         return OWN
     onednn = computed_by_onednn(dtype)
-    if kernels == AUTO:
-        kernels = OWN if onednn and hardware.support(_NAMES[dtype]) == NATIVE else WIDE
-    return UNSEEN if kernels == OWN and convolves and onednn else kernels
+    if kernels == WIDE or (kernels == AUTO and not (onednn and hardware.support(_NAMES[dtype]) == NATIVE)):
+        return WIDE
+    if not (convolves and onednn):
+        return OWN
+    return CONVOLUTIONS if kernels == AUTO and dtype is FP16.dtype and "amx_fp16" not in hardware.cpu_flags else UNSEEN
 
 
 def computed_by_onednn(dtype: torch.dtype) -> bool:
@@ -82,7 +87,7 @@ OPERATORS = (
 and GELU were slower in fp32 arithmetic than in torch's own kernels."""
 
 _in_use: dict[torch.dtype, str] = {}
-"""``WIDE`` or ``UNSEEN``, by the dtype of the operands."""
+"""``WIDE``, ``UNSEEN`` or ``CONVOLUTIONS``, by the dtype of the operands."""
 _library: torch.library.Library | None = None
 _replaced: set[str] = set()
 """The operators whose kernels ``_library`` replaces."""
@@ -99,7 +104,8 @@ def use(dtype: torch.dtype, chosen: str) -> None:
     _in_use.pop(dtype, None)
     if chosen != OWN:
         _in_use[dtype] = chosen
-    wanted = set(OPERATORS) if WIDE in _in_use.values() else {"convolution_backward"} if _in_use else set()
+    every = {WIDE: OPERATORS, CONVOLUTIONS: ("convolution", "convolution_backward"), UNSEEN: ("convolution_backward",)}
+    wanted = {overload for each in _in_use.values() for overload in every[each]}
     if wanted == _replaced:
         return
     if _library is not None:
@@ -137,6 +143,7 @@ def _replacement(overload: str) -> Callable[..., Any]:
         if (
             chosen is None
             or any(operand is not None and operand.dtype is not dtype for operand in (*args[:3], out))
+            or (chosen == CONVOLUTIONS and not overload.startswith("convolution"))
             or (chosen == UNSEEN and not (overload == "convolution_backward" and has_unseen_taps(args)))
             or (is_matmul and _generates_text(*args[-2:]))
         ):

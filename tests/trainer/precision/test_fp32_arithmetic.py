@@ -17,7 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers import CPU, fit, same_bits, trainer_of
 from trainer.hardware import Hardware
 from trainer.precision import kernels
-from trainer.precision.kernels import OPERATORS, OWN, UNSEEN, WIDE, choose, has_unseen_taps, not_timed_here, use
+from trainer.precision.kernels import (
+    CONVOLUTIONS,
+    OPERATORS,
+    OWN,
+    UNSEEN,
+    WIDE,
+    choose,
+    has_unseen_taps,
+    not_timed_here,
+    use,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HALVES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -196,6 +206,8 @@ AVX512 = Hardware(torch.device("cpu"), "AVX-512", 2**34, 2)
     [
         (BF16, CPU, False, WIDE),
         (BF16, AMX, True, UNSEEN),
+        (FP16, replace(AMX, cpu_flags=frozenset({"amx_bf16", "avx512_fp16"})), True, CONVOLUTIONS),
+        (FP16, replace(AMX, cpu_flags=frozenset({"amx_fp16", "avx512_fp16"})), True, UNSEEN),
         (FP16, AMX, False, WIDE),
         (BF16, AVX512, True, WIDE),
         (BF16, AMX, False, WIDE),  # ONEDNN_MAX_CPU_ISA=AVX2
@@ -240,7 +252,7 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
     dtype: torch.dtype, widened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: True)
-    both_native = replace(AMX, cpu_flags=frozenset({"avx512_bf16", "avx512_fp16"}))
+    both_native = replace(AMX, cpu_flags=frozenset({"avx512_bf16", "amx_fp16"}))
     for setting in ("native", "auto"):
         assert choose(dtype, setting, both_native) == UNSEEN
     assert choose(dtype, "native", both_native, convolves=False) == OWN
@@ -257,6 +269,9 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
     assert (damaged[..., 4] != 0).all()
     gradient(8)
     assert widened == ["fp32"]
+    use(dtype, CONVOLUTIONS)
+    gradient(8)
+    assert widened == ["fp32"] * 3  # forward, too
 
 
 # --- in a run ---
