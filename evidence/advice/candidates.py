@@ -88,7 +88,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
     space, tight = Space(notes=notes), bool(notes)
-    if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels):
+    if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels, config.recipe.convolves):
         notes.append(f"the default has {why}")
     values: dict[str, Sequence[object]] = {}
     if not is_set(overrides, PRECISION):
@@ -144,7 +144,7 @@ def _precisions(space: Space, config: Config, hardware: Hardware) -> list[str]:
     for mode in BASIC:
         if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
             continue
-        if why := not_timed_here(mode, hardware, config.precision.kernels):
+        if why := not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves):
             space.left_out[mode] = why
         else:
             modes.append(mode)

@@ -64,14 +64,16 @@ def computed_by_onednn(dtype: torch.dtype) -> bool:
     return supported
 
 
-def not_timed_here(mode: str, hardware: Hardware, kernels: str = AUTO) -> str | None:
+def not_timed_here(mode: str, hardware: Hardware, kernels: str = AUTO, convolves: bool = False) -> str | None:
     """Return why the speed of a run in ``mode`` on this machine is not that of its format, for a user; None: it is.
 
-    ``kernels``: of ``precision.kernels``.
+    ``kernels``: of ``precision.kernels``; ``convolves``: whether the model may have convolutions.
     """
-    if choose(FORMATS[mode].half, kernels, hardware) != WIDE:
+    chosen, name = choose(FORMATS[mode].half, kernels, hardware, convolves), FORMATS[mode].number.name
+    if chosen == CONVOLUTIONS:
+        return f"{name} convolutions: fp32 arithmetic, this CPU has no AMX for {name}"
+    if chosen != WIDE:
         return None
-    name = FORMATS[mode].number.name
     why = f", this CPU has no {name} instructions" if hardware.support(mode) != NATIVE else ""
     return f"{name} matmuls, convolutions, attention: fp32 arithmetic{why}"
 

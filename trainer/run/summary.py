@@ -47,7 +47,9 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         # Speed above, memory and checkpoints: since this process started or resumed the run.
         "peak_memory_bytes": peak_memory_bytes(trainer.device),
         "memory_is": "allocated on the GPU" if trainer.hardware.is_gpu else "process memory (RSS)",
-        "fp32_arithmetic": not_timed_here(config.precision.mode, trainer.hardware, config.precision.kernels),
+        "fp32_arithmetic": not_timed_here(
+            config.precision.mode, trainer.hardware, config.precision.kernels, config.recipe.convolves
+        ),
         "parallel": config.parallel.kind,
         "processes": trainer.world.size,
         "checkpoints": run.writer.facts(),

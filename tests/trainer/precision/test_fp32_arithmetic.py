@@ -283,6 +283,12 @@ def test_why_the_speed_of_a_run_is_not_that_of_its_format(monkeypatch: pytest.Mo
     assert not_timed_here("fp16_pure", CPU) == f"{words}, this CPU has no fp16 instructions"
     assert [not_timed_here("fp32", CPU), not_timed_here("bf16", CPU, "native")] == [None, None]
     assert not_timed_here("bf16", AMX, "fp32") == words.replace("fp16", "bf16")
+    monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: True)
+    some = replace(AMX, cpu_flags=frozenset({"avx512_fp16"}))
+    assert not_timed_here("fp16", some, convolves=True) == (
+        "fp16 convolutions: fp32 arithmetic, this CPU has no AMX for fp16"
+    )
+    assert not_timed_here("fp16", some) is None
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "bf16_master", "fp16_pure"])
