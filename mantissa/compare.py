@@ -204,7 +204,7 @@ def judge(arms: Mapping[str, Losses], margin: float, looks: Sequence[Look] = ())
     Args:
         arms: losses by label, with the failed runs. The first is the baseline.
         margin: relative difference that is too small to matter.
-        looks: all that were kept, of which the last one is this; without looks this one is the first.
+        looks: all looks that were kept; the last is this one. None kept: this is the first.
     """
     found: dict[str, Quality] = {}
     for number, look in enumerate([*looks[:-1], None], 1):

@@ -29,7 +29,7 @@ UNSEEN = "native, but fp32 for taps that see only padding"
 lie outside of the image at every position (docs/precision.md)."""
 CONVOLUTIONS = "native, but fp32 for convolutions"
 """torch's own kernels, but for fp16 convolutions where the CPU has no AMX for fp16: oneDNN computes their gradients by
-its reference code there, 150 times slower than in fp32 on a Xeon with avx512_fp16."""
+its reference code there; those of weights took 80 times as long as in fp32 and more, on a Xeon with avx512_fp16."""
 _NAMES = {number.dtype: number.name for number in (BF16, FP16)}
 _MANY = 8
 """Rows from which a matmul is one of many rows: with fewer, widening the other factor takes longer than the matmul."""
