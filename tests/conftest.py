@@ -16,8 +16,9 @@ from trainer.precision import kernels
 
 PROJECT = Path(__file__).resolve().parents[1]
 
-# A shell starts background processes with Ctrl-C ignored, and processes that a test starts would inherit that.
+# A shell starts background processes with Ctrl-C ignored, nohup without hang-ups; what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
 compose_quickly()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -29,18 +28,7 @@ def open_log(path: Path, resume_step: int | None = None, **options: Any) -> Metr
     run["checkpoints"] = config["checkpoints"] = options.pop("checkpoints", "last")
     for key, value in options.items():
         (config if key in OPTIONS else run)[key] = value
-    return MetricLog(Tracking(**config), path, TrackedRun(name=path.name, **run), saved_at(path, resume_step))
-
-
-def saved_at(path: Path, step: int | None) -> int | None:
-    """The length of the metric log that a checkpoint of this step knows; None: there is none."""
-    if step is None:
-        return None
-    found, log = 0, path / "metrics.jsonl"
-    for line in log.read_bytes().splitlines(keepends=True) if log.exists() else ():
-        if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
-            found += len(line)
-    return found
+    return MetricLog(Tracking(**config), path, TrackedRun(name=path.name, **run), resume_step)
 
 
 def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> MetricLog:
@@ -60,8 +48,7 @@ def save(path: Path, step: int, score: float | None = None) -> Path:
     for kind in KINDS:
         save_file({}, folder / f"{kind}.safetensors")
     hashes = {file.name: sha256(file) for file in folder.iterdir()}
-    run = {"log_bytes": saved_at(path, step)}
-    write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes} | run)
+    write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes})
     return folder
 
 

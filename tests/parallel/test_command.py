@@ -107,7 +107,7 @@ def test_a_run_goes_from_two_processes_to_one_and_back(start: Start, tmp_path: P
     shard = run / "checkpoints/step-00000003/optimizer-00002-of-00002.safetensors"
     shard.rename(tmp_path / "elsewhere")
     _, err = done(start(0, "precision=bf16", "steps=6", "resume=auto"), code=2)
-    assert "step-00000003 is damaged: optimizer-00002-of-00002.safetensors is missing; no older checkpoint is" in err
+    assert "step-00000003 is damaged: optimizer-00002-of-00002.safetensors is missing; no older one is whole; " in err
     (tmp_path / "elsewhere").rename(shard)
     done(start(0, "precision=bf16", "steps=6", "resume=auto"))
     assert (run / "checkpoints/step-00000006/model.safetensors").exists()

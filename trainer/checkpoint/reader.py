@@ -47,8 +47,6 @@ class CheckpointReader:
         self.step: int = self._state["step"]
         self.progress: dict[str, Any] = self._state["progress"] | manifest.get("scores", {})
         self.totals: dict[str, Any] = manifest.get("totals", {})
-        self.log_bytes = manifest.get("log_bytes", 0)
-        """Length of the run's metric log when this was saved."""
 
     def restore(
         self,

@@ -33,8 +33,6 @@ class Manifest(TypedDict):
     score: float | None
     sha256: dict[str, str]
     """Hashes by the names of the files."""
-    log_bytes: NotRequired[int]
-    """Length of the run's metrics.jsonl when this was saved; what follows is logged again after a resume."""
     scores: NotRequired[dict[str, Any]]
     """The run's evaluations so far; here, because weights may be evaluated after they were saved."""
     totals: NotRequired[dict[str, Any]]

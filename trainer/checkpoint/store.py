@@ -1,7 +1,7 @@
 """Checkpoints on the disk: everything needed to resume a run exactly, in safetensors and JSON only.
 
 A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``,
-``state.json``, and ``manifest.json`` that holds the SHA-256 of the others and the length of the run's metric log.
+``state.json``, and ``manifest.json`` that holds the SHA-256 of the others.
 Where the weights are sharded (``parallel=fsdp``) each rank writes its own, ``model-00002-of-00004.safetensors``: the
 rows of a tensor follow one another in the order of the files, so any number of ranks can read what any other number
 wrote. A checkpoint is written to a temporary folder, flushed to the disk and renamed, so a folder with its final name
@@ -11,6 +11,7 @@ is complete.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import signal
@@ -43,6 +44,8 @@ from trainer.files import make_folder, remove_folder, sha256, write_json
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded
 from trainer.parallel.world import World
+
+log = logging.getLogger("mantissa")
 
 SPARE_BYTES = 1 << 20
 """Disk space that a checkpoint leaves free for the JSON files and the metric log."""
@@ -97,7 +100,7 @@ class Snapshot:
     state: str
     """JSON; only rank 0 writes it."""
     run: dict[str, Any]
-    """``log_bytes``, ``scores`` and ``totals`` of the manifest, see ``schema.Manifest``; only rank 0 writes them."""
+    """``scores`` and ``totals`` of the manifest, see ``schema.Manifest``; only rank 0 writes them."""
 
     @classmethod
     def of(
@@ -156,27 +159,33 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def find_verified(folder: Path, step: int | None = None) -> Path:
-    """Return the checkpoint of ``step`` (None: the newest) below ``folder``, verified.
+    """Return the checkpoint of ``step`` below ``folder``, verified; None: the newest that is whole, with a warning.
 
     Raises:
-        UserError: there is none, or it is damaged or not valid; the message names the file, and the newest older
-            checkpoint that is complete.
+        UserError: there is none, or none that is whole; the message names the file.
     """
     saved = steps(folder)
     if not saved:
         raise UserError(f"{folder} holds no checkpoint to resume from; start without resume=")
-    step = saved[-1] if step is None else step
-    path = path_of(folder, step)
-    if found := damage(path, step):
-        older = [candidate for candidate in reversed(saved) if candidate < step]
-        whole = next((other for other in older if not damage(path_of(folder, other), other)), None)
-        remedy = (
-            f"step {whole} is intact: remove the folder {path} and resume again"
-            if whole is not None
-            else "no older checkpoint is intact: start a new run without resume="
-        )
-        raise UserError(f"the checkpoint {path} is damaged: {found}; {remedy}")
-    return path
+    damaged: list[str] = []
+    for wanted in reversed(saved) if step is None else [step]:
+        path = path_of(folder, wanted)
+        if not (found := damage(path, wanted)):
+            for text in damaged:
+                log.warning("%s; step %d, before it, is whole and is taken", text, wanted)
+            return path
+        damaged.append(f"the checkpoint {path} is damaged: {found}")
+    older = "no older one is whole; " if step is None else ""
+    raise UserError(f"{damaged[0]}; {older}start a new run without resume=")
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after ``step`` to ``….damaged``: a run that goes on from there saves these steps again."""
+    for later in steps(folder):
+        if later > step:
+            path = path_of(folder, later)
+            remove_folder(aside := path.with_name(f"{path.name}.damaged"))
+            path.rename(aside)
 
 
 _PARTIAL = re.compile(rf"\.{STEP_NAME.pattern}\.(partial|old)")

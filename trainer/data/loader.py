@@ -163,13 +163,20 @@ class _FromWorkers(DataLoader[Batch]):
     """Batches of loading processes, which may be kept for the next time."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        for batch in super().__iter__():
-            if isinstance(batch, RunError):  # a dataset reported it
-                try:
-                    raise batch
-                finally:
-                    del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
-            yield batch
+        try:
+            for batch in super().__iter__():
+                if isinstance(batch, RunError):  # a dataset reported it
+                    try:
+                        raise batch
+                    finally:
+                        del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
+                yield batch
+        except RuntimeError as error:
+            if error.__cause__ is None:  # a dataset's; DataLoader notices in a wait that a process is gone
+                raise
+            raise RunError(
+                f"{error}: the system ends one for which it has no memory; set loader.workers={self.num_workers // 2}"
+            ) from None
 
 
 @dataclass

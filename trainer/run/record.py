@@ -83,7 +83,7 @@ def open_metric_log(
         options: of the run by dotted key; params in MLflow.
         manifest: see ``observed``.
         git: the commit, where the project is in a repository.
-        saved: length of the log when the checkpoint was saved, in bytes; None: a new run.
+        saved: the step of the checkpoint that the run continues from; None: a new run.
     """
     config = trainer.config
     hardware = {f"hardware.{name}": value for name, value in trainer.hardware.facts().items()}

@@ -116,8 +116,7 @@ class Run:
             report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
             write_json(folder.path / PRECISION_FILE, self.manifest)
             forget_failure(folder)
-            resumed = saved.log_bytes if saved else None
-            self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, resumed)
+            self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, self._resumed_at)
         profiler = self.config.profiler if self.world.is_main else Profiler()
         self.profiler = profiler.start(folder.path, trainer.device, trainer.ledger)
         half = self.config.precision.half
@@ -307,7 +306,7 @@ class Run:
         rank = None if score is None else self.scores.rank(score)
         run = None
         if self.metric_log:
-            run = {"log_bytes": self.metric_log.bytes, "scores": self.scores.state_dict(), "totals": self.totals()}
+            run = {"scores": self.scores.state_dict(), "totals": self.totals()}
         if self.trainer.step == self._resumed_at:
             self.writer.rate(self.trainer.step, rank, run)
             return

@@ -52,6 +52,9 @@ def begin_program() -> None:
     gc.disable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before the program began
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the program)
     if _speaks() and sys.stderr.isatty():
         print("loading torch and the recipes …", file=sys.stderr, flush=True)
 

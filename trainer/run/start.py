@@ -24,7 +24,7 @@ from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
-from trainer.files import METRICS_FILE, SAME, TOKENIZER, add_run_facts, in_use
+from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.run.fit import REMEDY, fit_plan, ran_out, release_memory
@@ -179,17 +179,12 @@ def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path |
             raise UserError(f"steps={steps}, but {folder.path} was stopped after step {saved.step}; leave steps out")
         fewer = f"steps={steps} is below that; " if saved.step > steps else ""
         return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
-    log = folder.path / METRICS_FILE
-    if (log.stat().st_size if log.exists() else 0) < saved.log_bytes:
-        raise UserError(
-            f"{log} cannot be continued (it is shorter than when the checkpoint was saved); restore it, or start a new "
-            f"run from the weights with init_from={folder.path}"
-        )
     scores = Scores(plan.config)
     scores.load_state_dict(saved.progress)
     if finished and scores.exhausted:
         more = "set a larger early_stopping.patience, or null, to continue"
         return None, f" (stopped early at step {saved.step}); {more}"
+    store.set_aside(folder.checkpoints, saved.step)
     return path, ""
 
 

@@ -57,8 +57,8 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 SET_UP_S = 60.0
 """Longest duration of the set-up of an SQLite file, here or by another process, which reports no progress."""
-UPLOAD_BYTES_PER_S = 1e4
-"""The slowest upload of a file that is waited for; MLflow itself ends one that stands still."""
+UPLOAD_BYTES = 1 << 12
+"""An upload goes on if this process has read more bytes since the last look at it; the look itself reads some."""
 SYSTEM_METRICS_EVERY_S = 5.0
 
 
@@ -89,7 +89,7 @@ class Follower(threading.Thread):
         self._lacks = "this run"
         """What MLflow has to get next."""
         self._progressed_s = 0.0
-        """When MLflow got something last, later by what single calls have taken since."""
+        """When MLflow got something last."""
         self._allowance_s = 0.0
         """How long the present call may take."""
         self._failures = 0
@@ -107,8 +107,12 @@ class Follower(threading.Thread):
         reason = "interrupted"
         try:
             with work("sending the run to MLflow"):
+                read = bytes_read()
                 while self.is_alive() and time.monotonic() < self._progressed_s + self._allowance_s + timeout_s:
                     self.join(0.1)
+                    before, read = read, bytes_read()
+                    if read - before > UPLOAD_BYTES and not self._failures:  # else what is refused is sent for ever
+                        self._progressed_s = time.monotonic()
             reason = f"no answer within {timeout_s:g} s" if self.is_alive() else ""
             reason = first_line(self._problem) if self._problem else reason
         finally:  # also by a signal: the caller no longer waits
@@ -154,8 +158,9 @@ class Follower(threading.Thread):
 
     def _follow(self) -> None:
         """Send what is new while the run trains, then the rest."""
-        with self._taking(SET_UP_S) if database_file(self._uri) else nullcontext():
-            client = connect(self._uri)
+        self._allowance_s = SET_UP_S if database_file(self._uri) else 0.0
+        client = connect(self._uri)
+        self._allowance_s = 0.0
         self._check_wanted()
         training = not self._ending.is_set()
         run_id = self._begin(client)
@@ -166,16 +171,6 @@ class Follower(threading.Thread):
                     self._send_checkpoints(client, run_id)
                 self._ending.wait(self._flush_every_s)
         self._complete(client, run_id)
-
-    @contextmanager
-    def _taking(self, seconds: float) -> Iterator[None]:
-        """Let the caller wait so long for one call of MLflow, in which no progress can be seen."""
-        began, self._allowance_s = time.monotonic(), seconds
-        try:
-            yield
-        finally:
-            self._progressed_s += time.monotonic() - began
-            self._allowance_s = 0.0
 
     def _record(self) -> None:
         """Note what MLflow has got now, which is progress."""
@@ -294,16 +289,11 @@ class Follower(threading.Thread):
         """Send a file, or those of a folder, unless MLflow has it; best weights as a model if there is a flavour."""
         if self._has(path):
             return
-        changed, files, is_best = changed_ns(path), files_in(path), path.name == BEST
-        seconds = [file.stat().st_size / UPLOAD_BYTES_PER_S for file in files]
-        model = None
-        if is_best:
-            with self._taking(sum(seconds)):
-                model = log_best(client, client.get_run(run_id), self._folder, self._run)
-        for file, longest_s in zip(files, seconds, strict=True) if not model else ():
+        changed, is_best = changed_ns(path), path.name == BEST
+        model = log_best(client, client.get_run(run_id), self._folder, self._run) if is_best else None
+        for file in files_in(path) if not model else ():
             self._send_metrics(client, run_id)
-            with self._taking(longest_s):
-                client.log_artifact(run_id, str(file), None if file == path else self._place(file.parent))
+            client.log_artifact(run_id, str(file), None if file == path else self._place(file.parent))
         if is_best:
             self._run.model = model
             if self._run.register:
@@ -386,6 +376,14 @@ def warn_incomplete(missing: str, folder: Path) -> None:
     """Say what MLflow lacks of a run, and how to send it later."""
     command = shlex.join(["python", "scripts/sync.py", str(folder)])
     log.warning("MLflow upload incomplete (%s). Data is safe in %s; retry with: %s", missing, folder, command)
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read, those of an upload among them; only Linux counts them."""
+    try:
+        return int(Path("/proc/self/io").read_text(encoding="ascii").split(maxsplit=2)[1])
+    except OSError:
+        return 0
 
 
 def files_in(path: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RunError
-from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, write_json
+from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, read_json_lines, write_json, write_text
 from trainer.tracking.follower import Follower
 from trainer.tracking.options import Tracking
 from trainer.tracking.store import configured_uri, store_uri
@@ -28,28 +27,27 @@ class MetricLog:
     If the disk is full, lines are kept in memory and tried again with the next one. Only rank 0 has a log.
     """
 
-    def __init__(self, config: Tracking, folder: Path, run: TrackedRun, resumed_bytes: int | None = None) -> None:
+    def __init__(self, config: Tracking, folder: Path, run: TrackedRun, resumed_at: int | None = None) -> None:
         """Open the log and start the thread that sends it to MLflow.
 
         Args:
             config: the ``tracking`` group.
             folder: folder of the run; that of a new run has no log yet.
             run: what MLflow gets when the run begins.
-            resumed_bytes: ``bytes`` when the checkpoint of a resumed run was saved; what was logged after it is
-                removed.
+            resumed_at: the step of the checkpoint that a run continues from; what was logged after it is removed.
         """
         self.folder = folder
         self.run = run
         path = folder / METRICS_FILE
-        if resumed_bytes is not None:
-            if path.exists():
-                os.truncate(path, resumed_bytes)
+        if resumed_at is not None:
+            if (last := _cut(path, resumed_at)) and config.mlflow:
+                steps = f"{resumed_at + 1} to {last}"
+                log.info("MLflow cannot replace points: of steps %s it keeps what it has from before the resume", steps)
+                run.tags["kept_on_resume"] = f"points of steps {steps} from before the resume"
             if (folder / TRACKING_FILE).exists():  # else it was lost to a full disk
-                self.run = TrackedRun.read(folder).resumed_as(run, resumed_bytes)
+                self.run = TrackedRun.read(folder).resumed_as(run)
             _tolerate(lambda: (folder / SUMMARY_FILE).unlink(missing_ok=True), folder / SUMMARY_FILE)
         self._file = path.open("ab", buffering=0)
-        self.bytes = self._file.tell()
-        """Length of the file."""
         self._unwritten = bytearray()
         self._warned = False
         self._timeout_s = config.upload_timeout_s
@@ -112,7 +110,6 @@ class MetricLog:
         try:
             while self._unwritten:
                 count = self._file.write(self._unwritten)  # on a nearly full disk, only a part
-                self.bytes += count
                 del self._unwritten[:count]
         except OSError as error:
             if not self._warned:
@@ -128,6 +125,15 @@ class MetricLog:
             self._file.close()
         if lines := self._unwritten.count(b"\n"):
             log.warning("%s could not be written completely: its last %d lines are lost.", self._file.name, lines)
+
+
+def _cut(path: Path, step: int) -> int:
+    """Remove the lines of later steps from a metric log, and return the last of these steps; 0: there are none."""
+    lines = list(read_json_lines(path))
+    kept = [line for line in lines if line["step"] <= step]
+    if path.exists():  # what a killed process wrote in part goes, too
+        write_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
+    return max((line["step"] for line in lines if line["step"] > step), default=0)
 
 
 def _tolerate(write: Callable[[], object], path: Path) -> bool:

@@ -69,17 +69,17 @@ class TrackedRun:
         """Write ``tracking.json``, which only its owner can read."""
         write_json(folder / TRACKING_FILE, asdict(self), private=True)
 
-    def resumed_as(self, now: TrackedRun, log_bytes: int) -> TrackedRun:
+    def resumed_as(self, now: TrackedRun) -> TrackedRun:
         """Return what MLflow gets of this run after a resume, with what it has already.
+
+        Its metric log, which is another one now, is read from its beginning.
 
         Args:
             now: the run with the options it is resumed with.
-            log_bytes: length of its metric log now, which may be shorter than what MLflow has.
         """
         now.key, now.started_s = self.key, self.started_s
         now.uri, now.run_id, now.experiment_id = self.uri, self.run_id, self.experiment_id
-        now.offset, now.sent = min(self.offset, log_bytes), self.sent
-        now.description, now.model = self.description, self.model
+        now.sent, now.description, now.model = self.sent, self.description, self.model
         return now
 
     def send_to(self, uri: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.command_line.conftest import Train
+from trainer.files import read_json_lines
 from trainer.run_folder import RunFolder
 
 # Options of groups other than the default ones, lists, dictionaries and text that Hydra would read as something else.
@@ -107,10 +108,7 @@ def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) ->
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no JSON": ("config.json", lambda run: (run / "config.json").write_text("{")),
-    "emptied": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").write_bytes(b"")),
-    "no history": ("metrics.jsonl", lambda run: (run / "metrics.jsonl").unlink()),
-    "cut": ("metrics.jsonl", lambda run: os.truncate(run / "metrics.jsonl", 200)),
-    "tensors": ("model.safetensors", lambda run: os.truncate(run / "checkpoints/step-00000004/model.safetensors", 99)),
+    "tensors": ("model.safetensors", lambda run: [os.truncate(path, 99) for path in run.rglob("model.safetensors")]),
 }
 
 
@@ -123,6 +121,34 @@ def test_what_is_damaged_is_named(change: str, run: Path, train: Train) -> None:
     assert (done.code, done.err.count("\n"), done.err[:6]) == (2, 1, "error:"), done.err
     assert name in done.err
     assert sorted(run.rglob("*")) == saved
+
+
+def move_and_link(path: Path) -> None:
+    path.rename(path.parents[1] / "another disk")
+    path.symlink_to(path.parents[1] / "another disk")
+
+
+EDITS: dict[str, tuple[Callable[[Path], object], int]] = {
+    "emptied": (lambda run: (run / "metrics.jsonl").write_bytes(b""), 4),
+    "no history": (lambda run: (run / "metrics.jsonl").unlink(), 4),
+    "cut": (lambda run: os.truncate(run / "metrics.jsonl", 200), 4),
+    "linked": (lambda run: move_and_link(run / "checkpoints"), 4),
+    "damaged": (lambda run: os.truncate(run / "checkpoints/step-00000004/rng.safetensors", 99), 2),
+}
+"""What the owner of a run folder, or a disk, may do to it; and the step that the run continues from."""
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_run_continues_after_its_owners_edits(edit: str, run: Path, succeed: Train) -> None:
+    apply, step = EDITS[edit]
+    apply(run)
+    kept = (run / "metrics.jsonl").read_text().count("\n") if (run / "metrics.jsonl").exists() else 0
+    done = succeed("resume=elsewhere/1e3", "steps=6")
+    assert f"resumed after step {step}" in done.out
+    assert ("step 2, before it, is whole and is taken" in done.out) == (edit == "damaged")
+    losses = [line["step"] for line in read_json_lines(run / "metrics.jsonl") if "loss" in line]
+    assert losses == ([1, 2, 3, 4, 5, 6] if kept > 4 else [*range(1, kept + 1), 5, 6])
+    assert (run / "checkpoints" / "step-00000006").is_dir()
 
 
 def test_a_kill_before_the_first_checkpoint_of_a_resumed_run_refuses_nothing(

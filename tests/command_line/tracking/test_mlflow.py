@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import socket
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,7 +85,10 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
     assert points(store) == {path.name: Counter(step for step in range(1, 301) if step not in (7, 8))}
 
 
-def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, store: str) -> None:
+def test_resuming_continues_the_same_run_and_duplicates_no_point(
+    folder: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mantissa")
     path = folder / "run"
     first = open_log(path, params={"steps": 8, "seed": 0})
     for step in range(1, 9):
@@ -111,6 +116,8 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, s
     assert run.info.status == "FINISHED"
     assert run.data.params == {"steps": "8", "seed": "0"}
     assert run.data.tags["changed_on_resume"] == "steps=14"
+    assert run.data.tags["kept_on_resume"] == "points of steps 7 to 8 from before the resume"
+    assert "MLflow cannot replace points: of steps 9 to 10 it keeps what it has" in caplog.text
 
 
 def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
@@ -191,14 +198,14 @@ def test_what_is_logged_while_a_server_is_down_arrives_when_it_is_up(folder: Pat
 def test_a_run_with_an_upload_that_hangs_is_not_running(
     folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, released = threading.Event(), threading.Event()
+    hangs, released, hours = threading.Event(), threading.Event(), count(3600, 3600)
 
     def hang(*_: object) -> None:
         hangs.set()
         released.wait()
         raise ConnectionError("the line is down")
 
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * hangs.is_set(), time=time.time)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + next(hours) * hangs.is_set(), time=time.time)
     with monkeypatch.context() as patch:
         patch.setattr("mlflow.MlflowClient.log_artifact", hang)
         patch.setattr(follower, "time", later)  # the patience ends when the upload hangs
@@ -208,6 +215,32 @@ def test_a_run_with_an_upload_that_hangs_is_not_running(
     assert send(folder / "run").status == "sent"
     sent = connect(store).list_artifacts(run_id(folder / "run"))
     assert [item.path for item in sent] == ["summary.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what a process reads")
+def test_an_upload_that_goes_on_slowly_is_waited_for(
+    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticks, seconds = queue.Queue[int](), count(0, 10)
+
+    def monotonic() -> float:
+        ticks.put(0)
+        return next(seconds)
+
+    def trickle(*_: object) -> None:
+        while not ticks.empty():
+            ticks.get()
+        with open("/dev/zero", "rb", buffering=0) as line:
+            for _ in range(20):
+                line.read(1 << 14)
+                ticks.get()  # ten seconds later
+                ticks.get()
+
+    monkeypatch.setattr("mlflow.MlflowClient.log_artifact", trickle)
+    monkeypatch.setattr(follower, "time", SimpleNamespace(monotonic=monotonic, time=time.time))
+    tracked(folder / "run", upload_timeout_s=100)
+    assert runs(store) == [("run", "FINISHED")]
+    assert "upload incomplete" not in caplog.text
 
 
 def test_a_refused_run_is_reported_and_gets_what_it_missed(

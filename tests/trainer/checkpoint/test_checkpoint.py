@@ -131,20 +131,28 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_reported_with_the_newest_intact_checkpoint(name: str, tmp_path: Path) -> None:
+def test_of_damaged_checkpoints_the_newest_before_them_is_taken(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
     what = f"{name} {'is missing' if name == 'state.json' else 'does not match its SHA-256'}"
-    for step, advice in (
-        (3, f"step 2 is intact: remove the folder {tmp_path}/step-00000003 and resume again"),
-        (2, "step 1 is intact"),
-        (1, "no older checkpoint is intact: start a new run without resume="),
-    ):
+    for step in (3, 2):
         DAMAGE[name](tmp_path / f"step-0000000{step}" / name)
-        with pytest.raises(UserError) as caught:
-            load(tmp_path)
-        assert f"step-00000003 is damaged: {what}" in str(caught.value)
-        assert advice in str(caught.value)
+        caplog.clear()
+        assert load(tmp_path).step == step - 1
+        said = f"step-00000003 is damaged: {what}; step {step - 1}, before it, is whole and is taken"
+        assert said in caplog.messages[0]
+    with pytest.raises(UserError, match=f"step-00000002 is damaged: {what}; start a new run without resume="):
+        load(tmp_path, 2)
+    checkpoint.set_aside(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.glob("*.damaged")) == [
+        f"step-0000000{step}.damaged" for step in (2, 3)
+    ]
+    assert checkpoint.steps(tmp_path) == [1]
+    DAMAGE[name](tmp_path / "step-00000001" / name)
+    with pytest.raises(UserError, match=f"step-00000001 is damaged: {what}; no older one is whole; start a new run"):
+        load(tmp_path)
 
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -15,7 +17,7 @@ from tests.helpers import CPU, Arrays
 from trainer.data.contract import Batch, SampleId, fingerprint
 from trainer.data.evaluation import Evaluation, evaluation_samples
 from trainer.data.loader import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
-from trainer.errors import UserError
+from trainer.errors import RunError, UserError
 from trainer.parallel.world import World
 
 LENGTH = 23
@@ -115,6 +117,16 @@ def test_an_error_of_a_dataset_is_raised_unchanged_and_workers_end(workers: int)
         assert multiprocessing.active_children() == []
     finally:
         gc.enable()
+
+
+def test_a_loading_process_that_the_system_ends_is_one_sentence() -> None:
+    steps = PinnedLoader(2).steps(Echo(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 1000, CPU)
+    next(steps)
+    for process in multiprocessing.active_children():
+        assert process.pid
+        os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"exited unexpectedly: .* no memory; set loader\.workers=1$"):
+        list(steps)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
