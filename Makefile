@@ -23,7 +23,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 .PHONY: train test test-oldest docs release ui bench bench-peers setup clean
 
 train: $(VENV)/.run
-	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=chars precision=bf16
+	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=bytes precision=bf16
 
 test: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -34,7 +34,7 @@ PROCESSES = 2
 STEPS = 4
 """Number of optimizer steps in a block of several processes."""
 NCHW = "bf16 recipe.channels_last=false"
-FIRST = "python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=chars precision=bf16"
+FIRST = "python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=bytes precision=bf16"
 """What ``make train`` runs."""
 DOCUMENTED = (
     (FIRST, "valid/loss", "nats"),

@@ -145,12 +145,12 @@ class Characters(Tokenizer):
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
         """Return the ids of each text, looked up (the library splits a text at each character, which takes a hundred
-        times as long). Raises UserError for a character that the corpus does not have.
+        times as long). Raises UserError for characters that the corpus does not have.
         """
-        if unknown := set().union(*texts) - self._ids.keys():
+        if unknown := sorted(set().union(*texts) - self._ids.keys()):
             raise UserError(
-                f"the character {min(unknown)!r} is not among the {self.label} of the training text; remove it from "
-                "this text, or train with data.tokenizer=bytes, which has every character"
+                f"not among the {self.label} of the training text: {''.join(unknown)!r:.60} ({len(unknown)} in all); "
+                "remove them from this text, or train with data.tokenizer=bytes, which has every character"
             )
         return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
 
