@@ -44,7 +44,8 @@ class Trained(dict[str, Any]):
 
     def __repr__(self) -> str:
         final = "".join(f", {name} {value:.5g}" for name, value in self["final"].items() if value is not None)
-        return f"<run {self.folder.name}: {self['status']}, step {self['step']}/{self['steps']}{final}>"
+        trained = "; the trained model is .model" if self.model is not None else ""
+        return f"<run {self.folder.name}: {self['status']}, step {self['step']}/{self['steps']}{final}{trained}>"
 
 
 def compose(*given: Config | Recipe | str, **options: Any) -> Config:
