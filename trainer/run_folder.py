@@ -66,9 +66,8 @@ class RunFolder:
             return cls(fetch(key, given, uri, output_dir))
         path = Path(given).expanduser()
         if not path.is_dir():
-            raise UserError(
-                f"{key}={given}: there is no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0"
-            )
+            what = "this is a file" if path.exists() else "there is no such folder"
+            raise UserError(f"{key}={given}: {what}; give a run folder, such as {output_dir}/gpt2-bf16-s0")
         return cls(path)
 
     def summary(self) -> dict[str, Any]:

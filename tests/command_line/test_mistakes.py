@@ -80,6 +80,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{BIGNET} output_dir=notes.txt/runs": ("output_dir=notes.txt/runs", "notes.txt: it is a file", "output_dir="),
     f"{BIGNET} output_dir=/proc/runs": ("output_dir=/proc/runs", "output_dir="),
     "resume=nowhere": ("resume=nowhere: there is no such folder", "outputs/gpt2-bf16-s0"),
+    "resume=notes.txt": ("resume=notes.txt: this is a file; give a run folder",),
     "resume=empty": ("empty/config.json cannot be read", "choose another run"),
 }  # fmt: skip
 

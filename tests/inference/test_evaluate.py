@@ -159,7 +159,7 @@ MISTAKES = {
     "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
-    "run=outputs/chars data=text data.path=greek.txt": "not among the 45 characters of the training text: 'γλοςό' (5 in all); remove them",
+    "run=outputs/chars data=text data.path=greek.txt": "the 45 characters of the training text: 'γλοςό' (5 in all)",
     "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
     "run=outputs/gpt2 split=test": "split=test: data=text has none; set data.test=…, or use split=valid or split=all",
     "run=outputs/gpt2 micro_batch_size=4,8": "micro_batch_size=4,8 has several values; only those of precision=",

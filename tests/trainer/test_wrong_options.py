@@ -26,7 +26,7 @@ from trainer.profiling.profiler import MemoryProfiler, TorchProfiler
 ROWS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Checkpoint, {"every": "often"}, r"checkpoint.every=often"),
     (Checkpoint, {"every": 0}, r"checkpoint.every=0"),
-    (Checkpoint, {"keep": 0}, r"checkpoint.keep=0"),
+    (Checkpoint, {"keep": -1}, r"checkpoint.keep=-1 must be at least 0"),
     (Batching, {"batch_size": 0, "micro_batch_size": 1}, r"batch_size=0"),
     (Batching, {"batch_size": 4, "micro_batch_size": 0}, r"micro_batch_size=0"),
     (Loader, {"workers": -1}, r"loader.workers=-1"),

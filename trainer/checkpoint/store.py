@@ -60,7 +60,7 @@ class Checkpoint:
     every: int | str = "auto"
     """Optimizer steps between checkpoints; auto: at every evaluation, and with long epochs ten per run."""
     keep: int = 1
-    """Number of newest checkpoints to keep, besides the best."""
+    """Number of newest checkpoints to keep, besides the best; 0: none once the run has ended, only ``best/``."""
     background: bool = True
     """Save asynchronously: copy weights and optimizer state to host memory, and write while training continues."""
     save_on_signal: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_number("checkpoint.every", self.every)
-        check_number("checkpoint.keep", self.keep)
+        check_number("checkpoint.keep", self.keep, 0)
         usable = ("USR1", "USR2", "HUP", "ALRM", "XCPU")
         for name in self.save_on_signal:
             if name not in usable or not hasattr(signal, f"SIG{name}"):
@@ -151,10 +151,10 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World) -
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints and the best one, and what a killed process left."""
+    """Remove all but the newest ``keep`` checkpoints (at least one) and the best, and what a killed process left."""
     _clear_up(folder)
     saved = steps(folder)
-    for step in set(saved[:-keep]) - {best_step(folder)}:
+    for step in set(saved[: -max(1, keep)]) - {best_step(folder)}:
         remove_folder(path_of(folder, step))
 
 

@@ -19,7 +19,7 @@ from trainer.config.step import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Watch
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
-from trainer.files import PRECISION_FILE, SUMMARY_FILE, read_json, read_object, write_json
+from trainer.files import PRECISION_FILE, SUMMARY_FILE, read_json, read_object, remove_folder, write_json
 from trainer.parallel.world import World
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision, UserRecipe
@@ -28,7 +28,7 @@ from trainer.run.export import export_best
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import doctor_command, git_facts, resume_command
 from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
-from trainer.run.scores import Score, Scores
+from trainer.run.scores import PREFIX, Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.summary import run_summary, summary_rows, unreadable_samples
 from trainer.run_folder import RunFolder
@@ -168,6 +168,8 @@ class Run:
         self.signals.ahead = f"finishing the step, {self._saving}"
         self.monitor.start()
         beginning = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
+        if self.trainer.step == 0 and self.config.init_from:
+            self._evaluate_first()
         if self.unevaluated:  # the run was stopped before it came to that
             self.after_step()
         with closing(self.trainer.batches()) as batches:
@@ -263,6 +265,13 @@ class Run:
         for step, metrics in self.diagnostics.collect():
             self._log(step, metrics)
 
+    def _evaluate_first(self) -> None:
+        """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best."""
+        with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
+            found = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
+        self._log(0, found)
+        self._show(0, found)
+
     def _evaluate(self, step: int) -> Score:
         """Evaluate, and show, log and return the result.
 
@@ -273,9 +282,12 @@ class Run:
         with self._watched("evaluating", self._saving) as watch:
             score = self.scores.add(step, self.trainer.evaluate(watch))
         self._log(step, self.scores.final)
-        shown = "  ".join(f"{name} {loss(value)}" for name, value in self.scores.final.items())
-        self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{'  (best)' if score.improved else ''}")
+        self._show(step, self.scores.final, "  (best)" if score.improved else "")
         return score
+
+    def _show(self, step: int, metrics: dict[str, float], note: str = "") -> None:
+        shown = "  ".join(f"{name} {loss(value)}" for name, value in metrics.items())
+        self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{note}")
 
     @property
     def _saving(self) -> str:
@@ -371,6 +383,8 @@ class Run:
         self.signals.ahead = None  # nothing is lost where MLflow is not waited for
         if self.metric_log and not self._close_metric_log(summary["status"], summary):
             missing.append("summary.json could not be written")
+        if self.world.is_main and not missing and self.config.checkpoint.keep == 0:
+            remove_folder(self.folder.checkpoints)
         compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
         all_s = self.totals()["wall_time_s"]
         waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow

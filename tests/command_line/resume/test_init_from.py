@@ -39,6 +39,21 @@ def same_end(*runs: str) -> bool:
     return same_bits(one, other)
 
 
+def test_a_run_that_kept_only_its_weights_is_where_another_starts_and_what_it_is_compared_with(
+    succeed: Train, folder: Path
+) -> None:
+    tiny = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", *SHORT, "eval_every=1")
+    succeed(*tiny, "run_name=light", "checkpoint.keep=0")
+    assert not Path("outputs/light/checkpoints").exists()
+    assert Path("outputs/light/best/model.safetensors").exists()
+    done = succeed(*tiny, "run_name=tuned", "init_from=outputs/light")
+    best = read_json(Path("outputs/light/summary.json"))["best"]["value"]
+    first = json.loads(Path("outputs/tuned/metrics.jsonl").read_text().splitlines()[0])
+    assert (first["step"], first["valid/loss"]) == (0, pytest.approx(best))
+    assert "step 0/2  valid/loss" in done.out
+    assert read_json(Path("outputs/tuned/summary.json"))["best"]["step"] > 0  # of which there is a checkpoint
+
+
 @pytest.fixture
 def source(succeed: Train, folder: Path) -> Path:
     """A finished run with a tokenizer of its own text."""

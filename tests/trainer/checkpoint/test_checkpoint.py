@@ -235,7 +235,8 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_for_ever(
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "left"), [(1, None, [5]), (2, None, [4, 5]), (1, 2, [2, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])]
+    ("keep", "best", "left"),
+    [(0, 2, [2, 5]), (1, None, [5]), (2, None, [4, 5]), (1, 2, [2, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])],
 )
 def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: list[int], tmp_path: Path) -> None:
     (tmp_path / ".step-00000009.partial").mkdir()  # of a process that was killed
