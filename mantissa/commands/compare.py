@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,11 +29,21 @@ the same command continues after a stop, and more --seeds continue a comparison 
 
 Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake, 130 when interrupted.
 """
-_NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|(?:nan|inf(?:inity)?)\b)", re.I)
-_SIGNED = re.compile(r"(?<![\w.])(?:[-+]?(?:nan|inf(?:inity)?)\b|[-+](?=\.?\d))", re.I)
+_NOT_FINITE = r"(?:(?:nan|inf(?:inity)?|null|none|n/a|[#]na[#])(?![\w/])|∞|\d\.[#]\w+)"
+"""What programs print for a number that is not finite, or for none; ``1.#QNAN`` is C's on Windows."""
+_VALUE = rf"[-+]?(?:{_NOT_FINITE}|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+_WRAPPER = r"(?:(?:tensor|array|[\w.]*float\d+)\(\[?)?['\"]?"
+_UNUSUAL = re.compile(rf"(?<![\w.])(?:[-+]?{_NOT_FINITE}|[-+](?=\.?\d))", re.I)
 """What an expression for digits would pass over."""
-_SEPARATOR = re.compile(r"_\d|,\d{3}(?!\d)")
-"""What follows the first digits of ``12_345`` and ``12,345.6``."""
+_UNCLEAR = re.compile(
+    r"[-+]?(?:\d+(?:[_,]\d|:\d\d)|\d{1,3}[ \u00a0\u2009\u202f'’]\d{3}(?!\d)|\d{1,3}\.\d{3},\d|"
+    r"\d*\.\d+\.\d|[\d.]+[kKMGTB]\b)"
+)
+"""Numbers such as ``12_345``, ``1,5``, ``1:30``, ``1 234``, ``1.234,5``, ``1.2.3`` and ``1.2k``."""
+_CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
+"""Colours, movements of the cursor, and links of terminals."""
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\??|\)", re.DOTALL)
+"""What decides where a group of a regular expression begins and ends."""
 
 
 def main(arguments: list[str]) -> int:
@@ -105,7 +116,9 @@ def _arms(commands: Sequence[str]) -> dict[str, str]:
 def _run(arm: str, seed: int, command: str, metric: str, folder: Path, timeout_s: float | None) -> Run:
     """Run an arm's command, with its seed, in a fresh process, and read its metric; the folder takes what it prints."""
     folder.mkdir(parents=True, exist_ok=True)
-    ended = shell.run(command, folder / f"{arm}-s{seed}.out", errors_apart=True, limit_s=timeout_s)
+    # In `python train.py | tee log` a crash must not pass for the end of training.
+    words = ["bash", "-o", "pipefail", "-c", command] if shutil.which("bash") else command
+    ended = shell.run(words, folder / f"{arm}-s{seed}.out", errors_apart=True, limit_s=timeout_s)
     numbers = (last_number(metric, text) for text in (ended.output, ended.errors))
     value = next((number for number in numbers if number is not None), None)
     if value is not None and (ended.code == 0 or not math.isfinite(value)):  # not finite: whatever the exit code
@@ -122,25 +135,60 @@ def _run(arm: str, seed: int, command: str, metric: str, folder: Path, timeout_s
 def last_number(metric: str, text: str) -> float | None:
     """Return the number at the last match of a regular expression, where its first group begins; None: no match.
 
-    A sign, a nan and an infinity are found wherever the expression accepts digits, or an earlier number would pass for
-    the last one. The number is read to its end, also where the expression knows no exponent.
+    Signs, wrappers such as ``tensor(…)`` and what is not finite are found wherever the expression accepts digits, or an
+    earlier number would pass for the last one. The number is read to its end, also where the expression knows no
+    exponent. What is printed for no number, such as null, is a nan. ``loss`` is not found in ``aux_loss``, unless it
+    stands nowhere else.
 
     Raises:
-        UsageError: there is no number, or one with separators between its digits.
+        UsageError: there is no number, or one that can be read in two ways.
     """
-    pattern = re.compile(metric, re.MULTILINE)
-    unsigned = _SIGNED.sub(lambda found: "0" * len(found[0]), text)
-    matches = [*pattern.finditer(text), *pattern.finditer(unsigned)]
-    if not matches:
+    text = re.sub(r"\r?\n|[\r\b]+", "\n", _CONTROL.sub("", text)).replace("\u2212", "-")
+    digits = _UNUSUAL.sub(lambda found: "0.0"[: len(found[0])].rjust(len(found[0]), "0"), text)
+    begin, end = _first_group(metric)
+    any_number = f"{metric[:begin]}(?i:{_WRAPPER}{_VALUE}){metric[end:]}" if end else metric
+    found = []
+    for pattern in (metric, any_number):
+        for match in (*re.finditer(pattern, text, re.MULTILINE), *re.finditer(pattern, digits, re.MULTILINE)):
+            spans = [span for span in match.regs[1:] if span[0] >= 0] or [match.span()]
+            found.append((match.start(), *spans[0]))
+    if not found:
         return None
-    begin, end = max(matches, key=lambda match: match.start()).span(min(1, pattern.groups))
-    number = _NUMBER.match(text, begin) if pattern.groups else _NUMBER.search(text, begin, end)
-    if number is None or (pattern.groups and text[number.end() : end].strip(".")):
-        raise UsageError(f"the metric {metric!r} found {text[begin:end]!r}, no number; put (…) around the number alone")
-    if number[0].isdecimal() and _SEPARATOR.match(text, number.end()):
-        around = text[begin : number.end() + 4]
-        raise UsageError(f"the metric {metric!r} found {around!r}, with separators; print the number without them")
-    return float(number[0])
+    longer_name = re.compile(r"(?<=[\w/.-])\w")
+    _, place, stop = max(
+        [each for each in found if not longer_name.match(text, each[0])] or found, key=lambda it: it[1]
+    )
+    number = re.compile(f"{_WRAPPER}({_VALUE})", re.I)
+    numbers = [number.match(text, place)] if end else [*number.finditer(text, place, stop)]
+    said = text[place : stop + 5].partition("\n")[0]
+    if not numbers or numbers[-1] is None:
+        raise UsageError(f"the metric {metric!r} found {said!r}, no number; put (…) around the number alone")
+    place = numbers[-1].start(1)
+    if place and re.compile(r"(?<![\w.])[-+]").match(text, place - 1):
+        raise UsageError(f"the metric {metric!r} has the number's sign before its (…); put it inside, as in ([-0-9.]+)")
+    if _UNCLEAR.match(text, place) and "," not in metric[end : end + 2]:
+        raise UsageError(
+            f"the metric {metric!r} found {said!r}, with separators; print digits and a decimal point alone"
+        )
+    try:
+        return float(numbers[-1][1])
+    except ValueError:
+        return math.nan
+
+
+def _first_group(metric: str) -> tuple[int, int]:
+    """Return where the content of a regular expression's first group begins and ends; twice 0: it has none."""
+    begin = depth = outside = 0
+    for token in _TOKEN.finditer(metric):
+        if token[0] == ")":
+            depth -= 1
+            if begin and depth == outside:
+                return begin, token.start()
+        elif token[0].startswith("("):
+            if not begin and token[0] != "(?":
+                begin, outside = token.end(), depth
+            depth += 1
+    return 0, 0
 
 
 def _name_of(metric: str) -> str:
