@@ -30,8 +30,6 @@ from mantissa.statistics import (
 NOT_JUDGED = "NOT JUDGED"
 PAIRS = 3
 """Fewest pairs for a verdict."""
-DIGITS = 10
-"""Fewest steps of the last digit that the margin must have: coarser rounding hides the spread."""
 SEED_SHIFT = 1000
 """Number added to the seeds of an arm that is named again, which shows how far seeds alone move the result."""
 METHOD = (
@@ -174,6 +172,8 @@ class Quality:
     values: list[float] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
     """(arm − baseline) / |baseline|, one per pair."""
+    rounding: float = 0.0
+    """Standard deviation that the rounding of the losses gives the differences."""
     verdict: str = ""
     """Verdict; empty for the baseline."""
     why: str = ""
@@ -187,7 +187,7 @@ class Quality:
         """The interval to show: the one that decided, 95 % where nothing was; None: fewer than two pairs."""
         if len(self.differences) < 2:
             return None
-        return self.test.difference if self.test else mean_interval(self.differences)
+        return self.test.difference if self.test else mean_interval(self.differences, rounding=self.rounding)
 
     @property
     def sentence(self) -> str:
@@ -255,8 +255,8 @@ def _judged(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, Q
     found = {baseline: Quality(list(_finite(arms[baseline]).values()))}
     found |= {label: _compared(arms[label], arms[baseline]) for label in others}
     tested = [found[label] for label in others if not found[label].verdict]
-    differences = [quality.differences for quality in tested]
-    tests = equivalence(differences, margin, untested=len(others) - len(tested), look=look)
+    differences, roundings = [quality.differences for quality in tested], [quality.rounding for quality in tested]
+    tests = equivalence(differences, margin, len(others) - len(tested), look, roundings)
     for quality, test in zip(tested, tests, strict=True):
         quality.test, quality.verdict, quality.look = test, test.verdict, look
         if test.pairs_needed:
@@ -270,18 +270,24 @@ def _compared(losses: Losses, base: Losses) -> Quality:
     finite, others = _finite(losses), _finite(base)
     differences = [(loss - others[seed]) / abs(others[seed]) for seed, loss in finite.items() if others.get(seed)]
     quality = Quality(list(finite.values()), differences)
+    if any(others.values()) and finite:  # two numbers are rounded, each by up to half a step
+        step = _step([*finite.values(), *others.values()])
+        quality.rounding = step / math.sqrt(6) / fmean(map(abs, others.values()))
     diverged = [seed for seed in _diverged(losses) if seed in others]
+    failed = [seed for seed in others if losses.get(seed) is None]
     why = [f"{len(diverged)} of {len(losses)} runs diverged where the baseline's did not"] if diverged else []
-    if zero := [seed for seed in finite if others.get(seed) == 0]:
+    if others and min(others.values()) <= 0 <= max(others.values()):
         quality.verdict = NOT_JUDGED
-        why.append(
-            f"the baseline is 0 with {len(zero)} of {len(losses)} seeds, so that no difference is relative to it"
-        )
+        why.append("the baseline is 0, or on both sides of it, so that no difference is relative to it")
     elif few := too_few(len(differences) + len(diverged), len(losses)):
         quality.verdict = NOT_JUDGED
         why.append(few)
     elif diverged:
         quality.verdict = WORSE
+    elif failed:
+        # What a precision breaks with some seeds is no reason to judge it by the others.
+        quality.verdict = NOT_JUDGED
+        why.append(f"{len(failed)} of {len(others)} runs failed where the baseline's did not; the same command retries")
     else:
         if len(differences) < len(losses):
             why.append(f"only {len(differences)} of {len(losses)} pairs finished")
@@ -293,6 +299,24 @@ def _compared(losses: Losses, base: Losses) -> Quality:
 
 def _finite(losses: Losses) -> dict[int, float]:
     return {seed: loss for seed, loss in losses.items() if loss is not None and math.isfinite(loss)}
+
+
+def _step(values: Iterable[float]) -> float:
+    """Return the step in which values come: that of their last digit, or of the accuracy of a few samples.
+
+    It is the greatest common divisor of their distances; of numbers with all digits, nearly nothing.
+    """
+    lowest, *others = sorted(set(values))
+    step = 0.0
+    for distance in (value - lowest for value in others):
+        while distance > 1e-4 * (others[-1] - lowest):  # Euclid's algorithm
+            step, distance = distance, min(step % distance, distance - step % distance)
+    return step
+
+
+def _last_digit(values: Sequence[float]) -> float:
+    """Return the unit of the last digit with which values were printed; zeros at its end are not."""
+    return 10.0 ** min(int(Decimal(repr(value)).normalize().as_tuple().exponent) for value in values)
 
 
 def _diverged(losses: Losses) -> list[int]:
@@ -340,8 +364,13 @@ class Comparison:
         """
         if len(seeds) < PAIRS:
             raise UsageError(f"{len(seeds)} seeds are too few for a verdict; use 4 or more")
-        self.runs = run_all(list(self.arms), seeds, run, store, self.metric)
-        self._check_digits()
+
+        def checked(arm: str, seed: int) -> Run:
+            self._check_digits([Run(**content) for content in store.of("run")])  # before more time is spent
+            return run(arm, seed)
+
+        self.runs = run_all(list(self.arms), seeds, checked, store, self.metric)
+        self._check_digits(self.runs)
         sign = -1 if self.higher_is_better else 1
         losses: dict[str, dict[int, float | None]] = {arm: dict.fromkeys(seeds) for arm in self.arms}
         for ended in self.runs:
@@ -349,20 +378,25 @@ class Comparison:
                 losses[ended.arm][ended.seed] = math.nan if ended.value is None else sign * ended.value
         self.looks, self.verdicts = judge_and_keep(losses, self.margin, store)
 
-    def _check_digits(self) -> None:
-        """Refuse values of the baseline that hide its spread, or a difference of the margin."""
-        values = [ended.value for ended in self.ended(self.baseline).values() if ended.value is not None]
-        if len(values) >= PAIRS and len(set(values)) == 1:
-            raise UsageError(
-                f"{self.baseline}: {self.metric} is {values[0]:g} with every seed, so their spread is not known; "
-                "let the seed change the training, or print more digits"
-            )
-        digit = 10.0 ** min((int(Decimal(repr(value)).as_tuple().exponent) for value in values), default=0)
-        if values and digit > self.margin * abs(fmean(values)) / DIGITS:
-            raise UsageError(
-                f"{self.baseline}: the last digit of {self.metric}, {digit:g}, is more than a tenth of the margin of "
-                f"{100 * self.margin:g} %; print more digits, or set a wider margin"
-            )
+    def _check_digits(self, runs: Sequence[Run]) -> None:
+        """Refuse a last digit that is more than the margin, and a baseline without a spread."""
+        for arm in self.arms:
+            values = [run.value for run in runs if run.arm == arm and run.value is not None]
+            if arm == self.baseline and len(values) >= PAIRS and len(set(values)) == 1:
+                raise UsageError(
+                    f"{arm}: {self.metric} is {values[0]:g} with every seed, so their spread is not known; "
+                    "let the seed change the training, or print more digits"
+                )
+            # Of a single number, the last digit may be a zero that is not printed.
+            if len(set(values)) < 2 or min(values) <= 0 <= max(values):
+                continue
+            digit, margin = _last_digit(values), self.margin * fmean(map(abs, values))
+            if digit > margin:
+                raise UsageError(
+                    f"{arm}: the last digit of {self.metric}, {digit:g}, is more than the margin of "
+                    f"{100 * self.margin:g} %, {margin:.2g}; print {1 - math.floor(math.log10(margin))} decimals "
+                    "and give another --report, or set a wider margin"
+                )
 
     def ended(self, arm: str) -> dict[int, Run]:
         """Return the runs of an arm that have not failed, by seed."""

@@ -27,7 +27,7 @@ def precision_gate(
     WORSE fails, and so does BETTER: the precision changes the training. INCONCLUSIVE trains on to ``max_seeds``, and
     fails if that does not decide it: a gate that lets pass what it cannot tell protects nothing. The chance that an arm
     passes whose true difference is the margin or more is at most 4.5 %, 4 % with ``seeds`` and 0.5 % with more, where
-    the differences are about normal; where they are strongly skewed it may be four to six times that.
+    the differences are about normal; where they are strongly skewed it may be 3.7 to 5.7 times that.
 
     Args:
         train: takes a precision and a seed, trains from nothing, and returns the final loss.

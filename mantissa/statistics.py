@@ -48,15 +48,15 @@ class Equivalence:
     in a share ``POWER`` of repetitions; None: more than 1000."""
 
 
-def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Return the mean and Student's interval around it.
+def mean_interval(values: Sequence[float], level: float = 0.95, rounding: float = 0.0) -> Interval:
+    """Return the mean and Student's interval around it, for values that are rounded with this standard deviation.
 
     Raises:
         ValueError: fewer than two values, or one that is not finite.
     """
     array = _checked(values)
     mean, count = float(array.mean()), len(array)
-    half = student_quantile((1 + level) / 2, count - 1) * _standard_error(array)
+    half = student_quantile((1 + level) / 2, count - 1) * _standard_error(array, rounding)
     return Interval(mean, mean - half, mean + half, level, count)
 
 
@@ -73,7 +73,11 @@ def ratio_interval(values: Sequence[float]) -> Interval:
 
 
 def equivalence(
-    arms: Sequence[Sequence[float]], margin: float, untested: int = 0, look: int | None = None
+    arms: Sequence[Sequence[float]],
+    margin: float,
+    untested: int = 0,
+    look: int | None = None,
+    roundings: Sequence[float] = (),
 ) -> list[Equivalence]:
     """Judge paired relative differences of a loss (lower is better) against a margin that was set beforehand.
 
@@ -81,7 +85,9 @@ def equivalence(
     ±``margin``. WORSE or BETTER by a two-sided test of 5 % against the margin: the 95 % interval lies wholly above
     or below it. INCONCLUSIVE otherwise. (The four cases as in Lakens, *Equivalence Tests*, 2017.)
 
-    The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979).
+    The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979),
+    of differences that are about normal. With 3 to 8 pairs it is up to 4 times as much where they are exponential, and
+    up to 6 times where they are log-normal.
 
     Args:
         arms: for each arm (other − baseline) / baseline, one per pair; all against the same baseline.
@@ -89,13 +95,16 @@ def equivalence(
         untested: the number of further arms, of which too few runs finished.
         look: how often the arms have been judged, this time included, with fewer pairs before: see ``look_level``.
             None: they are judged once, and never with more pairs.
+        roundings: for each arm the standard deviation that rounding gives its differences; none: nothing is rounded.
+            Pairs may be rounded to the same difference, so that it is the least that is taken for their spread.
 
     Raises:
         ValueError: fewer than two pairs, a value that is not finite, a margin that is not above 0.
     """
     if not 0 < margin < math.inf:
         raise ValueError(f"the margin must be above 0, not {margin}")
-    tested = [_Tested(_checked(differences), margin) for differences in arms]
+    pairs = zip(arms, roundings or [0.0] * len(arms), strict=True)
+    tested = [_Tested(_checked(differences), margin, rounding) for differences, rounding in pairs]
     missing = [1.0] * untested
     alpha, later = (ALPHA, ALPHA) if look is None else (look_level(look), look_level(look + 1))
     within = holm([arm.p_equivalent for arm in tested] + missing, alpha)
@@ -133,9 +142,9 @@ def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
 class _Tested:
     """The p-values of one arm."""
 
-    def __init__(self, differences: np.ndarray, margin: float) -> None:
-        self.differences, self.margin = differences, margin
-        self.mean, self.error = float(differences.mean()), _standard_error(differences)
+    def __init__(self, differences: np.ndarray, margin: float, rounding: float) -> None:
+        self.differences, self.margin, self.rounding = differences, margin, rounding
+        self.mean, self.error = float(differences.mean()), _standard_error(differences, rounding)
         self.p_equivalent = max(self._above(-margin), self._below(margin))
         self.p_worse, self.p_better = self._above(margin), self._below(-margin)
         self.p_beyond = min(1.0, 2 * min(self.p_worse, self.p_better))
@@ -158,7 +167,7 @@ class _Tested:
             verdict = WORSE if self.p_worse < self.p_better else BETTER
         else:
             needed = self._pairs_needed(1 - later * (within if abs(self.mean) < self.margin else beyond / 2))
-        interval = mean_interval(self.differences.tolist(), level)
+        interval = mean_interval(self.differences.tolist(), level, self.rounding)
         return Equivalence(verdict, self.margin, interval, self.p_equivalent, needed)
 
     def _pairs_needed(self, level: float) -> int | None:
@@ -166,7 +175,7 @@ class _Tested:
 
         Their mean varies: they would do so in a share ``POWER`` of repetitions, about.
         """
-        spread, room = float(self.differences.std(ddof=1)), abs(self.margin - abs(self.mean))
+        spread, room = self.error * math.sqrt(len(self.differences)), abs(self.margin - abs(self.mean))
 
         def enough(pairs: int) -> bool:
             quantiles = student_quantile(level, pairs - 1) + student_quantile(POWER, pairs - 1)
@@ -221,8 +230,8 @@ def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
     return front / fraction
 
 
-def _standard_error(array: np.ndarray) -> float:
-    return float(array.std(ddof=1)) / math.sqrt(len(array))
+def _standard_error(array: np.ndarray, rounding: float = 0.0) -> float:
+    return max(float(array.std(ddof=1)), rounding) / math.sqrt(len(array))
 
 
 def _checked(values: Sequence[float]) -> np.ndarray:
