@@ -10,6 +10,7 @@ import torch
 
 from inference.load import Exported
 from inference.run_config import RunConfig
+from mantissa.display import shortened
 from recipes.data.images.source import ImageDatasets
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.tokens import TextDatasets
@@ -72,10 +73,9 @@ def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatas
     """Return the images with the labels and the normalisation of a trained model."""
     names: list[str] = config["classes"]
     if unknown := [name for name in datasets.classes if name not in names]:
-        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
         raise UserError(
             f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
-            f"{shown}); leave such images out, or rename their class"
+            f"{shortened(names, 5)}); leave such images out, or rename their class"
         )
     labels = torch.tensor([names.index(name) for name in datasets.classes])
     parts: set[Any] = {datasets.train, datasets.valid, datasets.test} - {None}

@@ -14,7 +14,8 @@ from inference.load import Exported
 from inference.options import PredictOptions
 from inference.run_config import RunConfig, configure
 from recipes.data.images.augment import ImageNet
-from recipes.data.images.folder import EXTENSIONS, FolderImages, images_below
+from recipes.data.images.folder import FolderImages
+from recipes.data.images.layout import EXTENSIONS, read
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
 from trainer.data.evaluation import evaluation_samples
@@ -63,7 +64,7 @@ def predict(arguments: list[str]) -> int:
             "give a run of recipe=resnet, or use scripts/generate.py for a language model"
         )
     path = Path(options.path).expanduser()
-    files = [path] if path.is_file() else sorted(map(Path, images_below(path)))
+    files = [path] if path.is_file() else [Path(file) for file in read(str(path)).files()]
     if not files:
         raise UserError(f"path={path}: no images in this folder (looked for {', '.join(EXTENSIONS)})")
     run = configure(exported, overrides, with_data=False)

@@ -52,8 +52,12 @@ def dtype_name(dtype: object) -> str:
 
 def listed(names: Sequence[str], kind: str = "parameter") -> str:
     """Return how many there are, and the names of the first: ``4 parameters (a, b, c, …)``."""
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({shown})"
+    return f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({shortened(names, 3)})"
+
+
+def shortened(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names: ``a, b, c, …``."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def dimensions(shape: Sequence[int]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,14 +14,14 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from mantissa.display import shortened
+from recipes.data.images.layout import PARTS, TEST, TRAINING, VALIDATION, WANTED, arrange, numbers, read
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-PARTS = ("training", "validation", "test")
-WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
+log = logging.getLogger("mantissa")
 
 
 @dataclass
@@ -28,12 +30,12 @@ class ImageFolder(ImageSource):
 
     kind: ClassVar[str] = "imagefolder"
     path: str = ""
-    """Folder with one folder per class, or with ``train/`` and ``val/`` that have one folder per class."""
+    """Folder with one folder per class, or with ``train/`` and ``val/`` (or the like) that have one per class."""
     valid_fraction: float = 0.1
     """Fraction of each class held out for validation, if there is no ``val/``; a hash of the file names picks them."""
     test: str | None = None
     """Test images, one folder per class, evaluated once, at the end, with the best weights; null: ``test/`` beside
-    ``train/``, if it has images in class folders. """
+    ``train/``, if it has images in class folders."""
     on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
@@ -50,23 +52,40 @@ class ImageFolder(ImageSource):
         """Find the images; squares of 224 pixels by default.
 
         Raises:
-            UserError: no images, fewer than two classes.
+            UserError: no images, fewer than two classes, or folders that can be read in two ways.
         """
-        folders = _part_folders(Path(self.path).expanduser(), self.test)
-        files = {part: _images_by_class(folder) for part, folder in folders.items()}
-        classes = sorted(files["training"])
-        for part, folder in folders.items():
+        root = read(os.path.expanduser(self.path))
+        folders = arrange(root)
+        if self.test:
+            folders[TEST] = arrange(read(os.path.expanduser(self.test)))[TRAINING]
+        files = {part: {name: each.files() for name, each in found.folders.items()} for part, found in folders.items()}
+        classes, train = sorted(files[TRAINING]), folders[TRAINING]
+        for part in [part for part in (VALIDATION, TEST) if part in files]:
             if unknown := sorted(files[part].keys() - classes):
-                train = folders["training"]
-                raise UserError(f"{folder} has the class {unknown[0]}, which {train} does not have; rename it")
-        if "validation" not in files:
-            files["training"], files["validation"] = _split(files["training"], self.valid_fraction)
+                what = f"{folders[part].path} has the class {unknown[0]}, which {train.path} does not have"
+                if part == VALIDATION or self.test:
+                    raise UserError(f"{what}; rename it")
+                log.warning("%s, so it is not used; to evaluate it, rename its folders, or set data.test=", what)
+                del files[part], folders[part]
+        empty = f"; without images: {shortened(train.empty)}" if train.empty else ""
+        if len(classes) == 1:
+            raise UserError(f"{train.path} has images of one class only, {classes[0]}{empty}; two are needed")
+        origin = ", ".join(f"{part} {found.path}" for part, found in folders.items())
+        if VALIDATION not in files:
+            files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)
+            origin += f", validation {self.valid_fraction:.3g} of each class"
         flat = {part: [file for members in found.values() for file in members] for part, found in files.items()}
-        for role in ("training", "validation") if "test" in files else ():
-            check_no_overlap(f"data.test={folders['test']}", flat["test"], flat[role], role)
+        for role in (TRAINING, VALIDATION) if TEST in files else ():
+            check_no_overlap(f"data.test={folders[TEST].path}", flat[TEST], flat[role], role)
+        for part in (VALIDATION, TEST):
+            if copies := _copies(flat.get(part, []), flat[TRAINING]):
+                message = "at least %d of the %s images are training images, too (%s is %s); results look too good"
+                log.warning(message, len(copies), part, *copies[0])
         parts = {part: FolderImages(files[part], classes, self.on_error) for part in PARTS if part in files}
-        size, side = image_size or 224, parts["training"].shorter_side()
-        return self.opened(self.kind, f"data.path={self.path}", parts, classes, size, side, decodes=True)
+        size, side = image_size or 224, parts[TRAINING].shorter_side()
+        passed = f"; passed over: {numbers(root.passed)}" if root.passed.total() else ""
+        title = f"{self.kind} ({origin}{empty}{passed})"
+        return self.opened(title, f"data.path={self.path}", parts, classes, size, side, decodes=True)
 
 
 class FolderImages(DecodedImages):
@@ -83,52 +102,6 @@ class FolderImages(DecodedImages):
         return file, file
 
 
-def _part_folders(root: Path, test: str | None) -> dict[str, Path]:
-    """Return the folders of ``training`` and, where there are any, of ``validation`` and ``test``.
-
-    A class of trains is not a training split, and published test images often have no labels.
-    """
-    found, train, beside = {"training": root}, root / "train", root / "test"
-    if classes := _class_folders(train):
-        found["training"] = train
-        for name in ("validation", "valid", "val"):
-            if (root / name).is_dir():
-                found["validation"] = root / name
-        tested = set() if test else _class_folders(beside)
-        if other := sorted(tested - classes):
-            message = "%s is not used: %s is no class of %s; to evaluate it, rename its folders, or set data.test="
-            logging.getLogger("mantissa").warning(message, beside, other[0], train)
-        elif tested:
-            found["test"] = beside
-    if test:
-        found["test"] = Path(test).expanduser()
-    return found
-
-
-def _class_folders(folder: Path) -> set[str]:
-    """Return the names of the folders in a folder; none where there is no such folder."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
-
-
-def _images_by_class(root: Path) -> dict[str, list[str]]:
-    """Return each class folder's images, sorted; a class folder may have folders of its own."""
-    classes = {name: files for name in sorted(_class_folders(root)) if (files := images_below(root / name))}
-    if not classes:
-        raise UserError(f"{root} has no folders with images ({', '.join(EXTENSIONS)}); data.path must be {WANTED}")
-    return classes
-
-
-def images_below(folder: Path) -> list[str]:
-    """Return the image files in a folder and the folders below it, sorted."""
-    return sorted(
-        os.path.join(place, name)
-        for place, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    )
-
-
 def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Keep a part of each class for validation: at least one image, never the last one."""
     train, valid = {}, {}
@@ -137,3 +110,13 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
         count = min(max(round(len(files) * fraction), 1), len(files) - 1)
         valid[name], train[name] = sorted(ranked[:count]), sorted(ranked[count:])
     return train, valid
+
+
+def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
+    """Return files with the content of one of the others, and that one; of many files, some are compared."""
+    some, against = (each[:: len(each) // 1000 + 1] for each in (files, others))
+    sizes: dict[int, list[str]] = {}
+    for file in against:
+        sizes.setdefault(os.path.getsize(file), []).append(file)
+    pairs = [(file, other) for file in some for other in sizes.get(os.path.getsize(file), [])[:10]]
+    return [pair for pair in pairs if filecmp.cmp(*pair, shallow=False)]

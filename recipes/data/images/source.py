@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mantissa.display import shortened
 from recipes.data.images.augment import ImageAugment
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images
 from trainer.data.contract import Datasets
@@ -96,7 +97,8 @@ class ImageSource(DataSource):
         return ImageDatasets(
             parts["training"],
             parts["validation"],
-            f"{title}: {', '.join(first)} and {last} images, {len(classes)} classes, {image_size} × {image_size}",
+            f"{title}: {', '.join(first)} and {last} images, "
+            f"{len(classes)} classes ({shortened(classes)}), {image_size} × {image_size}",
             test=parts.get("test"),
             classes=classes,
             image_size=image_size,

@@ -1,0 +1,153 @@
+"""What a folder of images holds: splits, classes, or neither. Structure decides; names say which split it is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mantissa.display import shortened
+from trainer.errors import UserError
+
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
+TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
+WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
+_SPLITS = {
+    TRAINING: r"train(ing)?(set|data|images?|[ab])?",
+    VALIDATION: r"val(id|idation)?(set|data|images?)?|dev",
+    TEST: r"test(ing)?(set|data|images?|[ab])?|eval(uation)?",
+}
+_IMAGES = {"image", "images", "img", "imgs", "jpegimages", "jpg"}
+_ABOUT_IMAGES = {"mask", "masks", "annotations", "labels", "segmentations", "segmentationclass", "ground_truth", "gt"}
+"""Folders that describe the images of a folder of ``_IMAGES`` beside them."""
+_OF_SYSTEMS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
+
+
+@dataclass(eq=False)
+class Folder:
+    """A folder of images, and of such folders."""
+
+    path: str
+    passed: Counter[str]
+    """Numbers of files in the whole tree that are not used, by reason."""
+    images: list[str] = field(default_factory=list)
+    folders: dict[str, Folder] = field(default_factory=dict)
+    empty: list[str] = field(default_factory=list)
+    """Folders without images, and what they have instead."""
+
+    def files(self) -> list[str]:
+        """Return the images in this folder and below it, sorted."""
+        return sorted([*self.images, *(file for folder in self.folders.values() for file in folder.files())])
+
+    def unwrapped(self, role: str | None = None) -> Folder:
+        """Return the folder of folders in it, if it holds nothing else, as archives often do; of a split, its own."""
+        if len(self.folders) == 1 and not self.images:
+            ((name, inner),) = self.folders.items()
+            if inner.folders and (role in (None, _role(name)) or name.lower() in _IMAGES):
+                return inner.unwrapped(role)
+        return self
+
+    def leave_out(self, name: str) -> None:
+        """Remove a folder, and count its images as passed over."""
+        self.passed[f"images in {name}"] += len(self.folders.pop(name).files())
+
+
+def numbers(of: Counter[str]) -> str:
+    """Return counts in words, the highest first."""
+    return shortened([f"{number:,} {name}" for name, number in of.most_common() if number])
+
+
+def read(path: str, passed: Counter[str] | None = None, above: tuple[str, ...] = ()) -> Folder:
+    """Read a folder and all below it, but for what is hidden, and for links to one of the folders above."""
+    found, above = Folder(path, Counter() if passed is None else passed), (*above, os.path.realpath(path) + os.sep)
+    passed = found.passed
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        name = entry.name.lower()
+        if name.startswith(".") or name in _OF_SYSTEMS:
+            passed["hidden"] += 1
+        elif entry.is_dir():
+            if entry.is_symlink() and any(place.startswith(os.path.realpath(entry.path) + os.sep) for place in above):
+                passed["links to a folder above"] += 1
+                continue
+            before = passed.copy()
+            inner = read(entry.path, passed, above)
+            if inner.images or inner.folders:
+                found.folders[entry.name] = inner
+            else:
+                found.empty.append(f"{entry.name} ({numbers(passed - before) or 'empty'})")
+        elif not entry.is_file():
+            passed["broken links"] += 1
+        elif name.endswith(EXTENSIONS):
+            found.images.append(entry.path)
+        else:
+            passed[os.path.splitext(name)[1] or "without a suffix"] += 1
+    if _IMAGES & {name.lower() for name in found.folders}:
+        for name in [name for name in found.folders if name.lower() in _ABOUT_IMAGES]:
+            found.leave_out(name)
+    return found
+
+
+def arrange(root: Folder) -> dict[str, Folder]:
+    """Return the folders of ``training`` and, where there are any, of ``validation`` and ``test``: theirs are classes.
+
+    Raises:
+        UserError: no folders of it are classes, or it can be read in two ways.
+    """
+    top = root.unwrapped()
+    inside = {name: folder.unwrapped(_role(name)) for name, folder in top.folders.items()}
+    # One with images only may be a class, such as one of trains; of several for one split, the plain name counts.
+    names = [name for name, folder in inside.items() if {each.lower() for each in folder.folders} - _IMAGES]
+    named = {_role(name): inside[name] for name in sorted(names, key=str.isalpha)}
+    parts = {part: named[part] for part in PARTS if part in named}
+    unused = [name for name, folder in inside.items() if folder not in parts.values()]
+    if TRAINING not in parts:
+        parts, unused = {TRAINING: top}, _repeated(top, inside)
+    for name in unused:
+        top.leave_out(name)
+    for folder in parts.values():
+        top.passed["outside of class folders"] += len(folder.images)
+    return parts
+
+
+def _role(name: str) -> str | None:
+    """Return the split that a name means; None: it means none, or several."""
+    words = re.findall("[a-z]+", name.lower())
+    roles = {role for role, split in _SPLITS.items() for word in words if re.fullmatch(split, word)}
+    return roles.pop() if len(roles) == 1 and not _ABOUT_IMAGES & set(words) else None
+
+
+def _repeated(top: Folder, inside: dict[str, Folder]) -> list[str]:
+    """Return those of the folders ``inside`` that hold the others once more; the others are classes.
+
+    Raises:
+        UserError: see ``arrange``.
+    """
+    words = {re.sub("[^a-z]+", " ", name.lower()).strip() for name in inside}
+    of_one_set = len(words) == 1 and {"images", "part", "batch", "fold"} & set(min(words).split())  # but for a number
+    if of_one_set or all(map(_role, inside)) or words <= _IMAGES:
+        files, remedy = top.files(), f"data.path must be {WANTED}"
+        if not files:
+            found = f"; it has {numbers(top.passed)}" if top.passed else ""
+            raise UserError(f"{top.path} has no images ({', '.join(EXTENSIONS)}{found}); {remedy}")
+        if table := next(iter(sorted(Path(top.path).rglob("*.csv"))), None):
+            remedy += f"; or write the classes of {table} to metadata.csv beside the images (file_name,label), and use "
+            remedy += f"data=hub data.name={table.parent} data.label_column=label"
+        raise UserError(f"{top.path} has {len(files):,} images, but no folders of classes; {remedy}")
+    inner = {name: folder.folders for name, folder in inside.items() if len(folder.folders) > 1}
+    if again := [name for name, found in inner.items() if found.keys() <= inside.keys()]:
+        return again
+    shared = sorted(set.intersection(*map(set, inner.values()))) if 2 * len(inner) > len(inside) else []
+    several, classes = shortened(list(inner)), shortened(shared)
+    if len(shared) > 1 and all(map(_role, shared)):
+        raise UserError(f"{top.path}: {several} each hold {classes}; put these on top, as in {shared[0]}/{min(inner)}")
+    if len(shared) >= max(2, len(inner)) > 1:  # classes may have parts in common, too, but fewer
+        raise UserError(
+            f"{top.path}: {several} hold the same folders, {classes}; if these are the classes, choose one set of them "
+            f"with data.path={inside[min(inner)].path}; if {several} are, move the images out of the folders in them"
+        )
+    return []

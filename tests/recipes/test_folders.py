@@ -1,0 +1,226 @@
+"""Folders of photos as people have them: which classes, splits and counts are found, or what is said instead."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from recipes.data.hub import Hub
+from recipes.data.images.folder import ImageFolder
+from trainer.errors import UserError
+
+
+def write(folder: Path, *patterns: str) -> None:
+    """Write files: ``{cat,dog}/{3}.png`` is three images for each of two classes; others than images are text."""
+    for pattern in patterns:
+        names = [""]
+        for part in re.split(r"(\{[^}]*\})", pattern):
+            inner = part[1:-1]
+            choices = [part]
+            if part.startswith("{"):
+                choices = [f"{number}" for number in range(int(inner))] if inner.isdigit() else inner.split(",")
+            names = [name + choice for name in names for choice in choices]
+        for name in names:
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.suffix.lower() in Image.registered_extensions():
+                pixels = np.random.default_rng(list(name.encode())).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(file)
+            else:
+                file.write_text("text")
+
+
+def linked(folder: Path) -> None:
+    write(folder, "photos/{cat,dog}/{6}.png", "elsewhere/{4}.png")
+    (folder / "photos/cat/parent").symlink_to(folder / "photos")
+    (folder / "photos/cat/home").symlink_to(folder.parent)
+    (folder / "photos/dog/itself").symlink_to(".")
+    (folder / "photos/fox").symlink_to(folder / "elsewhere")
+    (folder / "photos/fox/gone.png").symlink_to("nowhere.png")
+    (folder / "elsewhere/loop").symlink_to(folder / "photos/fox")
+
+
+def pool(folder: Path) -> None:
+    """Splits of links to images that lie beside them."""
+    write(folder, "all/{9}.png")
+    for number in range(9):
+        place = folder / ("val" if number > 5 else "train") / "ab"[number % 2] / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(folder / f"all/{number}.png")
+
+
+def empty_class(folder: Path) -> None:
+    write(folder, "{cat,dog}/{5}.png", "fox/{3}.heic")
+    (folder / "wolf").mkdir()
+
+
+PET = "{cat,dog}/{5}.png"
+FOUND: dict[str, tuple[tuple[str, ...] | Callable[[Path], None], str, tuple[int, ...], str]] = {
+    # files; classes; images for training, validation and test; what the start block says
+    "one folder a class": ((PET,), "cat dog", (8, 2), "(cat, dog)"),
+    "train and val": (("{train,val}/" + PET,), "cat dog", (10, 10), "training PATH/train, validation PATH/val)"),
+    "capitals": (("{Train,Valid,Test}/" + PET,), "cat dog", (10, 10, 10), "validation PATH/Valid, test PATH/Test)"),
+    "shouted": (("{TRAIN,VAL}/{cat,dog}/{5}.JPG",), "cat dog", (10, 10), "validation PATH/VAL"),
+    "Training and Testing": (("{Training,Testing}/{glioma,notumor}/{5}.png",), "glioma notumor", (8, 2, 10), "0.1 of"),
+    "Validation beside train": (("{train,Validation}/" + PET,), "cat dog", (10, 10), "validation PATH/Validation"),
+    "training, validation, evaluation": (
+        ("{training,validation,evaluation}/" + PET,),
+        "cat dog",
+        (10, 10, 10),
+        "test ",
+    ),
+    "each packed in itself": (
+        (
+            "seg_train/seg_train/{sea,street}/{5}.jpg",
+            "seg_test/seg_test/{sea,street}/2.jpg",
+            "seg_pred/seg_pred/{7}.jpg",
+        ),
+        "sea street",
+        (8, 2, 2),
+        "(training PATH/seg_train/seg_train, test PATH/seg_test/seg_test, validation 0.1 of each class; passed over: "
+        "7 images in seg_pred)",
+    ),
+    "sets": (
+        ("training_set/training_set/" + PET, "test_set/test_set/" + PET),
+        "cat dog",
+        (8, 2, 10),
+        "training_set, te",
+    ),
+    "an archive": (("archive/dataset/{train,val}/" + PET, "archive/about.txt"), "cat dog", (10, 10), "over: 1 .txt)"),
+    "an archive of classes": (
+        ("archive/PetImages/" + PET, "archive/a.csv"),
+        "cat dog",
+        (8, 2),
+        "training PATH/archive/Pet",
+    ),
+    "packed twice": (
+        ("{train,val}/" + PET, "chest/{train,val}/" + PET, "__MACOSX/chest/train/cat/._0.png"),
+        "cat dog",
+        (10, 10),
+        "passed over: 20 images in chest, 1 hidden)",
+    ),
+    "classes packed twice": ((PET, "pets/" + PET), "cat dog", (8, 2), "passed over: 10 images in pets)"),
+    "unlabelled test images": (("train/" + PET, "test/{9}.png"), "cat dog", (8, 2), "passed over: 9 images in test)"),
+    "unlabelled images in a folder": (
+        ("train/" + PET, "{val,test}/images/{9}.png"),
+        "cat dog",
+        (8, 2),
+        "9 images in val",
+    ),
+    "a class of trains": (("{bus,train}/{5}.png",), "bus train", (8, 2), "(bus, train)"),
+    "masks in each class": (("{covid,normal}/{images,masks}/{5}.png",), "covid normal", (8, 2), "10 images in masks"),
+    "masks of the splits": (("{train,val,train_masks}/" + PET,), "cat dog", (10, 10), "10 images in train_masks"),
+    "hidden": (
+        (
+            *(PET, "cat/.ipynb_checkpoints/{5}-checkpoint.png", "dog/@eaDir/{3}.png", "{.git,__MACOSX}/cat/a.png"),
+            *("dog/{._0.png,Thumbs.db,.DS_Store}", ".ipynb_checkpoints/a.png"),
+        ),
+        "cat dog",
+        (8, 2),
+        "passed over: 7 hidden, 1 .db)",
+    ),
+    "all suffixes": (
+        ("a/{0.JPG,1.jpeg,2.jfif,3.avif,4.webp,5.TIF,6.tiff}", "b/{0.PNG,1.bmp,2.gif,3.jpe,4.pgm,5.heic,6}"),
+        "a b",
+        (10, 2),
+        "passed over: 1 .heic, 1 without a suffix)",
+    ),
+    "a class without images": (empty_class, "cat dog", (8, 2), "without images: fox (3 .heic), wolf (empty); passed"),
+    "links": (linked, "cat dog fox", (13, 3), "passed over: 4 links to a folder above, 1 broken links)"),
+    "a pool of images": (pool, "a b", (6, 3), "passed over: 9 images in all)"),
+    "loose images": ((PET, "{2}.png"), "cat dog", (8, 2), "passed over: 2 outside of class folders)"),
+    "parts of classes": (("{oak,ash,elm}/{leaf,bark}/{5}.png",), "ash elm oak", (27, 3), "3 classes"),
+    "many classes": (
+        ("{20}/{2}.png",),
+        " ".join(sorted(map(str, range(20)))),
+        (20, 20),
+        "20 classes (0, 1, 10, 11, 12,",
+    ),
+}
+
+
+def described(folder: Path) -> str:
+    return ImageFolder(path=str(folder)).images(8).description.replace(str(folder), "PATH")
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found(name: str, tmp_path: Path) -> None:
+    files, classes, counts, says = FOUND[name]
+    folder = tmp_path / "photos"
+    files(tmp_path) if name == "links" else files(folder) if callable(files) else write(folder, *files)
+    data = ImageFolder(path=str(folder)).images(8)
+    assert data.classes == classes.split()
+    assert tuple(len(part) for part in (data.train, data.valid, data.test) if part) == counts
+    assert says in data.description.replace(str(folder), "PATH")
+
+
+MUST = "data.path must be a folder with one folder of images per class, or with train/ and val/ .and perhaps test/."
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "labels in the names": (
+        ("train/{cat,dog}.{5}.jpg", "test1/{3}.jpg"),
+        f"PATH has 13 images, but no folders of classes; {MUST}",
+    ),
+    "a table beside them": (
+        ("train_images/{5}.jpg", "train.csv"),
+        r"PATH has 5 .*; or write the classes of PATH/train\.csv to metadata\.csv .*data=hub data\.name=PATH data\.l",
+    ),
+    "images and masks": (("{images,masks}/{5}.png",), f"PATH has 5 images, but no folders of classes; {MUST}"),
+    "images of a split and labels": (("{train,valid}/images/{5}.png", "{train,valid}/labels/{5}.txt"), "no folders of"),
+    "pairs of domains": (("{trainA,trainB,testA,testB}/{5}.jpg",), "PATH has 20 images, but no folders of classes"),
+    "parts of one set": (("HAM_images_part_{2}/{5}.jpg", "HAM.csv"), "PATH has 10 images, but no folders of classes"),
+    "one class": (
+        ("cat/{5}.png", "dog/{5}.heic"),
+        r"one class only, cat; without images: dog \(5 \.heic\); two are needed",
+    ),
+    "no images": (
+        ("{cat,dog}/{5}.heic",),
+        r"PATH has no images \(\.jpg, .*; it has 10 \.heic\); data",
+    ),
+    "files of MNIST": (("raw/t10k-images-idx3-ubyte.gz",), r"PATH has no images .*it has 1 \.gz"),
+    "domains": (
+        ("{amazon,dslr,webcam}/images/{bike,mug,pen}/{2}.jpg",),
+        r"PATH: amazon, dslr, webcam hold the same folders, bike, mug, pen; if these are the classes, choose one set "
+        r"of them with data\.path=PATH/amazon/images; if amazon, dslr, webcam are, move the images out of the folders",
+    ),
+    "splits in the classes": (
+        ("{cat,dog}/{train,test}/{5}.png",),
+        r"PATH: cat, dog each hold test, train; put these on top, as in test/cat",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_learnt_from_is_said(name: str, tmp_path: Path) -> None:
+    files, message = REFUSED[name]
+    write(tmp_path, *files)
+    with pytest.raises(UserError) as raised:
+        described(tmp_path)
+    assert re.search(message, str(raised.value).replace(str(tmp_path), "PATH")), raised.value
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of datasets, which opens the table
+def test_the_remedy_for_a_table_works(tmp_path: Path) -> None:
+    write(tmp_path, "{8}.png")
+    rows = (f"{number}.png,{'cat' if number % 2 else 'dog'}" for number in range(8))
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
+    data = Hub(name=str(tmp_path), label_column="label", cache_dir=str(tmp_path / "cache")).images(8)
+    assert (data.classes, len(data.train) + len(data.valid)) == (["cat", "dog"], 8)
+
+
+def test_images_on_both_sides_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "{train,val,test}/" + PET)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        described(tmp_path)
+        assert not caplog.text
+        (tmp_path / "val/cat/x.png").write_bytes((tmp_path / "train/dog/1.png").read_bytes())
+        (tmp_path / "test/cat/y.png").write_bytes((tmp_path / "train/dog/2.png").read_bytes())
+        described(tmp_path)
+    for part, own, other in (("validation", "val/cat/x", "train/dog/1"), ("test", "test/cat/y", "train/dog/2")):
+        named = f"({tmp_path}/{own}.png is {tmp_path}/{other}.png)"
+        assert f"1 of the {part} images are training images, too {named}" in caplog.text
