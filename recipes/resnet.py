@@ -214,6 +214,7 @@ class ResNet(Recipe):
             "evaluated_part": datasets.augment.eval_crop,
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
             "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
+            "upright by its EXIF orientation, on white where it is transparent; "
             "an image of that size as it is",
         }
 

@@ -154,13 +154,6 @@ def test_odd_shapes_can_be_cut() -> None:
                 assert cut(noise(*shape), 16, augment, seed).shape == (3, 16, 16)
 
 
-def test_every_colour_mode_becomes_rgb() -> None:
-    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "F"):
-        assert square(Image.new("L", (20, 20), 255).convert(mode), 8, View()).min() == 255
-    grey = Image.fromarray(np.full((20, 20), 0x8000, np.uint16))  # of 16 bits
-    assert set(square(grey, 8, View()).ravel()) == {0x80}
-
-
 # ---------------------------------------------------------------------------------- as a part of the config
 
 

@@ -27,13 +27,12 @@ REMEDY = "repair it, or let the next image take its place with data.on_error=ski
 
 
 def square(image: Image.Image, size: int, view: View) -> np.ndarray:
-    """Cut a view out of an image and scale it: uint8, 3 × ``size`` × ``size``.
+    """Cut a view out of an RGB image and scale it: uint8, 3 × ``size`` × ``size``.
 
     The whole of a square image of that size comes back as it is.
     """
     from PIL import Image
 
-    image = _rgb(image)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     box = view.box or (left, top, left + side, top + side)
@@ -54,16 +53,25 @@ def _moved(pixels: np.ndarray, view: View) -> np.ndarray:
     return pixels[:, rows.clip(0, size - 1)[:, None], columns.clip(0, size - 1)]
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    """Return 8-bit RGB; 16-bit greys are scaled, where Pillow's own conversion would clip them."""
-    from PIL import Image
+def as_seen(image: Image.Image) -> Image.Image:
+    """Return an opened image as a person sees it, in 8-bit RGB: upright, on white where it is transparent.
 
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I"):
-        grey = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
-        image = Image.fromarray(grey.astype(np.uint8))
-    return image.convert("RGB")
+    Raises:
+        ValueError: what its numbers mean is not known.
+    """
+    from PIL import Image, ImageOps
+
+    with suppress(Exception):  # damaged EXIF
+        ImageOps.exif_transpose(image, in_place=True)
+    if image.mode == "F" or image.mode.startswith("I"):
+        grey, white = np.asarray(image), 1 if image.mode == "F" else 65535
+        if not 0 <= grey.min() <= grey.max() <= white:  # as NaN is not
+            raise ValueError(f"its values are {grey.min():g} to {grey.max():g}, not 0 to {white}")
+        image = Image.fromarray((np.rint(grey * 255) if white == 1 else grey >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 class Images:
@@ -158,7 +166,7 @@ class DecodedImages(Images):
         raise NotImplementedError
 
     def image(self, index: int) -> Image.Image:
-        """Decode an image.
+        """Decode an image, see ``as_seen``.
 
         Raises:
             UserError: an image cannot be read; the message names it.
@@ -169,8 +177,8 @@ class DecodedImages(Images):
         try:
             with Image.open(file) as image:
                 image.load()
-                return image
-        except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+                return as_seen(image)
+        except Exception as error:  # each of Pillow's decoders has its own
             raise UserError(f"{name} cannot be decoded ({error}); {REMEDY}") from error
 
     def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
@@ -205,6 +213,15 @@ class DecodedImages(Images):
             with suppress(Exception), Image.open(self.stored(index)[0]) as image:  # what is damaged is seen later
                 sides.append(min(image.size))
         return sorted(sides)[len(sides) // 2] if sides else None
+
+
+def show_nothing(images: Images) -> bool:
+    """Return whether one of a few images has one colour only, or equals another one, as the model sees them."""
+    few = [SampleId(index, None) for index in range(0, len(images), -(-len(images) // 4))]
+    with suppress(UserError):  # of a damaged one, which is seen later
+        pixels = images.squares(few)[0].flatten(2)
+        return bool((pixels == pixels[..., :1]).all(2).all(1).any()) or len(pixels.unique(dim=0)) < len(few)
+    return False
 
 
 def scale(images: Tensor, size: int) -> Tensor:

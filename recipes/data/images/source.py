@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from mantissa.display import shortened
 from recipes.data.images.augment import ImageAugment
-from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images, show_nothing
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import add_run_facts
@@ -93,6 +94,9 @@ class ImageSource(DataSource):
         augment = self.augment.choose(shorter_side)
         for part in parts.values():
             part.image_size, part.augment = image_size, augment
+        if show_nothing(parts["training"]):
+            message = "%s: some images have one colour only, or are equal, as the model sees them; look at a few"
+            logging.getLogger("mantissa").warning(message, where)
         *first, last = (f"{len(part):,} {name}" for name, part in parts.items())
         return ImageDatasets(
             parts["training"],
