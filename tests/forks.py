@@ -32,7 +32,7 @@ from typing import Any
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "CalledProcessError", "CompletedProcess", "Popen", "TimeoutExpired", "run"]
 
 PROJECT = Path(__file__).resolve().parents[1]
-READ_EARLY = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH")
+READ_EARLY = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_HOME", "PYTHONPATH")
 """What libraries read while they are imported; there is a server for each combination of values."""
 IMPORTED = (
     "torch._dynamo",

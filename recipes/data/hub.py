@@ -15,7 +15,7 @@ import torch
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import Text, TokenizedText, split
-from recipes.data.text.pretrained import hub_reachable, local_path
+from recipes.data.text.pretrained import access, local_path, unreachable
 from trainer.errors import UserError, check_choice, first_line
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
@@ -29,7 +29,8 @@ class Hub(TokenizedText, ImageSource):
 
     kind: ClassVar[str] = "hub"
     name: str = ""
-    """A hub id such as ``roneneldan/TinyStories``, a folder, or a parquet, JSON, CSV or text file."""
+    """A hub id such as ``roneneldan/TinyStories``, perhaps with ``@`` and a revision; a folder; or a parquet, JSON, CSV
+    or text file."""
     subset: str | None = None
     """Configuration of the dataset, if it has several."""
     train_split: str = "train"
@@ -179,26 +180,30 @@ class Hub(TokenizedText, ImageSource):
         import datasets
 
         path = self._local_path()
-        arguments: dict[str, Any] = {"path": self.name, "name": self.subset}
+        hub_id, _, revision = self.name.partition("@")
+        arguments: dict[str, Any] = {"path": hub_id, "name": self.subset, "revision": revision or None}
         if path:
-            arguments |= {"path": str(path), "cache_dir": str(self.cache_folder / "datasets")}
+            arguments |= {"path": str(path), "revision": None, "cache_dir": str(self.cache_folder / "datasets")}
             if path.is_file():
                 arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
-        offline = path is None and not hub_reachable()
-        before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, offline  # else it retries for minutes
+        silent = "" if path else unreachable()
+        before = datasets.config.HF_HUB_OFFLINE
+        datasets.config.HF_HUB_OFFLINE = before or bool(silent)  # else it tries for half a minute, see ``unreachable``
         try:
             builder = datasets.load_dataset_builder(**arguments)
             if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
                 builder = datasets.load_dataset_builder(**arguments, sample_by="document")
             builder.download_and_prepare()
             splits: Mapping[str, Any] = builder.as_dataset()
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            if offline:
+        except Exception as error:  # of datasets, the hub and its HTTP client, and of whatever reads a damaged file
+            if silent:
                 raise UserError(
-                    f"data.name={self.name} is not in the local cache and the Hugging Face hub cannot be reached; "
+                    f"data.name={self.name} is not complete in the local cache, and {silent}; "
                     "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
-                ) from None
-            raise UserError(f"data.name={self.name} cannot be opened: {first_line(error.__cause__ or error)}") from None
+                ) from error
+            missing = isinstance(error, datasets.exceptions.DatasetNotFoundError)  # also where it is gated
+            why = first_line(error.__cause__ or error) + (f"; {access(f'datasets/{hub_id}')}" if missing else "")
+            raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
         finally:
             datasets.config.HF_HUB_OFFLINE = before
         return splits

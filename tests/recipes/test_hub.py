@@ -279,14 +279,3 @@ def test_files_that_do_not_open(tmp_path: Path, file: str, content: bytes, messa
         (tmp_path / "data" / file).write_bytes(content)
     with pytest.raises(UserError, match=f"data.name=.*data.*{file}.* {message}"):
         Hub(name=str(tmp_path / "data" / file)).tokens(None)
-
-
-def test_what_is_not_in_the_cache_is_not_asked_for_where_the_hub_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its own client would try again and again, for minutes."""
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"data.name=some/one is not in .* cannot be reached; data=python_docs"):
-        Hub(name="some/one", tokenizer="bytes").tokens(None)

@@ -42,9 +42,15 @@ def words(folder: Path, special: dict[str, str], more: Sequence[str] = (), count
 
 @pytest.fixture(params=["gpt2", "llama", "llama-tied, bf16", "bert", "t5"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
-    """The recipe, and a folder with a tiny model, in the shape of a published one, and its tokenizer."""
+    """The recipe, and the folder of a tiny model."""
+    write_model(request.param, tmp_path / "model")
+    return request.param.partition("-")[0], tmp_path / "model"
+
+
+def write_model(kind: str, path: Path) -> None:
+    """Write a tiny model, in the shape of a published one, and its tokenizer; its kind is its recipe, or begins so."""
     torch.manual_seed(0)
-    path, recipe = tmp_path / "model", request.param.partition("-")[0]
+    recipe = kind.partition("-")[0]
     if recipe == "gpt2":
         words(path, {"eos_token": "<|end|>"})
         config = GPT2Config(
@@ -62,10 +68,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
         words(path, {"eos_token": "<|end|>"})
         config = LlamaConfig(
             vocab_size=WORDS + 1, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=32, tie_word_embeddings="tied" in request.param,
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=32, tie_word_embeddings="tied" in kind,
             rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, initializer_range=0.2,
         )  # fmt: skip
-        saved = torch.bfloat16 if "bf16" in request.param else torch.float32
+        saved = torch.bfloat16 if "bf16" in kind else torch.float32
         LlamaForCausalLM(config).to(saved).save_pretrained(path)
     elif recipe == "bert":
         ids = words(path, BERTS)
@@ -82,7 +88,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
             pad_token_id=0, eos_token_id=1, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
         )  # fmt: skip
         T5ForConditionalGeneration(config).save_pretrained(path)
-    return recipe, path
 
 
 def options(recipe: str, path: Path, *more: str, words: int = WORDS) -> list[str]:

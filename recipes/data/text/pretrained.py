@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
-from trainer.errors import UserError, first_line
-
-_answered: set[str] = set()
-"""Addresses of the hub that have answered in this process."""
+from trainer.errors import UserError, first_line, is_out_of_memory
 
 
 class Pretrained(Tokenizer):
@@ -40,7 +37,7 @@ class Pretrained(Tokenizer):
         """
         from transformers import AutoTokenizer
 
-        remedy = "data.tokenizer=bpe, chars or bytes need no network"
+        remedy = "give another, or leave it out"
         if Path(name).expanduser().is_dir():
             remedy = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
         with opening(name, key, "has no tokenizer that opens", remedy) as place:
@@ -72,25 +69,40 @@ def open_tokenizer(name: str, key: str) -> Tokenizer:
 def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str, Any]]:
     """Give the arguments of ``from_pretrained`` for a folder or a hub id, and turn its errors into the user's.
 
-    Without a network an id is opened from the local cache.
+    Where the hub does not answer, an id is opened from the local cache.
 
     Args:
-        name: the folder, or the hub id.
+        name: the folder; or the hub id, perhaps with ``@`` and a revision.
         key: the option that named it, for messages.
         failure: what is wrong with one that does not open, for messages.
         remedy: what to do about it.
 
     Raises:
-        UserError: it does not open, or the hub cannot be reached and it is not in the local cache.
+        UserError: it does not open, or the hub does not answer and it is not in the local cache.
     """
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+
     path = local_path(name, key, remedy)
-    offline = path is None and not hub_reachable()
+    hub_id, _, revision = name.partition("@")
+    silent = "" if path else unreachable()
+    place = {"pretrained_model_name_or_path": str(path or hub_id), "local_files_only": bool(path or silent)}
     try:
-        yield {"pretrained_model_name_or_path": str(path or name), "local_files_only": bool(path) or offline}
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        if offline:
-            failure = "is not in the local cache and the Hugging Face hub cannot be reached"
-            raise UserError(f"{key} {failure}; {remedy}") from error
+        yield place | {"revision": revision or "main"}
+    except Exception as error:  # of transformers, the hub and its HTTP client, and of whatever reads a damaged file
+        if is_out_of_memory(error):
+            raise
+        if silent:
+            raise UserError(f"{key} is not complete in the local cache, and {silent}; {remedy}") from error
+        seen: list[BaseException] = [error]
+        while under := seen[-1].__cause__ or seen[-1].__context__:
+            seen.append(under)
+        lost = [each for each in seen if isinstance(each, HTTPError) and not isinstance(each, HfHubHTTPError)]
+        if lost:  # a broken connection, where transformers speaks of a wrong folder
+            raise UserError(f"{key} could not be downloaded ({first_line(lost[0])}); try again") from error
+        if any(isinstance(each, RepositoryNotFoundError) for each in seen):  # which a gated one is, too
+            remedy = access(hub_id)
+        elif not path:
+            remedy = f"{remedy}; hf cache rm model/{hub_id} removes a damaged copy"
         raise UserError(f"{key} {failure} ({first_line(error)}); {remedy}") from error
 
 
@@ -103,21 +115,38 @@ def local_path(name: str, key: str, remedy: str) -> Path | None:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if name.startswith(("/", ".", "~")) or name.partition("@")[0].count("/") > 1:
         raise UserError(f"{key}: there is no such file or folder; {remedy}")
     return None
 
 
-def hub_reachable(timeout_s: float = 8) -> bool:
-    """Return whether the Hugging Face hub answers: the downloads of a machine without a network retry for minutes."""
-    from huggingface_hub import constants, get_session
+def access(page: str) -> str:
+    """Return what to do about a page of the hub that it does not show."""
+    from huggingface_hub import constants
+
+    place = f"{constants.ENDPOINT}/{page}"
+    return f"check the id; where {place} asks for it, request access there, then run hf auth login or set HF_TOKEN"
+
+
+def unreachable() -> str:
+    """Return why the hub cannot be asked; empty: it answers.
+
+    The libraries take what they cached by themselves, but first try for half a minute, with some files.
+    """
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return False
-    if constants.ENDPOINT not in _answered:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=timeout_s)  # an error status is an answer, too
-        except Exception:  # of whichever library the hub's client is built on
-            return False
-        _answered.add(constants.ENDPOINT)
-    return True
+        return "HF_HUB_OFFLINE is set"
+    return _silent(constants.ENDPOINT, int(time.monotonic() / 60))
+
+
+@lru_cache
+def _silent(endpoint: str, minute: int) -> str:
+    """Ask once a minute: without a network, each try may take all of its time."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)  # an error status is an answer, too
+    except Exception as error:  # of the hub's HTTP client
+        return f"{endpoint} does not answer ({first_line(error)})"
+    return ""
