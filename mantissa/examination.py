@@ -37,7 +37,9 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """``HEALTHY``, ``FOUND``, or ``NOT REPRODUCED``: the step was not finite, and its replay is."""
+        """``HEALTHY``, ``FOUND``, ``INCOMPLETE`` (no fault, but a check was left out), ``CRASHED`` (a check did), or
+        ``NOT REPRODUCED``: the step was not finite, and its replay is.
+        """
         return self.diagnosis.verdict
 
     @property
@@ -160,6 +162,8 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     except Exception:  # the format sweep says what it is
         return taken
     step.changes_batches = passes.changed
+    if step.first_samples()[0] is not step.microbatches[0]:
+        step.cuts = _takes_fewer_samples(passes)
     if not found.gradients:
         raise UsageError(
             "the loss gives no parameter a gradient: let it use the model that it is called with, detach nothing, and "
@@ -181,9 +185,17 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     taken.grad_norm = _size(gradients) * found.correction / passes.scale if gradients else math.nan
     if not taken.skipped:
         step.scale = passes.scale  # to which a scaler backs off at this step
-        taken.updates, why = _updates(passes, found.correction)
-        taken.notes += [f"updates: not measured ({why})"] if why else []
+        if step.trains and step.format.only_half:  # others lose none
+            taken.updates, taken.no_updates = _updates(passes, found.correction)
     return taken
+
+
+def _takes_fewer_samples(passes: Replay) -> bool:
+    try:
+        passes.forward()
+    except Exception:  # of any kind: that of the loss
+        return False
+    return True
 
 
 def _size(gradients: Iterable[Tensor]) -> float:
@@ -195,8 +207,6 @@ def _size(gradients: Iterable[Tensor]) -> float:
 def _updates(passes: Replay, correction: float) -> tuple[dict[str, Counts], str]:
     """Return what rounding does to the update for which a replay stands ready, and why it is not known."""
     name = type(passes.optimizer).__name__
-    if not passes.step.trains:
-        return {}, ""
     if not is_elementwise(name):
         return {}, f"{name} treats elements together"
     built = passes.built

@@ -110,7 +110,7 @@ def _builder(
 ) -> Build:
     """Return what copies a model with its optimizer once more, for a format."""
 
-    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool, recompute: bool) -> Built:
+    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool) -> Built:
         model, own = _copy(original, trains)
         row = FORMATS[format]
         half = row.half_weights

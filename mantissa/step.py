@@ -103,10 +103,10 @@ class Built:
     """The modules that the run compiles."""
 
 
-Build = Callable[[str, list[str], list[str], bool, bool], Built]
+Build = Callable[[str, list[str], list[str], bool], Built]
 """Builds the model of a step from the name of a format, name patterns of submodules and names of operators that compute
-in fp32, whether it is the run's own, so that dtypes that a user set stay, and whether activations are recomputed where
-the run does so. Raises a FormatError where the model cannot."""
+in fp32, and whether it is the run's own, so that dtypes that a user set stay. Raises a FormatError where the model
+cannot."""
 
 
 @dataclass(kw_only=True)
@@ -168,6 +168,8 @@ class Step:
     """See ``mantissa.compile.compile_in_place``."""
     changes_batches: bool = False
     """Whether the loss may change tensors of a batch in place."""
+    cuts: bool = True
+    """Whether the loss takes a batch of fewer samples."""
     originals: frozenset[int] = frozenset()
     """Ids of the parameters of the model that was copied, to which no gradient may go."""
     free_bytes: Callable[[], int]
@@ -180,7 +182,6 @@ class Step:
         as_run: bool = False,
         fp32_modules: list[str] | None = None,
         fp32_ops: list[str] | None = None,
-        recompute: bool = True,
     ) -> Replay:
         """Return a replay of this step in a format, eager and in one process.
 
@@ -190,7 +191,6 @@ class Step:
                 a scale of 1. The scale stays as it is.
             fp32_modules: in the place of the run's.
             fp32_ops: likewise.
-            recompute: whether activations are recomputed where the run does so.
 
         Raises:
             FormatError: the model cannot.
@@ -198,20 +198,16 @@ class Step:
         half = FORMATS[format].half is not None
         modules = (self.fp32_modules if half else []) if fp32_modules is None else fp32_modules
         operators = (self.fp32_ops if half else []) if fp32_ops is None else fp32_ops
-        built = self.build(format, modules, operators, as_run, recompute)
+        built = self.build(format, modules, operators, as_run)
         return Replay(self, FORMATS[format], built, as_run)
 
-    def as_run(
-        self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None, recompute: bool = True
-    ) -> Replay:
+    def as_run(self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None) -> Replay:
         """Return a replay as the run takes the step, eager; the arguments are those of ``replay``."""
-        return self.replay(
-            self.format.name, as_run=True, fp32_modules=fp32_modules, fp32_ops=fp32_ops, recompute=recompute
-        )
+        return self.replay(self.format.name, as_run=True, fp32_modules=fp32_modules, fp32_ops=fp32_ops)
 
-    def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Replay:
+    def reference(self, dtype: torch.dtype = torch.float32) -> Replay:
         """Return a replay in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
-        replay = self.replay("fp32", recompute=recompute)
+        replay = self.replay("fp32")
         replay.widen(dtype)
         return replay
 
@@ -268,7 +264,7 @@ class Step:
         All of them, where the step is small, or where rows of tensors are not the samples, which cannot be cut.
         """
         first = self.microbatches[0]
-        if self.multiplications <= _FEW or len({tensor.shape[:1] for tensor in first.values()}) != 1:
+        if not self.cuts or self.multiplications <= _FEW or len({tensor.shape[:1] for tensor in first.values()}) != 1:
             return [first]
         return [map_tensors(first, lambda tensor: tensor[:2])]
 

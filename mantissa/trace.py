@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -81,6 +82,13 @@ def is_raised_here(error: BaseException) -> bool:
     """Return whether this library's own code raised an error."""
     files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
     return bool(files) and files[-1].startswith(_HERE)
+
+
+def is_raised_in_model(error: BaseException) -> bool:
+    """Return whether the user's code, as torch or a loop calls it, raised an error, whatever it had called."""
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    theirs = (each for by, each in pairwise(files) if _is_user_code(each) and not by.startswith(f"{_HERE}doctor/"))
+    return any(theirs) and not is_raised_here(error)
 
 
 @cache

@@ -6,7 +6,8 @@
   check=all             or some of formats,manifest,gradients,range,modules,updates,state,divergence,islands
   budget_s=60           seconds for the checks, without the start and replayed steps; what does not fit is named
 All other arguments are as for train.py. Nothing of the run is changed; the report goes to <run>/doctor/step-N.
-Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 3 CRASHED, 2 for a user error, 1 when it failed, 130 when interrupted.
+Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 3 CRASHED or INCOMPLETE, 2 for a user error, 1 when it failed, 130
+when interrupted.
 """
 
 import sys

@@ -12,7 +12,7 @@ from evidence.runs import merge_overrides
 from mantissa import shell
 from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
 from mantissa.doctor.report import VERDICT
-from mantissa.finding import Finding
+from mantissa.finding import CRASH, Finding
 from trainer.config.command_line import quoted
 from trainer.config.compose import compose
 from trainer.files import PROJECT, read_object
@@ -51,8 +51,9 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[st
     if code not in EXIT_CODES.values() or "findings" not in found:
         return _unexamined(f"the doctor ended with exit code {code}; run it: {shlex.join(['python', *command[1:]])}")
     return {
-        "faults": ["; ".join(Finding(**finding).parts) for finding in found["findings"]],
-        "missed": [f"left out: {item}" for item in found.get("left_out", [])],
+        "faults": ["; ".join(Finding(**finding).parts) for finding in found["findings"] if finding["kind"] != CRASH],
+        "missed": [f"crashed: {part}" for part in found["crashes"]]
+        + [f"left out: {item}" for item in found["left_out"]],
         "healthy": found["verdict"] == HEALTHY,
     }
 

@@ -24,7 +24,6 @@ from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
-from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
@@ -73,8 +72,8 @@ def step_of(trainer: Trainer) -> Step:
     prototype = recipe.build_model(datasets)
     set_random_state(generators, trainer.device)  # the trainer may take the step, too, with its own dropout
 
-    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool, recompute: bool) -> Built:
-        own = _in_format(config, format, fp32_modules, fp32_ops, recompute)
+    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool) -> Built:
+        own = _in_format(config, format, fp32_modules, fp32_ops)
         try:
             eager = _Eager(replace(plan, config=own), hardware, datasets, prototype)
         except UserError as error:
@@ -122,7 +121,7 @@ def step_of(trainer: Trainer) -> Step:
     )
 
 
-def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: list[str], recompute: bool) -> Config:
+def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: list[str]) -> Config:
     """Return the config of a run, for one eager process in a format whose loss scale the replay sets."""
     own = config.precision
     precision = own if FORMATS[format].half is not None else Precision()
@@ -135,7 +134,6 @@ def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: l
         scaler=StaticScaler(force=True, scale=1.0),
         compile=Compile(),
         parallel=Parallel(),
-        activation_checkpointing=config.activation_checkpointing if recompute else ActivationCheckpointing(),
     )
 
 

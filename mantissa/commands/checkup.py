@@ -146,7 +146,7 @@ def table(reports: dict[str, Report]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Check a model and print what was found; return 0 if every precision is HEALTHY, 7 FOUND, 8 NOT REPRODUCED."""
+    """Check a model and print what was found; return 0 if every precision is HEALTHY, else the highest exit code."""
     parser = argparse.ArgumentParser(
         "python -m mantissa checkup", description="Try precisions on a transformers model."
     )

@@ -15,7 +15,7 @@ from mantissa.examination import PRECISIONS, examine
 
 
 def main(arguments: list[str]) -> int:
-    """Examine, print the report and write its page; return 0 HEALTHY, 3 CRASHED, 7 FOUND, 8 NOT REPRODUCED."""
+    """Examine, print the report and write its page; return the exit code of its verdict."""
     parser = argparse.ArgumentParser("python -m mantissa doctor", description="Examine one training step of a model.")
     parser.add_argument("function", help="module:function, which returns model, loss, batches and maybe the optimizer")
     parser.add_argument("--precision", default="bf16", choices=PRECISIONS)

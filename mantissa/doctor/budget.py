@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mantissa.display import size
 from mantissa.errors import FormatError, UsageError, described, is_out_of_memory
-from mantissa.trace import is_raised_here, line_of_exception
+from mantissa.trace import is_raised_here, is_raised_in_model, line_of_exception
 
 Result = TypeVar("Result")
 
@@ -101,4 +101,6 @@ def _is_the_models(error: Exception) -> bool:
     """Return whether a model cannot be computed so: torch or the model's own code raises it, not this library's."""
     if isinstance(error, FormatError | UsageError):
         return True
-    return isinstance(error, RuntimeError) and (line_of_exception(error) is not None or not is_raised_here(error))
+    if isinstance(error, RuntimeError):
+        return line_of_exception(error) is not None or not is_raised_here(error)
+    return is_raised_in_model(error)

@@ -218,7 +218,7 @@ def _is_finite(passes: Replay, batches: Iterable[Batch], change: Callable[[Tenso
     passes.step.buffers.update({name: change(tensor) for name, tensor in passes.step.buffers.items()})
     try:
         return not passes.run().nonfinite
-    except RuntimeError:  # batches of another size
+    except Exception:  # of any kind: a loss may not take batches of another size
         return False
     finally:
         passes.microbatches, passes.weights, buffers = own

@@ -62,8 +62,9 @@ from mantissa.step import Batch, Replay, Step
 from mantissa.tensors import finite
 from mantissa.updates import Counts, judge
 
-HEALTHY, FOUND, NOT_REPRODUCED, CRASHED = "HEALTHY", "FOUND", "NOT REPRODUCED", "CRASHED"
-EXIT_CODES = {HEALTHY: 0, CRASHED: 3, FOUND: 7, NOT_REPRODUCED: 8}
+HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
+CRASHED, INCOMPLETE = "CRASHED", "INCOMPLETE"
+EXIT_CODES = {HEALTHY: 0, CRASHED: 3, INCOMPLETE: 3, FOUND: 7, NOT_REPRODUCED: 8}
 SWEEP = "formats"
 """Name of the format sweep among the checks."""
 Found = TypeVar("Found", bound=Examined)
@@ -82,7 +83,9 @@ class TakenStep:
     seconds: float = 0.0
     """Duration of the step."""
     updates: dict[str, Counts] = field(default_factory=dict)
-    """Effects of rounding on each parameter's update; empty where it was skipped, or cannot be measured."""
+    """Effects of rounding on each parameter's update; empty where 16-bit weights are not all that is kept."""
+    no_updates: str = ""
+    """Why some are not known; empty: all are."""
     folder: Path | None = None
     """Folder of the run; None: a check-up before a run."""
     failed: bool = False
@@ -121,6 +124,8 @@ class Diagnosis:
     modules: Examined | None = None
     islands: Islands | None = None
     notes: list[str] = field(default_factory=list)
+    not_asked: list[str] = field(default_factory=list)
+    """Checks that were not to be made."""
 
     @property
     def step(self) -> Step:
@@ -208,6 +213,9 @@ def diagnose(
     budget = Budget(budget_s, taken.step.free_bytes, say)
     result = Diagnosis(taken, budget, notes=list(taken.notes))
     checks = CHECKS if checks is None else checks
+    result.not_asked = [name for name in CHECKS if name not in checks]
+    if taken.no_updates and "updates" in checks:
+        budget.left_out.append(f"updates ({taken.no_updates})")
     if SWEEP in checks or not taken.finite:
         _sweep(result)
     for check in _CHECKS:
@@ -232,6 +240,8 @@ def _judge(result: Diagnosis) -> None:
     elif not taken.finite and own is not None and own.scale == own.scales[0]:
         result.verdict = NOT_REPRODUCED
         result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
+    elif result.budget.left_out:
+        result.verdict = INCOMPLETE
     for part, trace in result.budget.crashes.items():
         what = trace.strip().rpartition("\n")[2]
         detail = f"{what}; this is a fault of the examination, and says nothing of the step"
@@ -361,6 +371,8 @@ def _module_errors(result: Diagnosis) -> None:
     for finding in found.findings:
         finding.line = finding.line or str(line_of_error(step, finding.module) or "")
     result.modules = result.add(found)
+    if not found.rows:
+        result.budget.left_out += found.notes or ["modules (no module computes)"]
     for finding in (each for each in result.findings if not each.module):  # which no island can cure
         memory_bytes = 2 * result.taken.memory_bytes
         if wrong := result.budget.run("whole gradients", lambda: wrong_gradients(step), memory_bytes):

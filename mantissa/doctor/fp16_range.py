@@ -124,11 +124,9 @@ def fp16_range(step: Step) -> Range:
     A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
     """
     reference = step.reference()
-    name = step.format.name
     few = step.first_samples()
     if not step.format.needs_loss_scale:
-        note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
-        return Range(rows=_exponents(reference, few), notes=[note])
+        return Range(rows=_exponents(reference, few))
     layers = _exponents(reference, step.microbatches)
     half = _in_fp16(step.as_run())
     for layer in layers:

@@ -19,12 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -141,7 +144,7 @@ def keep_harmful(step: Step, errors: list[Finding], rows: list[LocalError]) -> l
     A small one does no harm where what it is in is masked, or small beside the rest: rows of padding, for example.
     """
     large = {(row.module, row.direction) for row in rows if row.ratio > 1 and row.e > _LARGE}
-    with NoDropout():
+    with without_dropout():
         exact = step.reference().true_gradients()
         own = _errors(step.as_run().true_gradients(), exact)
         # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
@@ -168,14 +171,14 @@ class WrongGradients:
 
     def fixed_by(self, passes: Replay) -> bool:
         """Return whether other passes have them right, or half as wrong."""
-        with NoDropout():
+        with without_dropout():
             other = _errors(passes.true_gradients(), self.exact)
         return bool(self.wrong) and all(other.get(name, math.inf) < error / 2 for name, error in self.wrong.items())
 
 
 def wrong_gradients(step: Step) -> WrongGradients:
     """Compare the gradients of the whole step with the reference's: also what no module computes, such as the loss."""
-    with NoDropout():
+    with without_dropout():
         reference = step.reference(reference_dtype(step.format))
         exact = reference.true_gradients()
         least = dict.fromkeys(exact, 0.0)  # errors that rounding explains
@@ -494,8 +497,8 @@ def record(step: Step, fp32_modules: list[str] | None = None) -> tuple[Replay, R
     Returns:
         Both replays, and the calls, each after its children.
     """
-    low = step.as_run(fp32_modules, recompute=False)
-    reference = step.reference(reference_dtype(step.format), recompute=False)
+    low = step.as_run(fp32_modules)
+    reference = step.reference(reference_dtype(step.format))
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
@@ -549,7 +552,7 @@ def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
                 value.tensor = value.tensor.clone()
         return op.run()
 
-    with ExitStack() as hooks, NoDropout(), Trace(None, run=run):
+    with ExitStack() as hooks, without_dropout(recomputes=False), Trace(None, run=run):
         for name, module in passes.model.named_modules():
             if isinstance(module, nn.Identity):  # its result is its argument, which the caller may change in place
                 continue
@@ -623,7 +626,7 @@ def _as_called(passes: Replay, call: Call) -> Iterator[None]:
     autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
     islands.entered = call.in_fp32_module
     try:
-        with passes.around(), passes.autocast(), autocast, NoDropout():
+        with passes.around(), passes.autocast(), autocast, without_dropout(recomputes=False):
             yield
     finally:
         islands.entered = False
@@ -658,6 +661,31 @@ def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Ite
                 module.forward = own[name]
     if next(left, None) is not None:
         raise RuntimeError("a submodule is not called")
+
+
+@contextmanager
+def without_dropout(recomputes: bool = True) -> Iterator[None]:
+    """Replace random numbers, as ``NoDropout`` does, also in what torch's activation checkpointing recomputes.
+
+    Args:
+        recomputes: whether it does so: what is computed again could not be told from another call of a module.
+    """
+    own, apply = vars(checkpoint), checkpoint.CheckpointFunction.apply
+
+    def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with NoDropout():  # in a backward pass torch has left it
+            return function(*args, **kwargs)
+
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return apply(functools.partial(again, function), preserve, *args) if recomputes else function(*args)
+
+    def around(generator: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        return generator(functools.partial(again, function), *args, **kwargs) if recomputes else (None for _ in "1")
+
+    names = [name for name in own if name.startswith("_checkpoint_without_reentrant_generator")]
+    changed = {name: functools.partial(around, own[name]) for name in names}
+    with patch.dict(own, changed, CheckpointFunction=SimpleNamespace(apply=reentrant)), NoDropout():
+        yield
 
 
 class NoDropout(TorchFunctionMode):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.display import finite
-from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, TakenStep
+from mantissa.doctor.diagnosis import FOUND, HEALTHY, INCOMPLETE, Diagnosis, TakenStep
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
 from mantissa.page import Plot, Report, Section, measured_on
@@ -40,9 +40,11 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         text.append(found.text() + ("" if helps else "; no scale cures a forward overflow"))
     text += [f"note: {note}" for note in diagnosis.notes]
     text += [f"left out: {item}" for item in diagnosis.budget.left_out]
-    if diagnosis.verdict == HEALTHY:
+    if diagnosis.verdict in (HEALTHY, INCOMPLETE):
         number = replay.step.number
-        text.append(f"HEALTHY at {f'the last step, {number - 1}' if replay.finished else f'step {number}'}")
+        text += [f"not asked for: {', '.join(diagnosis.not_asked)}"] if diagnosis.not_asked else []
+        text.append(f"{diagnosis.verdict} at {f'the last step, {number - 1}' if replay.finished else f'step {number}'}")
+        text[-1] += ": no fault in what was examined" if diagnosis.verdict == INCOMPLETE else ""
     elif diagnosis.verdict != FOUND:
         text.append(diagnosis.verdict)
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from evidence.advice.candidates import Candidate, in_words, space_of
 from evidence.advice.timing import Times
 from evidence.doctor.command import main as doctor
 from evidence.memory.fits import too_large
+from mantissa.finding import CRASH, EXAMINATION, Finding
 from mantissa.shell import Ended
 from tests.helpers import CPU
 from trainer.config.compose import compose
@@ -118,3 +119,20 @@ def test_a_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path, mo
         gone = checkup.check(overflow, CPU, tmp_path)  # the earlier report does not count
         assert (gone["faults"], gone["healthy"]) == ([], False)
         assert words in gone["missed"][0]
+
+
+def test_a_check_up_that_crashed_is_no_fault_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crash = asdict(Finding(CRASH, EXAMINATION, "", "bf16", tensor="check modules"))
+    verdict = {"verdict": "CRASHED", "findings": [crash], "crashes": {"modules": "…"}, "left_out": ["range (no time)"]}
+
+    def run(*_: object, **__: object) -> Ended:
+        (tmp_path / "doctor" / "it").mkdir(parents=True)
+        (tmp_path / "doctor" / "it" / "verdict.json").write_text(json.dumps(verdict))
+        return Ended(3, 1.0, "")
+
+    monkeypatch.setattr(checkup.shell, "run", run)
+    assert checkup.check([*SMALL, "precision=bf16"], CPU, tmp_path) == {
+        "faults": [],
+        "missed": ["crashed: modules", "left out: range (no time)"],
+        "healthy": False,
+    }

@@ -139,7 +139,8 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
     clock = itertools.count()
     monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))  # a second a look
     code, lines = said(f"resume={finished}", "budget_s=1")
-    assert code == 0
+    assert code == 3
+    assert "INCOMPLETE at the last step, 2: no fault in what was examined" in lines
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
     left_out = [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]
     assert [each.partition(" (")[0] for each in left_out] == [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mantissa
 from mantissa.__main__ import main
 from mantissa.doctor.diagnosis import HEALTHY
 from mantissa.errors import FormatError, UsageError
-from mantissa.finding import (
-    ERROR,
-    INPUT,
-    MOMENT,
-    OVERFLOW,
-)
+from mantissa.finding import BACKWARD, ERROR, FORWARD, INPUT, MOMENT, OVERFLOW
 from mantissa.tensors import random_state
 from tests.helpers import same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, sgd, with_value
@@ -305,3 +303,82 @@ def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.Captu
 def test_the_command_says_what_a_function_must_return(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", given]) == 2
     assert capsys.readouterr().err.startswith(given)
+
+
+class Recomputed(nn.Module):
+    """Layers with dropout whose activations are recomputed, and two linear layers around them."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.reentrant = nn.Linear(8, 32), nn.Linear(32, 1), reentrant
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.BatchNorm1d(32), nn.GELU()) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.last(x).squeeze(-1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_modules_that_are_recomputed_are_examined(reentrant: bool) -> None:
+    model = Recomputed(reentrant)
+    report = mantissa.examine(model, error, regression(), "bf16", adam()(model.parameters()))
+    assert (report.verdict, report.diagnosis.budget.left_out, report.diagnosis.notes) == (HEALTHY, [], []), str(report)
+    modules = report.diagnosis.modules
+    assert modules is not None
+    assert {row.direction for row in modules.rows if row.module.startswith("layers.1.")} == {FORWARD, BACKWARD}
+    assert max(row.ratio for row in modules.rows) < 0.8
+
+
+@pytest.mark.parametrize(
+    "part", ["manifest", "fp16_range", "gradients", "local_errors", "wrong_gradients", "divergence"]
+)
+def test_any_check_that_crashes_is_never_healthy(part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def crash(*_: Any, **__: Any) -> None:
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(f"mantissa.doctor.diagnosis.{part}", crash)
+    report = mantissa.examine(Own(), error, regression(), "fp16")
+    assert (report.verdict, report.diagnosis.exit_code) == ("CRASHED", 3), str(report)
+    assert "raise TypeError" in report.write(tmp_path).read_text()
+
+
+class Locked(nn.Module):
+    """A layer that cannot be called again alone: its argument cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 8))
+
+    def forward(self, x: Tensor, lock: Any) -> Tensor:
+        with lock:
+            return F.linear(x, self.weight).squeeze(-1)
+
+
+def test_a_model_without_a_module_that_can_be_examined_is_not_healthy() -> None:
+    report = mantissa.examine(
+        Locked(), lambda model, batch: F.mse_loss(model(batch["x"], threading.Lock()), batch["y"]), regression()
+    )
+    assert (report.verdict, report.diagnosis.exit_code) == ("INCOMPLETE", 3), str(report)
+    assert str(report).splitlines()[-1] == "INCOMPLETE at step 1: no fault in what was examined"
+
+
+@pytest.mark.parametrize("raised", [ValueError, AssertionError, IndexError, ZeroDivisionError, RuntimeError])
+def test_a_loss_that_takes_no_other_batch_is_examined(raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mantissa.step._FEW", 0)  # as if the step were a large one
+    model = Own()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        if len(batch["x"]) != 16:
+            raise raised("16 samples are needed")
+        return error(model, batch)
+
+    report = mantissa.examine(model, loss, regression(), "bf16", adam()(model.parameters()))
+    assert (report.verdict, report.diagnosis.budget.left_out) == (HEALTHY, []), str(report)
+    report = mantissa.examine(model, loss, with_value(regression(), 0, float("nan")), "bf16")
+    assert (report.findings[0].kind, report.findings[0].cure) == (INPUT, []), str(report)
+    assert report.diagnosis.budget.crashes == {}
