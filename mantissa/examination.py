@@ -19,6 +19,7 @@ from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
 from mantissa.finding import Finding
+from mantissa.ledger import MemoryLedger
 from mantissa.loop import Loss, step_of_loop
 from mantissa.step import Replay, Step
 from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state
@@ -155,12 +156,16 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     """
     taken = TakenStep(step, began=began, failed=failed)
     passes = step.as_run()
+    ledger = MemoryLedger(passes.model, passes.optimizer)
     try:
-        found = passes.run_with_backoff()
+        with ledger:
+            found = passes.run_with_backoff()
     except UsageError:
         raise
     except Exception:  # the format sweep says what it is
         return taken
+    finally:
+        taken.memory_bytes = ledger.report().peak_bytes
     step.changes_batches = passes.changed
     if step.first_samples()[0] is not step.microbatches[0]:
         step.cuts = _takes_fewer_samples(passes)

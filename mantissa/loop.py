@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -16,6 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS
 from mantissa.islands import cast_inputs, keep_fp32
+from mantissa.memory import available_bytes
 from mantissa.operators import OperatorPolicy
 from mantissa.step import LEAST_SCALE, Batch, Build, Built, Step, cast_training
 from mantissa.tensors import in_dtype, random_state
@@ -101,7 +101,7 @@ def step_of_loop(
         compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
         changes_batches=True,  # until it is known
         originals=frozenset(map(id, original.parameters())),
-        free_bytes=partial(_free_bytes, device),
+        free_bytes=partial(available_bytes, device),
     )
 
 
@@ -168,12 +168,6 @@ def _builder(
         )
 
     return build
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return torch.accelerator.get_memory_info(device)[0]
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mantissa.formats import FORMATS, FP32, NUMBERS
+from mantissa.memory import control_groups, held_bytes
 from trainer.errors import UserError
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
@@ -205,39 +206,6 @@ def _ram_bytes() -> int:
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in control_groups())])
 
 
-def control_groups(
-    membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
-) -> list[tuple[int, int]]:
-    """Return the limit of memory and what is used of it, in bytes, of each control group that this process is in.
-
-    That is how Linux limits containers, services and batch jobs. File pages that can be dropped do not count as used.
-    """
-    found = []
-    with suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            root, names = (mounted, _CGROUP_2) if not controllers else (mounted / "memory", _CGROUP_1)
-            inner = root / path.lstrip("/")
-            # A container may see only its own group, mounted at the root.
-            for folder in dict.fromkeys([inner, *inner.parents, root]):
-                if folder.is_relative_to(root):
-                    with suppress(OSError, ValueError, StopIteration):  # no limit, or no such file at the root
-                        found.append(_limit_and_use(folder, *names))
-    return found
-
-
-_CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
-_CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _limit_and_use(folder: Path, limit: str, usage: str, droppable: str) -> tuple[int, int]:
-    statistics = (folder / "memory.stat").read_text().splitlines()
-    files = next(int(line.split()[1]) for line in statistics if line.startswith(f"{droppable} "))
-    return int((folder / limit).read_text()), max(0, int((folder / usage).read_text()) - files)
-
-
 def _cpuinfo(key: str) -> str:
     """Return the first such line of Linux's /proc/cpuinfo, or an empty string."""
     with suppress(OSError):
@@ -253,33 +221,6 @@ def _cpu_flags() -> frozenset[str]:
         return deciding & frozenset(_cpuinfo("flags").split())
     capabilities = torch.cpu.get_capabilities()
     return frozenset(flag for flag in deciding if capabilities.get(flag))
-
-
-def available_bytes(device: torch.device) -> int:
-    """Return how much more this process could allocate: what the device, the machine and its own limits leave."""
-    if kind_of(device).own_memory:
-        return torch.accelerator.get_memory_info(device)[0]
-    import psutil
-
-    left = min([int(psutil.virtual_memory().available), *(limit - used for limit, used in control_groups())])
-    with suppress(ImportError, OSError):  # Linux; elsewhere these limits mean little
-        import resource
-
-        for limit, held in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-            soft, _ = resource.getrlimit(limit)
-            if soft != resource.RLIM_INFINITY:
-                left = min(left, soft - held_bytes(held))
-    return max(0, left)
-
-
-def held_bytes(name: str) -> int:
-    """Return one of Linux's figures about this process, such as ``VmData``, its private writable pages.
-
-    Raises:
-        OSError: not on Linux.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def seed_everything(seed: int) -> None:

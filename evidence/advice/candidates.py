@@ -12,11 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evidence.memory.fits import fitting, is_set, too_large
 from evidence.runs import merge_overrides
 from mantissa.formats import BASIC
+from mantissa.memory import available_bytes
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
-from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
+from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.optim.optimizer import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.precision.kernels import not_timed_here

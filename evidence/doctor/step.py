@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import FormatError
 from mantissa.formats import FORMATS
+from mantissa.memory import available_bytes
 from mantissa.step import Built, Remedies, Step
 from mantissa.tensors import random_state, set_random_state
 from mantissa.updates import UpdateMeter
@@ -21,7 +22,7 @@ from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.data.loader import to_device
 from trainer.errors import UserError
-from trainer.hardware import Hardware, available_bytes
+from trainer.hardware import Hardware
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
 from trainer.parallel.compile import Compile

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from evidence.memory import trial
 from mantissa.display import size
+from mantissa.memory import available_bytes
 from trainer.config.compose import compose, key_of
 from trainer.errors import UserError
-from trainer.hardware import Hardware, available_bytes, detect
+from trainer.hardware import Hardware, detect
 from trainer.run.forecast import forecast, required_bytes
 
 MARGIN = 0.05

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from evidence.isolated import ProcessError, answer, measure_isolated
+from mantissa.memory import held_bytes
 from mantissa.tensors import tensors
 from trainer.config.schema import Config
 from trainer.errors import RunError
-from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
+from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
 from trainer.run.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
 

@@ -82,6 +82,8 @@ class TakenStep:
     skipped: bool = False
     seconds: float = 0.0
     """Duration of the step."""
+    memory_bytes: int = 0
+    """Peak of its memory, with the weights and the optimizer's state."""
     updates: dict[str, Counts] = field(default_factory=dict)
     """Effects of rounding on each parameter's update; empty where 16-bit weights are not all that is kept."""
     no_updates: str = ""
@@ -103,11 +105,6 @@ class TakenStep:
     def finite(self) -> bool:
         """Whether the step was taken."""
         return not self.skipped and math.isfinite(self.loss)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of weights, gradients and an optimizer's two moments: what a step takes at least."""
-        return 4 * sum(weight.numel() * weight.element_size() for weight in self.step.weights.values())
 
 
 @dataclass

@@ -79,7 +79,7 @@ LIMITED = """
 import ctypes, resource, sys
 import torch
 from trainer.run.command import main
-from trainer.hardware import held_bytes
+from mantissa.memory import held_bytes
 from trainer.run import fit
 fit.rough_bytes = lambda *given: None  # no forecast
 from recipes.bignet import BigNet

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
+from mantissa.memory import available_bytes
 from trainer.data.loader import PinnedLoader
 from trainer.errors import UserError
 from trainer.hardware import (
@@ -23,7 +24,6 @@ from trainer.hardware import (
     UNAVAILABLE,
     XPU,
     DeviceKind,
-    available_bytes,
     detect,
     peak_memory_bytes,
     reset_peak_memory,

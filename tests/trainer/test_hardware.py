@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mantissa import memory
+from mantissa.memory import available_bytes, control_groups
 from tests.helpers import PROJECT, trainer_of
 from trainer import hardware
-from trainer.hardware import Hardware, available_bytes, control_groups, detect, set_determinism
+from trainer.hardware import Hardware, detect, set_determinism
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
 
@@ -87,7 +89,8 @@ def test_limits_of_control_groups_of_both_versions_count(tmp_path: Path) -> None
 
 
 def test_a_control_group_is_less_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "control_groups", lambda: [(3 * 2**30, 2**30), (2**60, 0)])
+    for module in (hardware, memory):
+        monkeypatch.setattr(module, "control_groups", lambda: [(3 * 2**30, 2**30), (2**60, 0)])
     assert detect("cpu").memory_bytes == 3 * 2**30
     assert available_bytes(torch.device("cpu")) <= 2 * 2**30
 

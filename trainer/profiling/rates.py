@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FP8, NUMBERS, TF32, Number
+from mantissa.memory import available_bytes
 from trainer.cache import cached
-from trainer.hardware import CUDA, UNAVAILABLE, Hardware, available_bytes
+from trainer.hardware import CUDA, UNAVAILABLE, Hardware
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192

@@ -11,12 +11,13 @@ from functools import partial
 import torch
 
 from mantissa.ledger import MIB, STEADY
+from mantissa.memory import available_bytes
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, first_line
-from trainer.hardware import Hardware, available_bytes
+from trainer.hardware import Hardware
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.recipe import Decision, Recipe
