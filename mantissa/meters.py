@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.setup import Listener
-from mantissa.tensors import changed_by, finite, local, numbers_in
-from mantissa.updates import Counts, UpdateMeter, is_elementwise, measurable
+from mantissa.tensors import changed_by, finite, local, measurable, numbers_in, random_state, set_random_state
+from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""
@@ -46,12 +46,15 @@ class Meters:
         model: whose modules are measured.
         optimizer: of its parameters.
         hooked: whether modules may have hooks; where they are compiled, only gradients and weights are measured.
+        missed: hears why something cannot be measured.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, hooked: bool) -> None:
-        self._model, self._optimizer, self._hooked = model, optimizer, hooked
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, hooked: bool, missed: Callable[[Exception], None]
+    ) -> None:
+        self._model, self._optimizer, self._hooked, self._missed = model, optimizer, hooked, missed
         self._hooks = ExitStack()
-        self._outputs: dict[str, tuple[torch.dtype, list[Tensor]]] = {}
+        self._outputs: dict[str, tuple[torch.dtype, Tensor]] = {}
         self._updates: UpdateMeter | None = None
         self._named: list[tuple[str, nn.Parameter]] = []
         self._rows = torch.empty(3, 0)
@@ -71,7 +74,9 @@ class Meters:
         """Prepare for the forward passes of a step."""
         leaves = ((name, each) for name, each in self._model.named_modules() if next(each.children(), None) is None)
         for name, module in leaves if self._hooked else ():
-            self._hooks.callback(module.register_forward_hook(Listener(partial(self._returned, name))).remove)
+            self._hooks.callback(
+                module.register_forward_hook(Listener(partial(self._returned, name), self._missed)).remove
+            )
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -80,10 +85,11 @@ class Meters:
     @torch.no_grad()
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in numbers_in(output):
-            if tensor.numel() and tensor.requires_grad:
+            if measurable(tensor) and tensor.numel() and tensor.requires_grad:
                 part = local(tensor.detach())
                 mean = torch.linalg.vector_norm(part, dtype=torch.float32) / math.sqrt(part.numel())
-                self._outputs.setdefault(name, (part.dtype, []))[1].append(torch.stack([_largest(part), mean]))
+                found = torch.stack([_largest(part), mean])
+                self._outputs[name] = part.dtype, torch.maximum(found, self._outputs.get(name, (None, found))[1])
 
     @torch.no_grad()
     def before(self, half: torch.dtype | None, scale: Tensor | None, factor: Tensor | None) -> None:
@@ -108,31 +114,38 @@ class Meters:
         if scale is not None:
             self._rows[:2] *= scale.to(device)
         if self._measurable:
-            self._updates = self._updates or UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)
+            self._updates = UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)  # layers may be new
             self._updates.before(factor)
 
     def after(self, step: int, taken: Tensor) -> None:
         """Measure what the update did; ``taken``: whether weights were changed, a bool scalar."""
         if self._updates is not None:
+            device = next(self._model.parameters()).device
+            generators = random_state(device)  # from which an optimizer may draw
             try:
                 self._updates.after(step, taken)
                 self._counts = self._updates.take()[-1].counts
-            except TypeError:  # an optimizer that cannot be copied
+            except Exception as error:  # of any kind: an optimizer that cannot be copied
                 self._updates, self._measurable = None, False
+                self._missed(error)
+            finally:
+                set_random_state(generators, device)
 
     def end(self, step: int, losses: list[Tensor], skipped: int) -> Callable[[], Measured]:
         """Return a function that reads the measurement, once the device is done with it."""
         self.close()
         device = next(self._model.parameters()).device
-        mean = torch.stack([each.float().to(device) for each in losses]).mean() if losses else torch.tensor(math.nan)
-        largest = [torch.stack(found).amax(0) for _, found in self._outputs.values()]
+        mean = (
+            torch.stack([each.real.float().to(device) for each in losses]).mean() if losses else torch.tensor(math.nan)
+        )
+        largest = [found for _, found in self._outputs.values()]
         parts = [each.to(device).flatten() for each in (mean, *largest, self._rows, self._counts)]
         kinds = [(name, dtype) for name, (dtype, _) in self._outputs.items()]
         sizes = [1, 2 * len(kinds), self._rows.numel(), self._counts.numel()]
         flat = torch.cat(parts).to("cpu", non_blocking=True)
-        named = self._named if self.ready else []
+        named, updates = self._named if self.ready else [], self._updates
         self._outputs, self._rows, self._counts = {}, self._rows[:, :0], self._counts[:0]
-        return partial(self._read, step, skipped, flat, sizes, kinds, named)
+        return partial(self._read, step, skipped, flat, sizes, kinds, named, updates)
 
     def _read(
         self,
@@ -142,6 +155,7 @@ class Meters:
         sizes: list[int],
         kinds: list[tuple[str, torch.dtype]],
         named: list[tuple[str, nn.Parameter]],
+        updates: UpdateMeter | None,
     ) -> Measured:
         mean, outputs, rows, counts = flat.split(sizes)
         overflow, underflow = {}, {}
@@ -161,11 +175,11 @@ class Meters:
             add(f"{name}.grad", self._half or each.dtype, largest, norm / math.sqrt(local(each).numel()))
             squares[groups.get(id(each), "none")] += size * size
         lost: dict[str, Counts] = {}
-        if self._updates is not None and len(counts):
-            whole = counts.view(-1, len(Counts._fields)) * self._updates.weights()[:, None]
+        if updates is not None and len(counts):
+            whole = counts.view(-1, len(Counts._fields)) * updates.weights()[:, None]
             parameters = dict(self._model.named_parameters())
-            for name, row in zip(self._updates.names, whole.tolist(), strict=True):
-                group = groups.get(id(parameters[name]), "none")
+            for name, row in zip(updates.names, whole.tolist(), strict=True):
+                group = groups.get(id(parameters.get(name)), "none")
                 lost[group] = Counts(*map(sum, zip(lost.get(group, [0.0] * len(row)), row, strict=True)))
         norms = {group: math.sqrt(square) for group, square in squares.items()}
         return Measured(step, mean.item(), skipped, lost, norms, overflow, underflow)
@@ -176,15 +190,26 @@ def are_finite(gradients: list[Tensor], device: torch.device, exact: bool) -> Te
 
     On a CPU a maximum takes 13 times as long as a sum of squares; where that overflows, ``exact`` looks again.
     """
-    parts = [local(each) for each in gradients]
-    parts = [each for each in parts if each.numel() and each.layout == torch.strided]
-    parts = [torch.view_as_real(each) if each.is_complex() else each for each in parts]
+    parts = [_values(local(each)) for each in gradients]
     if not parts:
         return torch.ones((), dtype=torch.bool, device=device)
-    on_cpu = device.type == "cpu"
-    norms = torch._foreach_norm(parts, 2.0 if on_cpu else math.inf, dtype=torch.float32)
-    found = torch.stack([each.to(device) for each in norms]).max() < math.inf
-    return torch.tensor(all(map(finite, parts))) if on_cpu and exact and not found else found
+    if device.type != "cpu":
+        norms = torch._foreach_norm(
+            [each for each in parts if each.numel()] or [torch.zeros(1, device=device)], math.inf, dtype=torch.float32
+        )
+        return torch.stack([each.to(device) for each in norms]).max() < math.inf
+    small = [each for each in parts if each.numel() < _SAMPLE and each.dtype == torch.float32]
+    large = [each for each in parts if each.numel() >= _SAMPLE or each.dtype != torch.float32]
+    large += [torch._utils._flatten_dense_tensors(small)] if small else []  # one call in the place of many
+    sound = torch.stack(torch._foreach_norm(large, 2.0, dtype=torch.float32)).max() < math.inf
+    return torch.tensor(all(map(finite, parts))) if exact and not sound else sound
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers, real and in a dense tensor."""
+    if tensor.layout != torch.strided:
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _largest(tensor: Tensor) -> Tensor:

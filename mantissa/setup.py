@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from mantissa.display import dtype_name, listed
+from mantissa.errors import NotFiniteError
 from mantissa.formats import FORMATS, TF32, Format, computing_in
-from mantissa.tensors import changed_by, moments
+from mantissa.tensors import changed_by, measurable, moments
 
 _FLAGS = {"cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"), "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")}
 """Of torch.backends: what decides how each kind of device multiplies fp32 numbers."""
@@ -42,16 +43,30 @@ class Setup:
 
 
 class Listener:
-    """A hook of a module that copies of the module do not have."""
+    """A hook that copies and files of its module do not have, and that ends no training.
 
-    def __init__(self, call: Callable[..., None] = lambda *args: None) -> None:
-        self._call = call
+    Args:
+        call: hears what the hook is called with.
+        failed: hears what ``call`` has raised, but a ``NotFiniteError``; None: that goes on.
+    """
+
+    def __init__(self, call: Callable[..., None], failed: Callable[[Exception], None] | None = None) -> None:
+        self._call, self._failed = call, failed
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        if torch.compiler.is_compiling():  # its caller is, and there would be a break in the graph
+            return
+        try:
+            self._call(*args)
+        except NotFiniteError:
+            raise
+        except Exception as error:  # of any kind: what is in a model decides
+            if self._failed is None:
+                raise
+            self._failed(error)
 
-    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
-        return Listener, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # does nothing, and opens where this package is not installed
 
 
 class FirstStep:
@@ -62,15 +77,30 @@ class FirstStep:
         optimizer: torch's own, not a library's wrapper of it.
         scaler: a ``torch.amp.GradScaler``, or None.
         hooked: whether hooks on submodules do no harm; they would, where the model is compiled.
+        missed: hears why something cannot be seen.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, hooked: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        hooked: bool,
+        missed: Callable[[Exception], None] | None = None,
+    ) -> None:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.autocast: dict[str, torch.dtype | None] = {}
         """Autocast dtype in the forward pass, by submodule that multiplies; None: off."""
         self.calls: Counter[str] = Counter()
         self.gradients: Counter[torch.dtype] = Counter()
         self.in_autocast = self.unscaled = False
+        self.sparse: list[str] = []
+        self.updates = 1
+        """How often the optimizer stepped before the step was said to be over."""
+        self._scaled: dict[int, torch.Tensor] = {}
+        """Norm of each gradient as backward left it, with the loss scale."""
+        self.clipped_to = 0.0
+        """Norm to which gradients were clipped while they had the loss scale; 0: they were not."""
         self.device = next(model.parameters()).device
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.ties = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -78,7 +108,17 @@ class FirstStep:
         self._hooks = ExitStack()
         for name, module in model.named_modules() if hooked else ():
             if any(each.ndim > 1 for each in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding):
-                self._hooks.callback(module.register_forward_pre_hook(Listener(partial(self._called, name))).remove)
+                self._hooks.callback(
+                    module.register_forward_pre_hook(Listener(partial(self._called, name), missed)).remove
+                )
+        scaled = [each for each in changed_by(optimizer) if each.requires_grad and each.is_leaf]
+        for each in scaled if hooked and scaler is not None and scaler.is_enabled() else ():
+            self._hooks.callback(each.register_post_accumulate_grad_hook(Listener(self._accumulated, missed)).remove)
+
+    @torch.no_grad()
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if measurable(parameter.grad):
+            self._scaled[id(parameter)] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
 
     def _called(self, name: str, module: nn.Module, arguments: Any) -> None:
         kind = next(module.parameters()).device.type
@@ -89,11 +129,31 @@ class FirstStep:
     def before_update(self) -> None:
         """Look at the gradients, just before the optimizer's step."""
         parameters = changed_by(self.optimizer)
-        self.gradients = Counter(each.grad.dtype for each in parameters if each.grad is not None)
+        given = [each for each in parameters if each.grad is not None]
+        self.gradients = Counter(each.grad.dtype for each in given if each.grad is not None)
+        self.sparse = [self.names.get(id(each), "a master") for each in given if not measurable(each.grad)]
         self.in_autocast = any(map(torch.is_autocast_enabled, {each.device.type for each in parameters}))
         if self.scaler is not None and self.scaler.is_enabled():
-            state = self.scaler._per_optimizer_states[id(self.optimizer)]
-            self.unscaled = bool(state["found_inf_per_device"])
+            state = self.scaler._per_optimizer_states.get(id(self.optimizer), {})
+            self.unscaled = bool(state.get("found_inf_per_device"))
+            self._look_for_clipping([each for each in given if id(each) in self._scaled])
+
+    def _look_for_clipping(self, parameters: list[nn.Parameter]) -> None:
+        """Compare gradients with those that backward left.
+
+        Clipping shrinks them to a norm of about 1, which dividing by a loss scale makes far smaller. Clipped after
+        that, they would have that norm.
+        """
+        if not self.unscaled or not parameters:
+            return
+        scale, left = self.scaler.get_scale(), getattr(self.optimizer, "grad_scale", None)
+        before = torch.stack([self._scaled[id(each)] for each in parameters]).norm().item()
+        now = (
+            torch.stack([torch.linalg.vector_norm(each.grad, dtype=torch.float32) for each in parameters]).norm().item()
+        )
+        clipped = now if left is not None else now * scale
+        if clipped < 0.1 * before and clipped / scale < scale**-0.5:
+            self.clipped_to = clipped
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -158,6 +218,11 @@ def _weights(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
 
 def _update(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:
     rows["gradients"] = _counted(first.gradients.elements())
+    if first.sparse:
+        rows["gradients"] += f"; sparse or complex, and their updates not measured: {listed(first.sparse)}"
+    if first.updates > 1:
+        times = f"The optimizer stepped {first.updates} times before watch.step"
+        yield f"{times}, which calls that one step: call it after each optimizer.step."
     passes = min(first.calls.values(), default=1)  # a shared module has more calls
     half = [dtype_name(each) for each in first.gradients if each.itemsize == 2]
     if half and passes > 1 and not first.masters and not (format and format.half_weights):
@@ -212,11 +277,23 @@ def _scaling(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
         yield "Without a loss scale, float16 gradients below 2^-24 become 0: use a GradScaler, and give it to Watch."
     elif enabled and half and torch.float16 not in half:
         yield f"The GradScaler has no use with {_counted(half)}, whose exponents are fp32's: leave it out."
+    if first.clipped_to:
+        at = f"clipped to {first.clipped_to:.4g} while they were multiplied by the loss scale of {scaler.get_scale():g}"
+        yield f"The gradients were {at}: call scaler.unscale_(optimizer) before the clipping."
     if enabled and scaler._scale is None:
         yield "The GradScaler was never used: call scaler.scale(loss).backward() and scaler.step(optimizer)."
     elif enabled and not first.unscaled and first.gradients:
         scale = f"{scaler.get_scale():g}"
         yield f"The gradients are still multiplied by {scale}: call scaler.step(optimizer) instead of optimizer.step()."
+
+
+def refuses_to_unscale(optimizer: torch.optim.Optimizer) -> str:
+    """Return what a ``GradScaler`` refuses in an optimizer; empty: nothing."""
+    dtypes = {each.dtype for each in changed_by(optimizer)}
+    if torch.float16 not in dtypes or getattr(optimizer, "_step_supports_amp_scaling", False):
+        return ""
+    cure = "load the weights in fp32, as with model.float() or from_pretrained(…, dtype=torch.float32)"
+    return f"DIFFERS: The weights are float16, whose gradients a GradScaler refuses to unscale: {cure}."
 
 
 def fp32_flags(kind: str) -> dict[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -39,6 +39,11 @@ def storage(tensor: Tensor) -> int:
 def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return what an optimizer changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether there is a dense gradient of real numbers."""
+    return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided
 
 
 def moments(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -96,31 +101,44 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return error / size if math.isfinite(error) else math.inf
 
 
-def note_random_state(device: torch.device) -> Callable[[], dict[str, Tensor]]:
-    """Note the state of every generator: torch's on the CPU and the device, numpy's, Python's.
+class NotedState:
+    """The state of every generator: torch's on the CPU and the device, numpy's, Python's.
 
-    The function that is returned makes tensors of it, which takes longer than to note it.
+    To note it takes less long than to make tensors of it, which a call does.
+
+    Args:
+        device: whose generator is noted, too.
+        others: what ``unchanged`` returned, where numpy's and Python's need not be asked, which takes longest.
     """
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    _, words, gauss = random.getstate()
-    state = {"torch": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
 
-    def as_tensors() -> dict[str, Tensor]:
-        return state | {
-            "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    def __init__(self, device: torch.device, others: Any = None) -> None:
+        self._others = others or self._asked()
+        self._state = {"torch": torch.get_rng_state()}
+        if device.type != "cpu":
+            self._state[device.type] = torch.get_device_module(device).get_rng_state(device)
+
+    @staticmethod
+    def _asked() -> Any:
+        _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        return np.asarray(keys).tobytes(), [position, has_gauss, cached], random.getstate()
+
+    def unchanged(self) -> Any:
+        """Return the state of numpy's and Python's generators if it is still what was noted, else None."""
+        return self._others if self._others == self._asked() else None
+
+    def __call__(self) -> dict[str, Tensor]:
+        keys, rest, (_, words, gauss) = self._others
+        return self._state | {
+            "numpy": torch.from_numpy(np.frombuffer(keys, dtype=np.uint32).astype(np.int64)),
+            "numpy_rest": torch.tensor(rest, dtype=torch.float64),
             "python": torch.tensor(words, dtype=torch.int64),
             "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         }
 
-    return as_tensors
-
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of every generator a run may use, see ``note_random_state``."""
-    return note_random_state(device)()
+    """Return the state of every generator a run may use."""
+    return NotedState(device)()
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:

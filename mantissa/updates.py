@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
 from mantissa.formats import Format
-from mantissa.tensors import local
+from mantissa.tensors import local, measurable
 
 SAMPLE = 65536
 """Elements of a parameter that are measured, at most."""
@@ -206,8 +206,8 @@ class UpdateMeter:
 
     def _peak(self) -> Tensor:
         gradients = [local(each.parameter.grad) for each in self._tracked if measurable(each.parameter.grad)]
-        if self._half is not torch.float16:
-            return torch.zeros((), device=gradients[0].device)
+        if self._half is not torch.float16 or not gradients:
+            return torch.zeros((), device=gradients[0].device if gradients else None)
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).max()
 
@@ -222,6 +222,8 @@ class UpdateMeter:
 
     def _intended(self, norm: Tensor | None) -> list[Tensor]:
         """Return the updates of the samples that the optimizer makes in fp32 of true gradients."""
+        if not self._samples:  # as where all gradients are sparse
+            return []
         copies: list[nn.Parameter] = []
         groups: dict[int, dict[str, Any]] = {}
         for _, sample in self._samples:
@@ -294,11 +296,6 @@ def is_elementwise(name: str) -> bool:
 def ratio(part: float, whole: float) -> float:
     """Return a fraction; NaN of nothing."""
     return part / whole if whole else math.nan
-
-
-def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether there is a dense gradient of real numbers."""
-    return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided
 
 
 def judge(updates: dict[str, Counts], format: Format) -> Examined:

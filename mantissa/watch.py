@@ -8,23 +8,26 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_map_only
 
 from mantissa.display import columns, listed
 from mantissa.doctor.diagnosis import SWEEP
-from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type
+from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
 from mantissa.examination import PRECISIONS, Report, examine
-from mantissa.formats import FORMATS, TF32, computing_in
+from mantissa.formats import FORMATS, TF32, computing_in, format_name
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters, are_finite
-from mantissa.setup import FirstStep, Listener, Setup, policies, read_setup
-from mantissa.tensors import changed_by, finite, local, note_random_state, numbers_in, tensors
+from mantissa.setup import FirstStep, Listener, Setup, policies, read_setup, refuses_to_unscale
+from mantissa.tensors import NotedState, changed_by, finite, local, numbers_in, tensors
 
 SKIPS = 10
 """Steps that a loss scaler skips one after another before that is a failure."""
@@ -36,40 +39,64 @@ Kept = tuple[Tensor, Tensor, int]
 """A weight or a buffer, this rank's part of it as it was, and how often it had been changed at the start."""
 
 
+class _Pass:
+    """A forward pass: what it takes in, for its replay, and the loss that the model returned."""
+
+    def __init__(self, number: int, batch: Any, generators: NotedState) -> None:
+        given = tensors(batch)
+        if any(each.requires_grad for each in given):  # else it would keep the graph of another model
+            batch = tree_map_only(Tensor, Tensor.detach, batch)
+        self.number, self.batch, self.generators = number, batch, generators
+        self.loss: Tensor | None = None
+        self._versions = [(each, each._version) for each in given if not each.is_inference() and not each.grad_fn]
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether a tensor of the batch was changed in place since."""
+        return any(tensor._version != version for tensor, version in self._versions)
+
+
 @dataclass
 class _Step:
     """A step: what it takes in, for its replay, and its outcome, which the host may not know yet."""
 
-    batches: list[Any] = field(default_factory=list)
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Tensors of the batches, each with the number of changes when it was kept."""
-    generators: Callable[[], dict[str, Tensor]] | None = None
-    """Returns the state of all random generators before the step; None: it has not begun."""
-    losses: list[Tensor] = field(default_factory=list)
-    """Losses that the model returned."""
-    sound: Tensor | None = None
+    began: tuple[int, int] | None = None
+    """How often it was updated, and a weight was changed, when its passes began; None: they did not begin."""
+    passes: list[_Pass] = field(default_factory=list)
+    """Those that count: whose backward pass ran, or that were given to ``keep``."""
+    sound: Any = None
     """Whether the gradients are finite; None: they were not looked at."""
     skipped: Tensor | None = None
     """Whether a fused optimizer skips it; None: there is none."""
-    updated: bool = False
-    """Whether the optimizer has stepped."""
+    updates: int = 0
+    """How often the optimizer has stepped."""
     number: int = field(init=False)
-    flags: Tensor = field(init=False)
-    """On the host: whether the gradients are finite, whether the losses are, and whether the step was skipped."""
+    flags: Any = field(init=False)
+    """On the host: whether gradients are finite, whether losses are, whether the step was skipped, the loss scale."""
     event: Any = None
     """Event after which the device is done with it; None: it is."""
     read: Callable[[], Measured] | None = None
     """Returns the measurement; None: the step was not measured."""
 
-    def add(self, batch: Any) -> None:
-        """Keep a microbatch."""
-        self.batches.append(batch)
-        self.versions += [(each, each._version) for each in tensors(batch) if not each.is_inference()]
-
     @property
-    def overwritten(self) -> bool:
-        """Whether a tensor of a batch was changed in place since."""
-        return any(tensor._version != version for tensor, version in self.versions)
+    def losses(self) -> list[Tensor]:
+        """Losses that the model returned."""
+        return [each.loss for each in self.passes if each.loss is not None]
+
+
+def _observing(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a method of a ``Watch`` raise nothing but what its caller is to hear: the training goes on."""
+
+    @wraps(method)
+    def observe(self: Watch, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except (NotFiniteError, UsageError):
+            raise
+        except Exception as error:  # of any kind: what is in a loop decides
+            self._end(error)
+
+    return observe
 
 
 class Watch:
@@ -112,7 +139,7 @@ class Watch:
         scaler: Any = None,
         every: int = 50,
         *,
-        precision: str | None = None,
+        precision: str | torch.dtype | None = None,
         loss: Loss | None = None,
         folder: str | Path = "mantissa-report",
         on_failure: str = "raise",
@@ -120,32 +147,36 @@ class Watch:
         build: Callable[[], nn.Module] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)
         trains = isinstance(model, nn.Module) and next(model.parameters(), None) is not None
         check_type("model", model, trains, "a module with parameters")
-        check_type("optimizer", optimizer, hasattr(optimizer, "param_groups"), "an optimizer")
+        check_type("optimizer", optimizer, isinstance(inner, torch.optim.Optimizer), "an optimizer of torch")
         check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
         if every < 1:
             raise UsageError(f"every={every} must be 1 or more, such as 50")
-        if precision is not None and precision not in FORMATS:
-            raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
         if on_failure not in ("raise", "warn"):
             raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
         self.model = unwrapped(model)
         self._scaler: Any = scaler if scaler is not None else getattr(optimizer, "scaler", None)  # accelerate's has one
         self._gradient_state = getattr(optimizer, "gradient_state", None)
-        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._every, self._precision, self._loss = every, precision, loss
+        self.optimizer: torch.optim.Optimizer = inner
+        self._every, self._loss = every, loss
+        self._precision = None if precision is None else format_name(precision)
         self._folder, self._on_failure, self._build, self._say = Path(folder), on_failure, build, say
         modules = [model, *model.modules()]
         self.compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)
         self._device = next(self.model.parameters()).device
-        self._parameters = [each for each in changed_by(self.optimizer) if each.requires_grad]
         self._sharded = any(hasattr(each, "to_local") for each in self.model.parameters())
         self._ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._later = self._device.type != "cpu" if keep_weights is None else keep_weights
+        trained = [each for each in changed_by(self.optimizer) if each.requires_grad]
+        self._probe = next(iter(trained), next(self.model.parameters()))
+        """A weight that every step changes."""
+        self._changes: int | None = None
+        """How often that had been changed when ``step`` was called last."""
         with torch.no_grad():
             self._bad = torch.zeros((), dtype=torch.bool, device=self._device)
-            self._weights: list[Kept] = [(each, local(each).clone(), 0) for each in self._parameters if self._later]
+            self._weights: list[Kept] = [(each, local(each).clone(), 0) for each in trained if self._later]
             self._buffers: list[Kept] = [(each, local(each).clone(), each._version) for each in self.model.buffers()]
         self.number = 0
         """Number of the last optimizer step."""
@@ -160,30 +191,44 @@ class Watch:
         self._waiting: deque[_Step] = deque()
         self._warned: set[str] = set()
         self._now = _Step()
-        self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled)
-        self.meters = Meters(self.model, self.optimizer, not self.compiled)
+        self._passes = 0
+        self._entered: _Pass | None = None
+        """The forward pass that has not returned yet."""
+        self._stepping_now = self._looked = False
+        """Whether the optimizer is in its step, and whether its gradients were looked at before it."""
+        self._scales: Any = getattr(self._scaler, "_per_optimizer_states", None)
+        """What the scaler kept of its optimizers when ``step`` was called last; each of its updates begins anew."""
+        self._counted: Any = None
+        """What of that was counted as a step."""
+        self._others: Any = None
+        """State of numpy's and Python's generators where a step leaves them alone; None: it may draw from them."""
+        self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled, self._missed)
+        self.meters = Meters(self.model, self.optimizer, not self.compiled, self._missed)
         if every == 1:
             self.meters.begin()
         self._watching = True
         """Whether no step has failed yet, and the loop has not ended."""
+        if self._scaling and (refused := refuses_to_unscale(self.optimizer)):
+            self._say(refused)
         self._hooks = ExitStack()
-        self._hooks.callback(self.optimizer.register_step_pre_hook(self._stepping).remove)
-        self._hooks.callback(self.optimizer.register_step_post_hook(self._stepped).remove)
+        self._hooks.callback(self.optimizer.register_step_pre_hook(Listener(self._stepping, self._end)).remove)
+        self._hooks.callback(self.optimizer.register_step_post_hook(Listener(self._stepped, self._end)).remove)
+        forward, returned = Listener(self._forward, self._end), Listener(self._returned, self._end)
         if model._compiled_call_impl is None:
-            before = model.register_forward_pre_hook(Listener(self._forward), prepend=True, with_kwargs=True)
+            before = model.register_forward_pre_hook(forward, prepend=True, with_kwargs=True)
             self._hooks.callback(before.remove)
-            self._hooks.callback(model.register_forward_hook(Listener(self._returned)).remove)
+            self._hooks.callback(model.register_forward_hook(returned).remove)
         else:
-            self._listen_to_compiled(model)
+            self._listen_to_compiled(model, forward, returned)
 
-    def _listen_to_compiled(self, model: nn.Module) -> None:
+    def _listen_to_compiled(self, model: nn.Module, forward: Listener, returned: Listener) -> None:
         """Listen to a model that ``model.compile()`` compiled with its hooks."""
         compiled: Any = model._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._forward(model, args, kwargs)
+            forward(model, args, kwargs)
             output = compiled(*args, **kwargs)
-            self._returned(model, args, output)
+            returned(model, args, output)
             return output
 
         model._compiled_call_impl = call
@@ -191,74 +236,122 @@ class Watch:
 
     def keep(self, batch: Any) -> Any:
         """Keep a microbatch for ``loss``, before its forward pass, and return it."""
-        self._begin()
-        self._now.add(batch)
+        self._keep(batch)
         return batch
 
-    def _begin(self) -> None:
-        if self._now.generators is None:
-            self._now.generators = note_random_state(self._device)
+    @_observing
+    def _keep(self, batch: Any) -> None:
+        kept = self._pass(batch)
+        self._now.passes.append(kept)
+
+    def _pass(self, batch: Any) -> _Pass:
+        now, start = self._now, (self._now.updates, self._version)
+        if now.began != start:  # the passes before it are those of an update that was not said to be a step
+            now.began, now.passes = start, []
             self._save(self._buffers)
+            if self._metered:
+                self._others = None
+        self._passes += 1
+        return _Pass(self._passes, batch, NotedState(self._device, self._others))
+
+    @property
+    def _version(self) -> int:
+        return 0 if self._sharded else self._probe._version
+
+    @property
+    def _metered(self) -> bool:
+        return self.setup is None or (self.number + 1) % self._every == 0
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            self._begin()
             self._parts = "num_items_in_batch" in kwargs
-            if torch.is_autocast_enabled(self._device.type) and self.number == 0:
+            if self.number == 0 and torch.is_autocast_enabled(self._device.type):
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
             if self._loss is None:
-                self._now.add((args, kwargs))
+                self._entered = self._pass((args, kwargs))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        loss = loss_in(output) if torch.is_grad_enabled() else None
+        entered, self._entered = self._entered, None
+        if entered is None or not torch.is_grad_enabled():
+            return
+        loss = loss_in(output)
         if loss is not None:
-            self._returns_loss = True
-            self._now.losses.append(loss.detach())
+            self._returns_loss, entered.loss = True, loss.detach()
+        held = [entered]
+
+        def count(gradients: Any) -> None:
+            while held:  # the graph may outlive the step
+                self._now.passes.append(held.pop())
+
+        nodes = {each.grad_fn for each in ([loss] if loss is not None else numbers_in(output))} - {None}
+        for node in nodes:
+            node.register_prehook(count)  # type: ignore[union-attr]
+        if not nodes:  # who knows what is in the output
+            count(None)
 
     @torch.no_grad()
     def _save(self, tensors: list[Kept]) -> None:
         """Copy what a step starts from, unless an earlier step was bad: the host need not know that yet."""
-        for tensor, kept, _ in tensors:
-            if self._later:
-                torch.where(self._bad, kept, local(tensor.detach()), out=kept)
-            else:
-                kept.copy_(local(tensor.detach()))
+        if tensors and not self._later:
+            torch._foreach_copy_([kept for _, kept, _ in tensors], [local(tensor) for tensor, _, _ in tensors])
+        for tensor, kept, _ in tensors if self._later else ():
+            torch.where(self._bad, kept, local(tensor.detach()), out=kept)
+
+    def _save_weights(self) -> None:
+        if self._later:
+            known = {id(each) for each, _, _ in self._weights}
+            self._save(self._weights)
+            added = [each for each in changed_by(self.optimizer) if each.grad is not None and id(each) not in known]
+            self._weights += [(each, local(each).clone(), 0) for each in added]
 
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any((*args[1:], kwargs.get("closure"))):  # else gradients are computed inside of the step
+        self._stepping_now, self._looked = True, False
+        if all(each is None for each in (*args[1:], kwargs.get("closure"))):  # else it computes gradients in its step
             self.before_update()
 
+    @_observing
     @torch.no_grad()
     def before_update(self) -> None:
         """Look at the gradients. The optimizer calls it, but where its ``step`` is given a closure."""
-        now = self._now
-        if now.sound is not None:
-            return
+        now, self._looked = self._now, True
         if self.setup is None:
             self._first.before_update()
-        self._save(self._weights)
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        now.sound = are_finite(gradients, self._device, exact=not self._later)
-        scaled = self._scaling
-        if scaled:  # ranks may skip apart, and it is no failure
-            now.skipped = getattr(self.optimizer, "found_inf", None)
-        else:
-            known = self._finite(now.losses)
-            now.sound = self._agreed(now.sound & known)
-            self._bad |= ~now.sound
-            if not self._later and not now.sound:
-                self.number = now.number = self.number + 1
-                self._fail("a gradient is not finite" if known else "the loss is not finite", now)
-                return
-        if (self.number + 1) % self._every == 0 and gradients:
+        if self._metered and now.passes:
+            self._others = now.passes[0].generators.unchanged()
+        self._save_weights()
+        gradients = [gradient for each in changed_by(self.optimizer) if (gradient := each.grad) is not None]
+        now.skipped = getattr(self.optimizer, "found_inf", None)
+        self._judge(are_finite(gradients, self._device, exact=not self._later))
+        if self._watching and (self.number + 1) % self._every == 0 and gradients:
             left = getattr(self.optimizer, "grad_scale", None)  # what a fused optimizer divides by
-            scale = self._scaler._scale if scaled and left is None else None
+            scale = self._scaler._scale if self._scaling and left is None else None
             self.meters.before(self.half, scale, None if left is None else left.reciprocal())
 
+    def _judge(self, sound: Tensor) -> None:
+        """Take in whether an update is sound; a scaler skips it where it is not."""
+        now = self._now
+        if self._scaling or now.skipped is not None:  # ranks may skip apart
+            now.sound = sound
+            return
+        now.sound = self._agreed(sound)
+        if self._later:
+            self._bad |= ~now.sound
+        elif not now.sound:
+            self.number = now.number = self.number + 1
+            self._fail("a gradient is not finite" if self._finite(now.losses) else "the loss is not finite", now)
+
+    @torch.no_grad()
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = self._now
-        now.updated = True
-        if (self.number + 1) % self._every == 0 and self.meters.ready and now.sound is not None:
+        if not self._stepping_now:  # it was the step of a base class, in that of the optimizer
+            return
+        self._stepping_now = False
+        now.updates += 1
+        if not self._looked:  # its gradients, and so its weights, are those of the closure
+            now.skipped = None
+            self._judge(are_finite([each.detach() for each in changed_by(optimizer)], self._device, exact=True))
+            self._save_weights()
+        elif (self.number + 1) % self._every == 0 and self.meters.ready:
             self.meters.after(self.number + 1, now.sound if now.skipped is None else now.skipped == 0)
 
     @property
@@ -270,7 +363,7 @@ class Watch:
         """The name of the format that the forward pass was seen to compute in."""
         seen = {each for each in self._first.autocast.values() if each}
         seen |= {policy.param_dtype for policy, _ in policies(self.model) if policy.param_dtype}
-        stored = {each.dtype for each in self._parameters}
+        stored = {each.dtype for each in changed_by(self.optimizer) if each.requires_grad}
         half, held = ([each for each in (torch.bfloat16, torch.float16) if each in them] for them in (seen, stored))
         if half:
             return computing_in(half[0], torch.float32)
@@ -283,19 +376,20 @@ class Watch:
         """The 16-bit dtype of ``effective``; None: it has 32 bits."""
         return FORMATS[self.effective].half
 
-    def _finite(self, losses: list[Tensor]) -> Tensor:
+    def _finite(self, losses: list[Tensor]) -> Any:
         if not self._later:
-            return torch.tensor(all(map(finite, losses)))
+            return all(map(finite, losses))
         return torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
 
     def _agreed(self, sound: Tensor) -> Tensor:
-        """Return whether it is so on all ranks, so that all stop at the same step."""
-        if not self._ranks:
+        """Return whether it is so on all ranks, of which each has a part, so that all stop at the same step."""
+        if not self._ranks or not self._sharded:  # then gradients are summed, or ranks have nothing in common
             return sound
         found = sound.float()
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return found > 0
 
+    @_observing
     @torch.no_grad()
     def step(self, loss: Tensor | float | None = None) -> None:
         """Say that an optimizer step was taken, or skipped by its scaler.
@@ -304,30 +398,32 @@ class Watch:
             loss: of the step, a scalar; None: what the model returned.
 
         Raises:
-            NotFiniteError: the step, or on an accelerator one shortly before, was not finite.
-            UsageError: ``loss`` has no batches.
+            NotFiniteError: an update, or on an accelerator one shortly before, was not finite.
+            UsageError: ``loss`` has no batches in the first step.
         """
-        now = self._now
+        now, self._entered = self._now, None
+        tried, changes, self._changes = self._scaler_tried(), self._changes, self._version
         syncs = getattr(self._gradient_state, "sync_gradients", True)
-        if not self._watching or not syncs or not (now.updated or self._scaling):
+        if not self._watching or not syncs or not (now.updates or tried):
+            if self._watching and changes not in (None, self._version):
+                self._once("The optimizer did not step, and weights have changed: give a new optimizer a new Watch.")
             return  # it failed before, or gradients are still added up
-        if self._loss is not None and not now.batches:
+        if self._loss is not None and not now.passes and not self.number:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
         self.number = now.number = self.number + 1
-        if now.sound is None:
-            self._save(self._weights)
-            now.sound = self._bad.logical_not()
+        if not isinstance(loss, Tensor | Number):
+            loss = loss_in(loss)  # given what the model returns
         losses = now.losses if loss is None else [torch.as_tensor(loss).detach()]
-        sound = self._agreed(self._finite(losses))
-        self._bad |= ~sound
-        skipped = torch.full((), float(not now.updated), device=self._device)
-        if now.updated and now.skipped is not None:
-            skipped = now.skipped.float().reshape(())
-        now.flags = torch.stack([now.sound.float(), sound.float(), skipped]).to("cpu", non_blocking=True)
-        if self.number % self._every == 0 and now.updated:
-            whole = [torch.stack(losses).sum()] if self._parts and losses else losses
-            now.read = self.meters.end(self.number, whole, self.skipped)
-        if self.setup is None and now.updated:
+        skipped = not now.updates if now.skipped is None else now.skipped
+        scale = getattr(self._scaler, "_scale", None) if self._scaling else None
+        flags = [now.sound is None or now.sound, self._finite(losses), skipped, 1.0 if scale is None else scale]
+        now.flags = self._on_host(flags) if self._later else torch.tensor(list(map(float, flags)))
+        whole = [torch.stack(losses).sum()] if self._parts and losses else losses
+        if self.number % self._every == 0:
+            read = self.meters.end(self.number, whole, self.skipped)
+            now.read = read if now.updates else None
+        if self.setup is None and now.updates:
+            self._first.updates = now.updates
             self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
@@ -336,6 +432,22 @@ class Watch:
         self._now = _Step()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._learn(self._waiting.popleft())
+
+    def _scaler_tried(self) -> bool:
+        """Return whether the scaler was asked for a step since the last call, which it may have skipped."""
+        scales, self._scales = self._scales, getattr(self._scaler, "_per_optimizer_states", None)
+        if not self._scaling or not scales or scales is self._counted:
+            return False
+        tried = scales.get(id(self.optimizer), {}).get("stage") is OptState.STEPPED
+        self._counted = scales if tried else self._counted
+        return tried
+
+    def _on_host(self, flags: list[Any]) -> Tensor:
+        scalars = [
+            torch.full((), each, device=self._device) if not isinstance(each, Tensor) else each.reshape(())
+            for each in flags
+        ]
+        return torch.stack([each.float() for each in scalars]).to("cpu", non_blocking=True)
 
     def _mark(self) -> Any:
         """Return an event after which the device is done with this step; None: it is."""
@@ -353,19 +465,23 @@ class Watch:
 
     def _learn(self, step: _Step) -> None:
         """Take in the outcome of a step."""
-        gradients, loss, skipped = step.flags.tolist()
+        gradients, loss, skipped, scale = step.flags.tolist()
         self.skipped += bool(skipped)
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if step.read is not None:
             self.history.append(step.read())
             self._warn(self.history[-1])
-        reasons = {
-            "the loss is not finite": not loss,
-            "a gradient is not finite": not gradients and not self._scaling,
-            f"the loss scaler skipped {SKIPS} steps in a row": self._in_a_row >= SKIPS,
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-            self._fail(reason, step)
+        if not gradients and not skipped:
+            self._fail("a gradient is not finite" if loss else "the loss is not finite", step)
+        elif self._in_a_row >= SKIPS and (scale <= 1 or not loss):  # else it comes down from a high scale
+            self._fail(f"the loss scaler skipped {self._in_a_row} steps in a row", step)
+        elif not loss:
+            self._once("The loss is not finite, but the update is: the training goes on.")
+
+    def _once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._say(f"step {self.number}: {text}")
 
     def _warn(self, now: Measured) -> None:
         """Say what is harmful in a measurement, and was not said yet."""
@@ -400,6 +516,21 @@ class Watch:
             rows += [[f"{text}{name}", f"{first.get(name, math.nan):.4g}", f"{last[name]:.4g}"] for name in names]
         return f"{self.number} steps, {self.skipped} skipped\n{columns(rows)}"
 
+    def metrics(self) -> dict[str, float]:
+        """Return the last measurement for any logger, as numbers by name; empty before the first."""
+        if not self.history:
+            return {}
+        last = self.history[-1]
+        found = {"loss": last.loss, "skipped_steps": last.skipped}
+        found |= {f"lost_updates/{group}": counts.lost_share for group, counts in last.lost.items()}
+        found |= {f"weight_norm/{group}": norm for group, norm in last.weights.items()}
+        found |= {
+            f"least_bits_to_{name}": min(getattr(last, name).values(), default=math.nan)
+            for name in ("overflow", "underflow")
+        }
+        return {f"precision/{name}": value for name, value in found.items()}
+
+    @_observing
     def close(self) -> None:
         """Wait for the steps that the device has not finished, look at them, and watch no longer."""
         while self._waiting:
@@ -411,11 +542,20 @@ class Watch:
             self._say("Watch saw no step of its optimizer: give it the one that the loop steps; call watch.step after.")
         self._remove()
 
+    def _end(self, error: Exception) -> None:
+        """Say why the training, which goes on, can be watched no longer."""
+        self._remove()
+        self._say(f"Watch cannot follow this loop after step {self.number}, and ends: {described(error)}")
+
+    def _missed(self, error: Exception) -> None:
+        self._once(f"Not all can be measured: {described(error)}")
+
     def _remove(self) -> None:
         self._first.close()
         self.meters.close()
         self._hooks.close()
         self._waiting.clear()
+        self._now = _Step()
         self._watching = False
 
     def _fail(self, reason: str, step: _Step) -> None:
@@ -433,9 +573,9 @@ class Watch:
                 "the run is compiled, and its replay is eager": self.compiled,
                 "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
                 "a batch was changed in place after it was kept, and the replay has what it holds now": (
-                    step.overwritten
+                    any(each.overwritten for each in step.passes)
                 ),
-                "the replay has the weights of after the update": step.updated and not self._later,
+                "the replay has the weights of after the update": step.updates > 0 and not self._later,
             }
             said = [f"note: {note}" for note, holds in notes.items() if holds]
             self._say("\n".join([began, str(report), *said, f"written to {page}"]))
@@ -450,21 +590,22 @@ class Watch:
     def _replay(self, step: _Step) -> Report:
         if self._device.type != "cpu" and not self._later:
             raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
-        if not step.batches:
+        passes = sorted(step.passes, key=lambda each: each.number)
+        if not passes:
             raise FormatError("no forward pass of the model was seen; give Watch the model that the loop calls")
         with self._before_the_step():
             model = self._gathered() if self._sharded else self.model
             known = set(map(id, model.parameters()))
-            whole = not self._later and all(id(each) in known for each in self._parameters)
+            whole = not self._later and all(id(each) in known for each in changed_by(self.optimizer))
             return examine(
                 model,
                 self._loss or call,
-                [tree_map_only(Tensor, Tensor.detach, batch) for batch in step.batches],
+                [each.batch for each in passes],
                 self.effective,
                 self.optimizer if whole else None,
-                accumulate=len(step.batches),
+                accumulate=len(passes),
                 number=step.number,
-                generators=step.generators() if step.generators else None,
+                generators=passes[0].generators(),
                 failed=True,
                 checks=(SWEEP, "manifest", "range", "islands"),
             )

@@ -56,7 +56,7 @@ def taken(
     for _ in range(passes):
         with torch.autocast("cpu", dtype=AUTOCAST.get(autocast, torch.bfloat16), enabled=bool(autocast)):
             loss = net(torch.arange(16)[None]).float().square().mean()
-        scaled = scaler.scale(loss) if scaler is not None and step is None else loss
+        scaled = scaler.scale(loss) if scaler is not None and step not in (plain, on_its_own) else loss
         scaled.backward()
     if step is not None:
         step(optimizer, scaler)
@@ -75,6 +75,18 @@ def masters(net: Net) -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(each.detach().float()) for each in net.parameters()])
 
 
+def clipped(unscales: bool, largest: float = 1.0) -> Callable[[torch.optim.Optimizer, Any], None]:
+    def step(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        if unscales:
+            scaler.unscale_(optimizer)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, largest * (1 if unscales else scaler.get_scale() ** (largest < 1)))
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
 SCALER = torch.amp.GradScaler
 BF16 = torch.bfloat16
 
@@ -90,6 +102,9 @@ BF16 = torch.bfloat16
         ("bf16_pure", {"dtype": BF16, "passes": 2}),
         ("bf16_master", {"dtype": BF16, "made": masters}),
         ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu")}),
+        ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu", 4096), "step": clipped(unscales=True)}),
+        ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu", 4096), "step": clipped(unscales=True, largest=0.05)}),
+        ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu", 4096), "step": clipped(unscales=False, largest=0.05)}),
         ("fp32", {"scaler": SCALER("cpu", enabled=False)}),
         ("bf16", {"autocast": "bf16", "change": lambda net: net.inner.requires_grad_(False).to(BF16)}),
     ],
@@ -119,7 +134,7 @@ def inside(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         optimizer.step()
 
 
-def scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+def on_its_own(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     scaler.scale(torch.ones(()))
     optimizer.step()
 
@@ -164,8 +179,23 @@ def low_state(net: Net) -> torch.optim.Optimizer:
         ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu"), "step": plain}, ("was never used",)),
         (
             "fp16",
-            {"autocast": "fp16", "scaler": SCALER("cpu"), "step": scaled},
+            {"autocast": "fp16", "scaler": SCALER("cpu"), "step": on_its_own},
             ("instead of optimizer.step()", "multiplied by 65536"),
+        ),
+        (
+            "fp16",
+            {"autocast": "fp16", "scaler": SCALER("cpu", 4096), "step": clipped(unscales=False)},
+            ("were clipped to 1 while they were multiplied by the loss scale of 4096", "scaler.unscale_(optimizer)"),
+        ),
+        (
+            "fp16",
+            {
+                "autocast": "fp16",
+                "scaler": SCALER("cpu", 4096),
+                "step": clipped(unscales=False),
+                "made": lambda net: torch.optim.AdamW(net.parameters(), fused=True),
+            },
+            ("were clipped to 1 while they were multiplied by the loss scale of 4096",),
         ),
         ("fp32", {"made": unmatched}, ("3 of 3 tensors", "are not the model's parameters")),
         (

@@ -107,8 +107,6 @@ def compiled_in_place(net: nn.Module) -> nn.Module:
         {},
         {"keep_weights": True},
         {"autocast": torch.bfloat16},
-        {"autocast": torch.float16},
-        {"autocast": torch.float16, "keep_weights": True, "passes": 2},
         {"passes": 3},
         {"loss": lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])},
         {"wrap": lambda net: torch.compile(net, backend="eager")},
@@ -244,9 +242,9 @@ def test_what_a_closure_has_updated_is_replayed_from_after_the_update_which_is_s
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]
     with pytest.raises(mantissa.NotFiniteError, match="step 1: the loss is not finite"):
-        watch.step()
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert watch.number == 1
     assert "note: the replay has the weights of after the update" in said[-1]
 
 
@@ -326,6 +324,19 @@ def test_ten_skipped_steps_in_a_row_are_a_failure(tmp_path: Path) -> None:
     assert training.watch.skipped == 10
 
 
+@pytest.mark.parametrize("options", [{}, {"keep_weights": True, "passes": 2}])
+def test_a_scaler_skips_a_loss_that_is_not_finite_and_only_ten_in_a_row_are_a_failure(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    training = Training(BAD, autocast=torch.float16, folder=tmp_path, **options).train(BAD + 1)
+    assert f"step {BAD}: The loss is not finite, but the update is" in training.said[-1]
+    assert training.watch is not None
+    assert training.watch.skipped == 1
+    training.batch = lambda number: (torch.full((6, 4), -9.0), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 18: the loss scaler skipped 10 steps in a row.*root"):
+        training.train(20)
+
+
 def test_lost_updates_are_measured_by_parameter_group_and_warned_about_once() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(torch.bfloat16)
@@ -392,9 +403,10 @@ def test_copies_and_files_of_the_model_are_not_watched() -> None:
     assert training.watch is not None
     for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net))):
         other(*training.batch(1))
-        assert not training.watch._now.batches
+        assert not training.watch._now.passes
         hooks = [*other._forward_pre_hooks.values(), *other._forward_hooks.values()]
-        assert not any(hasattr(hook._call, "__self__") for hook in hooks)  # which would be a copy of the watch
+        assert hooks
+        assert not any("mantissa" in type(hook).__module__ for hook in hooks)  # it opens where that is not installed
 
 
 def test_evaluation_and_accumulation_are_no_steps() -> None:
@@ -404,7 +416,7 @@ def test_evaluation_and_accumulation_are_no_steps() -> None:
         training.net(*training.batch(1))
     training.watch.step()
     assert training.watch.number == 0
-    assert not training.watch._now.batches
+    assert not training.watch._now.passes
 
 
 @pytest.mark.parametrize(
@@ -412,7 +424,7 @@ def test_evaluation_and_accumulation_are_no_steps() -> None:
     [
         ({"every": 0}, "every=0 must be 1"),
         ({"on_failure": "stop"}, "use 'raise' or 'warn'"),
-        ({"precision": "bfloat16"}, "precision='bfloat16' is unknown; use one of fp32, tf32, bf16"),
+        ({"precision": "bf8"}, "precision='bf8' is unknown; use one of fp32, tf32, bf16"),
         ({"model": nn.ReLU()}, "type ReLU"),
         ({"optimizer": torch.optim.SGD}, "type type"),
         ({"scaler": "bf16"}, "type str"),
@@ -437,6 +449,17 @@ def test_an_optimizer_of_another_model_is_named_and_stops_no_training(of: str) -
     watch.close()
     words = {"optimizer": "2 of 2 tensors of the optimizer are not the model's parameters", "loop": "saw no step of"}
     assert words[of] in said[-1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_weights_that_a_scaler_refuses_are_named_at_once(fused: bool) -> None:
+    net, said = nn.Linear(2, 2).half(), list[str]()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
+    mantissa.Watch(net, optimizer, torch.amp.GradScaler("cpu"), say=said.append)
+    words = (
+        "DIFFERS: The weights are float16, whose gradients a GradScaler refuses to unscale: load the weights in fp32"
+    )
+    assert [each.startswith(words) for each in said] == ([] if fused else [True])
 
 
 def test_a_loss_needs_the_batches() -> None:

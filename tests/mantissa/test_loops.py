@@ -1,0 +1,514 @@
+"""Loops as people write them: watched and unwatched they train the same, bit for bit, and nothing ends them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mantissa
+from tests.helpers import same_bits
+
+Watching = Callable[..., Any]
+"""Takes the arguments of ``mantissa.Watch``."""
+Trained = tuple[list[Any], Iterable[nn.Module]]
+"""The losses of a loop, and what it has trained."""
+
+
+class Unwatched:
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def step(self, loss: Any = None) -> None: ...
+
+    def keep(self, batch: Any) -> Any:
+        return batch
+
+    def before_update(self) -> None: ...
+
+
+class Net(nn.Module):
+    """Returns its loss beside its scores; dropout and batch norm are in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        scores = self.head(self.body(x))
+        return scores if targets is None else (F.cross_entropy(scores, targets), scores)
+
+
+def data(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
+
+
+def adam(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-2, **options)
+
+
+def plain(watching: Watching, step: Callable[..., Any], net: nn.Module | None = None, made: Any = adam) -> Trained:
+    """Train 6 steps, each taken by ``step(number, net, optimizer, watch)``, which returns the loss."""
+    net = net or Net()
+    optimizer = made(net)
+    watch = watching(net, optimizer)
+    return [step(number, net, optimizer, watch) for number in range(6)], [net]
+
+
+def update(optimizer: Any, loss: Tensor, watch: Any) -> float:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    watch.step(loss)
+    return loss.item()
+
+
+def two_optimizers(watching: Watching) -> Trained:
+    """A GAN with a watch for each, and one watch for the whole of it."""
+    maker, critic = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4)), nn.Linear(4, 1)
+    one, other = adam(maker), adam(critic)
+    watches = watching(maker, one), watching(critic, other), watching(nn.ModuleList([maker, critic]), one)
+    losses = []
+    for number in range(6):
+        real, made = data(number)[0], maker(torch.randn(6, 2))
+        loss = F.softplus(critic(made.detach())).mean() + F.softplus(-critic(real)).mean()
+        other.zero_grad()
+        loss.backward()
+        other.step()
+        losses.append(F.softplus(-critic(made)).mean())
+        one.zero_grad()
+        losses[-1].backward()
+        one.step()
+        for watch in watches:
+            watch.step(loss)
+    return losses, [maker, critic]
+
+
+def several_updates(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    for part in range(3):
+        optimizer.zero_grad()
+        loss = net(*data(10 * number + part))[0]
+        loss.backward()
+        optimizer.step()
+    watch.step(loss)
+    return loss
+
+
+def by_hand(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    loss = net(*data(number))[0] / 2
+    loss.backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number == 3)
+    watch.step(loss)
+    return loss
+
+
+def closure(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    def call() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = net(*data(number))[0]
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(call)
+    watch.step(loss)
+    return loss
+
+
+def skipped(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    x, targets = data(number)
+    loss = net.eval()(x * (float("nan") if number == 2 else 1), targets)[0]
+    return update(optimizer, loss, watch) if loss.isfinite() else 0.0
+
+
+def evaluated(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    for forget in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with forget:
+            net.eval()(*data(100))
+    return update(optimizer, net.train()(*data(number))[0], watch)
+
+
+def caught(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    try:
+        if number == 1:
+            net(torch.ones(2, 3))
+        if number == 2:
+            net(*data(number))[0].backward()
+            raise KeyboardInterrupt
+        return update(optimizer, net(*data(number))[0], watch)
+    except (RuntimeError, KeyboardInterrupt):
+        optimizer.zero_grad()
+
+
+def copied(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    loss = net(*data(number))[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.deepcopy(optimizer)):
+            assert type(each) in (Net, type(optimizer))
+        torch.save([loss, net, optimizer.state_dict()], io.BytesIO())
+        torch.optim.swa_utils.AveragedModel(net)(*data(number))
+    return update(optimizer, loss, watch)
+
+
+def replaced(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    if number == 2:
+        net.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        optimizer.add_param_group({"params": net.head.parameters()})
+    if number == 4:
+        net.body = nn.Linear(4, 8)
+    return update(optimizer, net(*data(number))[0], watch)
+
+
+def frozen(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    net.body.requires_grad_(number >= 3)
+    if number == 4:
+        optimizer.add_param_group({"params": list(net.body.parameters())})
+    return update(optimizer, net(*data(number))[0], watch)
+
+
+def rebuilt(watching: Watching) -> Trained:
+    net, losses = Net(), []
+    optimizer = adam(net)
+    watch = watching(net, optimizer)
+    for number in range(6):
+        optimizer = adam(net) if number == 3 else optimizer
+        losses.append(update(optimizer, net(*data(number))[0], watch))
+    return losses, [net]
+
+
+def generated(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    x, _ = data(number)
+    with torch.no_grad():
+        for _ in range(3):
+            x = x + net(x).mean()
+    return update(optimizer, net(x, data(number)[1])[0], watch)
+
+
+def several_backwards(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    loss, scores = net(*data(number))
+    loss.backward(retain_graph=True)
+    scores.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    watch.step(loss)
+    return loss
+
+
+def penalty(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    x = data(number)[0].requires_grad_()
+    scores = net.eval()(x)
+    (gradient,) = torch.autograd.grad(scores.square().sum(), x, create_graph=True)
+    return update(optimizer, scores.square().mean() + (gradient.norm() - 1).square(), watch)
+
+
+def odd_zeros(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    loss = net(*data(number))[0]
+    optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+    if number % 2:
+        optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    watch.step(loss)
+    return loss
+
+
+def scaled(
+    watching: Watching, clips: str = "", told: bool = True, steps: int = 1, autocast: bool = True, **options: Any
+) -> Trained:
+    net, scaler, losses = Net(), torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2), []
+    optimizer = adam(net, **options)
+    watch = watching(net, optimizer, scaler if told else None)
+    for number in range(24):
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            loss = net(*data(number))[0] * 100
+        scaler.scale(loss).backward()
+        if (number + 1) % steps == 0:
+            if clips == "after":
+                scaler.unscale_(optimizer)
+            if clips:
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            if number % 2:  # a step may be said to be over before the scaler's update, too
+                watch.step(loss)
+            scaler.update()
+            optimizer.zero_grad()
+        if not number % 2 or (number + 1) % steps:
+            watch.step(loss)
+        losses.append(loss)
+    return losses, [net]
+
+
+def any_loss(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    def step(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+        loss = net(*data(number))[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step(change(loss))
+        return loss
+
+    return step
+
+
+def outputs(wrap: Callable[[Tensor], Any], loss_of: Callable[[Any], Tensor]) -> Callable[[Watching], Trained]:
+    """A model that returns anything."""
+
+    class Other(Net):
+        def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+            return wrap(super().forward(x, targets)[0])
+
+    return lambda watching: plain(
+        watching, lambda number, net, optimizer, watch: update(optimizer, loss_of(net(*data(number))), watch), Other()
+    )
+
+
+def averaged(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    if not hasattr(optimizer, "average"):
+        optimizer.average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
+    loss = update(optimizer, net(*data(number))[0], watch)
+    optimizer.average.update_parameters(net)
+    kept = copy.deepcopy(net.state_dict())
+    net.load_state_dict(optimizer.average.module.state_dict())
+    with torch.no_grad():
+        net(*data(number))
+    net.load_state_dict(kept)
+    return loss
+
+
+def functional(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    weights = dict(net.named_parameters())
+    loss = torch.func.functional_call(net, weights, data(number))[0]
+
+    def other(weights: Any) -> Tensor:
+        found: Tensor = torch.func.functional_call(net.eval(), weights, data(number))[0]
+        return found
+
+    gradients = torch.func.grad(other)({name: each.detach() for name, each in weights.items()})
+    net.train()
+    return update(optimizer, loss + 0 * sum(each.sum() for each in gradients.values()), watch)
+
+
+def sparse(watching: Watching, made: Any = torch.optim.SparseAdam, dtype: torch.dtype = torch.float32) -> Trained:
+    net = nn.EmbeddingBag(8, 4, sparse=True, mode="sum", dtype=dtype)
+
+    def step(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+        loss = net(torch.tensor([[number, 1], [1, 2]])).square().mean()
+        return update(optimizer, loss, watch)
+
+    return plain(watching, step, net, lambda net: made(net.parameters(), 0.1))
+
+
+def masters(watching: Watching) -> Trained:
+    net, losses = Net().to(torch.bfloat16), []
+    own = [nn.Parameter(each.detach().float()) for each in net.parameters()]
+    optimizer = torch.optim.AdamW(own, 1e-2)
+    watch = watching(net, optimizer)
+    for number in range(6):
+        x, targets = data(number)
+        loss = net(x.bfloat16(), targets)[0]
+        loss.backward()
+        for each, mine in zip(own, net.parameters(), strict=True):
+            assert mine.grad is not None
+            each.grad, mine.grad = mine.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for each, mine in zip(own, net.parameters(), strict=True):
+                mine.copy_(each)
+        watch.step(loss)
+        losses.append(loss)
+    return losses, [net]
+
+
+def scheduled(watching: Watching) -> Trained:
+    net, losses = Net(), []
+    optimizer = adam(net)
+    watch = watching(net, optimizer)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    for number in range(6):
+        losses.append(update(optimizer, net(*data(number))[0], watch))
+        schedule.step()
+    return losses, [net]
+
+
+class Mine(torch.optim.AdamW):
+    """An optimizer of one's own, which calls that of a base class, and cannot be made from its groups alone."""
+
+    def __init__(self, parameters: Any, secret: int) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.secret = secret
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad = None if each.grad is None else each.grad + torch.randn_like(each) * 1e-3
+        return super().step(closure)
+
+
+def threads(watching: Watching) -> Trained:
+    net, losses = Net().eval(), []
+    optimizer = adam(net)
+    watch = watching(net, optimizer)
+    others = [threading.Thread(target=lambda: [net(*data(9)) for _ in range(20)]) for _ in range(2)]
+    for each in others:
+        each.start()
+    rows = TensorDataset(*data(0))
+    for batch in DataLoader(rows, 2, num_workers=1):
+        losses.append(update(optimizer, net(*batch)[0], watch))
+    for each in others:
+        each.join()
+    return losses, [net]
+
+
+def compiled(watching: Watching, kind: str) -> Trained:
+    torch._dynamo.reset()
+    net = Net()
+    optimizer = adam(net)
+    called: Any = torch.compile(net, backend="aot_eager") if kind == "model" else net
+    watch = watching(called, optimizer)
+    if kind == "later":
+        called = torch.compile(net, backend="eager", fullgraph=True)
+    if kind == "function":
+        called = torch.compile(lambda *batch: net(*batch), backend="eager", fullgraph=True)
+    if kind == "optimizer":
+        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    return [update(optimizer, called(*data(number))[0], watch) for number in range(6)], [net]
+
+
+def unusual_modules(watching: Watching) -> Trained:
+    """Modules whose outputs no meter knows."""
+
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged), x.to_sparse()
+
+    class Around(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nested = Nested()
+
+        def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+            self.nested(self.body(x))
+            return super().forward(x, targets)
+
+    return plain(watching, lambda n, net, optimizer, watch: update(optimizer, net(*data(n))[0], watch), Around())
+
+
+def parts(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    """The loop calls submodules, and never the model; batches are kept."""
+    x, targets = watch.keep(data(number))
+    return update(optimizer, F.cross_entropy(net.head(net.body(x)), targets), watch)
+
+
+def recomputed(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    x, targets = data(number)
+    loss = torch.utils.checkpoint.checkpoint(net, x.requires_grad_(), targets, use_reentrant=number % 2 == 0)[0]
+    return update(optimizer, loss, watch)
+
+
+def simple(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    return update(optimizer, net(*data(number))[0], watch)
+
+
+LOOPS: dict[str, Callable[[Watching], Trained]] = {
+    "two optimizers": two_optimizers,
+    "several updates a step": lambda watching: plain(watching, several_updates),
+    "accumulation by hand": lambda watching: plain(watching, by_hand),
+    "closure": lambda watching: plain(watching, closure),
+    "lbfgs": lambda watching: plain(watching, closure, None, lambda net: torch.optim.LBFGS(net.parameters(), 0.1)),
+    "skipped batches": lambda watching: plain(watching, skipped),
+    "evaluation": lambda watching: plain(watching, evaluated),
+    "caught exceptions": lambda watching: plain(watching, caught),
+    "copies": lambda watching: plain(watching, copied),
+    "replaced layers": lambda watching: plain(watching, replaced),
+    "unfrozen": lambda watching: plain(watching, frozen, None, lambda net: adam(net.head)),
+    "rebuilt optimizer": rebuilt,
+    "generation": lambda watching: plain(watching, generated),
+    "several backwards": lambda watching: plain(watching, several_backwards),
+    "gradient penalty": lambda watching: plain(watching, penalty),
+    "odd zero_grad": lambda watching: plain(watching, odd_zeros),
+    "scaler": scaled,
+    "scaler, clip after": lambda watching: scaled(watching, "after"),
+    "scaler, clip before": lambda watching: scaled(watching, "before"),
+    "scaler, fused": lambda watching: scaled(watching, fused=True),
+    "scaler, fused, not told": lambda watching: scaled(watching, told=False, fused=True),
+    "scaler, not told": lambda watching: scaled(watching, told=False),
+    "scaler, accumulation": lambda watching: scaled(watching, steps=12),
+    "scaler, no autocast": lambda watching: scaled(watching, autocast=False),
+    "loss of several elements": lambda watching: plain(watching, any_loss(lambda loss: loss.expand(3))),
+    "complex loss": lambda watching: plain(watching, any_loss(lambda loss: loss * 1j)),
+    "integer loss": lambda watching: plain(watching, any_loss(lambda loss: torch.tensor(3))),
+    "nan for a log": lambda watching: plain(watching, any_loss(lambda loss: float("nan"))),
+    "no loss at all": lambda watching: plain(watching, any_loss(lambda loss: {"loss": loss})),
+    "hf output": outputs(lambda loss: types.SimpleNamespace(loss=loss), lambda output: output.loss),
+    "dict output": outputs(lambda loss: {"a": [loss], "b": None, "c": "text"}, lambda output: output["a"][0]),
+    "complex output": outputs(lambda loss: loss * 1j, lambda output: output.imag),
+    "ema": lambda watching: plain(watching, averaged),
+    "functional_call": lambda watching: plain(watching, functional),
+    "sparse": sparse,
+    "sparse, sgd, bf16": lambda watching: sparse(watching, torch.optim.SGD, torch.bfloat16),
+    "masters": masters,
+    "schedule": scheduled,
+    "optimizer of one's own": lambda watching: plain(watching, simple, None, lambda net: Mine(net.parameters(), 1)),
+    "fused": lambda watching: plain(watching, simple, None, lambda net: adam(net, fused=True)),
+    "foreach": lambda watching: plain(watching, simple, None, lambda net: adam(net, foreach=True)),
+    "adafactor": lambda watching: plain(watching, simple, None, lambda net: torch.optim.Adafactor(net.parameters())),
+    "threads": threads,
+    "compiled model": lambda watching: compiled(watching, "model"),
+    "compiled later": lambda watching: compiled(watching, "later"),
+    "compiled function": lambda watching: compiled(watching, "function"),
+    "compiled optimizer": lambda watching: compiled(watching, "optimizer"),
+    "unusual modules": unusual_modules,
+    "only parts are called": lambda watching: plain(watching, parts),
+    "recomputed": lambda watching: plain(watching, recomputed),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_the_same_bit_for_bit_with_a_watch(name: str) -> None:
+    found, said = [], list[str]()
+    modes: list[dict[str, Any]] = [{"every": 1}, {"every": 3}, {"every": 2, "keep_weights": True}]
+    for options in [None, *modes]:
+
+        def watching(*args: Any, options: Any = options, **given: Any) -> Any:
+            return Unwatched() if options is None else mantissa.Watch(*args, say=said.append, **options, **given)
+
+        torch.manual_seed(0)
+        losses, trained = LOOPS[name](watching)
+        state = {
+            f"{number}.{key}": value for number, net in enumerate(trained) for key, value in net.state_dict().items()
+        }
+        found.append((list(map(str, losses)), state, torch.get_rng_state()))
+    for losses, state, generator in found[1:]:
+        assert losses == found[0][0]
+        assert same_bits(state, found[0][1])
+        if name != "threads":
+            assert same_bits(generator, found[0][2])
+    assert not [each for each in said if "cannot follow this loop" in each]
+    for words in SAID.get(name, ()):
+        assert any(words in each for each in said), said
+
+
+SAID = {
+    "optimizer of one's own": ["Not all can be measured"],
+    "several updates a step": ["DIFFERS: The optimizer stepped 3 times before watch.step"],
+    "scaler, clip before": ["DIFFERS: The gradients were clipped to 1 while they were multiplied by the loss scale of"],
+    "rebuilt optimizer": ["step 3: The optimizer did not step, and weights have changed: give a new optimizer"],
+    "sparse": ["sparse or complex, and their updates not measured: 1 parameter (weight)"],
+    "sparse, sgd, bf16": ["sparse or complex, and their updates not measured: 1 parameter (weight)"],
+    "nan for a log": ["The loss is not finite, but the update is"],
+}
