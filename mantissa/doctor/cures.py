@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,52 +69,55 @@ def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
 
 
 def find_islands(
-    step: Step, finding: Finding, healthy: Callable[[list[str]], bool], goes_on: Callable[[], bool]
+    step: Step, finding: Finding, faulty: Callable[[Step], list[str]], goes_on: Callable[[], bool]
 ) -> Islands | None:
     """Return the islands that cure a finding; None: none were found.
 
-    They grow by diagnosis: the module of the finding, then that of what is found next; where a module in fp32 does
-    not help, the one that contains it. Then each is tried to be left out.
+    They grow by diagnosis: the module of the finding, then those of what is found next, such as the same fault in
+    every layer; where a module in fp32 does not help, the one that contains it. Then each is tried to be left out.
 
     Args:
         step: the step.
         finding: in a module of it.
-        healthy: returns whether the step has no other fault with these ``fp32_modules``. (That it is finite is
-            checked here.)
+        faulty: returns the modules of a finite step that have faults.
         goes_on: returns whether there is time.
     """
     tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
 
-    def next_fault(modules: list[str]) -> str | None:
-        return _next_fault(step, modules, tried_on, healthy, finding.kind == OVERFLOW)
+    def next_faults(modules: list[str]) -> list[str]:
+        other = replace(step, fp32_modules=[*step.fp32_modules, *modules])
+        return _next_faults(other, modules, tried_on, faulty, finding.kind == OVERFLOW)
 
     modules: list[str] = []
-    module: str | None = finding.module
-    while module and goes_on():
-        modules = [*(name for name in modules if not name.startswith(f"{module}.")), module]
-        module = next_fault(modules)
-        # In an island already: the module that contains the island.
-        inside = [name for name in modules if module and f"{module}.".startswith(f"{name}.")]
-        module = inside[0].rpartition(".")[0] if inside else module
-    if module is not None or not trains_with(step, lambda: step.as_run([*step.fp32_modules, *modules])):
+    found = [finding.module]
+    while found and all(found) and goes_on():
+        for module in found:
+            modules = [*(name for name in modules if not f"{name}.".startswith(f"{module}.")), module]
+        found = [_outside_of(modules, module) for module in next_faults(modules)]
+    if found or not trains_with(step, lambda: step.as_run([*step.fp32_modules, *modules])):
         return None
-    modules = _needed(modules, lambda rest: goes_on() and next_fault(rest) is None)
+    modules = _needed(modules, lambda rest: goes_on() and not next_faults(rest))
     return Islands(modules, goes_on(), list(step.fp32_modules))
 
 
-def _next_fault(
-    step: Step, modules: list[str], tried_on: list[list[Batch]], healthy: Callable[[list[str]], bool], headroom: bool
-) -> str | None:
-    """Return the module of the next fault with these islands (empty: it is in none); None: there is no fault.
+def _outside_of(modules: list[str], module: str) -> str:
+    """Return a module; where it is in one of those modules, the module that contains that one."""
+    around = next((name for name in modules if f"{module}.".startswith(f"{name}.")), None)
+    return module if around is None else around.rpartition(".")[0]
+
+
+def _next_faults(
+    step: Step, modules: list[str], tried_on: list[list[Batch]], faulty: Callable[[Step], list[str]], headroom: bool
+) -> list[str]:
+    """Return the modules of what is at fault in a step with these islands (empty: in no module); none: nothing is.
 
     ``headroom``: a fault is also a result in fp16 that is within a factor of the largest number, and may be beyond it
     in the next step.
     """
-    fp32_modules = [*step.fp32_modules, *modules]
     try:
-        passes = step.as_run(fp32_modules)
+        passes = step.as_run()
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
-        return modules[-1]
+        return modules[-1:]
     nearest = ""
 
     def note(op: Op) -> None:
@@ -133,10 +136,10 @@ def _next_fault(
         else:
             found = find_origin(passes, "") if nonfinite else None
         if nonfinite:
-            return found.module if found is not None else ""
+            return [found.module if found is not None else ""]
         if headroom and nearest and nearest not in modules:
-            return nearest
-    return None if healthy(fp32_modules) else modules[-1]
+            return [nearest]
+    return faulty(step)
 
 
 def _is_near_largest(op: Op) -> bool:
@@ -223,9 +226,11 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
         finding.line = str(outside[names[0]] or "")
         add_cure(step.remedies.operators(names), with_operators, names)
         return
-    model = step.as_run().model
+    passes = step.as_run()
+    order: list[str] = []
+    passes.forward(Trace(passes.model, returned=lambda name, *_: order.append(name)))
     for build in (with_modules, without_casts):
-        names = _innermost(model, functools.partial(fixed, build))
+        names = _innermost(passes.model, functools.partial(fixed, build), order)
         if names:
             finding.module = ", ".join(names)
             finding.line = str(line_of_error(step, names[-1]) or "")
@@ -261,33 +266,41 @@ def in_update(step: Step, finding: Finding, fixes: Callable[[Replay], bool]) -> 
     return True
 
 
-def _innermost(model: nn.Module, cured: Callable[[list[str]], bool]) -> list[str]:
-    """Return the fewest and innermost submodules that cure it together; empty: all of them do not."""
-    found = [name for name, _ in model.named_children()]
-    if not found or not cured(found):
-        return []
-    while True:
-        alone = next((name for name in found if len(found) > 1 and cured([name])), None)
-        found = [alone] if alone is not None else _needed(found, cured)
-        if len(found) != 1:
-            return found
-        inner = [f"{found[0]}.{name}" for name, _ in model.get_submodule(found[0]).named_children()]
-        if not inner or not cured(inner):
-            return found
-        found = inner
+def _innermost(model: nn.Module, cured: Callable[[list[str]], bool], order: list[str]) -> list[str]:
+    """Return the fewest and innermost submodules that cure it together; empty: all of them do not.
+
+    Of several that each cure it alone, that is the one that returns last, as ``order`` says: the others hand on fp32
+    numbers, in which it then computes.
+    """
+    found: list[str] = []
+    left = [""]
+
+    def suffice(names: list[str]) -> bool:
+        return cured([*left, *found, *names])
+
+    while left:
+        name = left.pop()
+        inner = [f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()]
+        inner.sort(key=functools.partial(_returned_last, order))
+        if not inner or not suffice(inner):
+            found.append(name)
+            continue
+        alone = next((child for child in reversed(inner) if len(inner) > 1 and suffice([child])), "")
+        left += [alone] if alone else _needed(inner, suffice)
+    return [name for name in found if name]
+
+
+def _returned_last(order: list[str], module: str) -> int:
+    """Return the last place of a module, or of one in it, in the order in which modules return."""
+    return max((place for place, name in enumerate(order) if f"{name}.".startswith(f"{module}.")), default=-1)
 
 
 def _with_modules(step: Step, names: list[str], casts: bool = True) -> Replay:
     """Return a replay with these modules in fp32; without ``casts``, their explicit ones have no effect."""
     passes = step.as_run([*step.fp32_modules, *names])
-    for module in () if casts else map(passes.model.get_submodule, names):
-        module.forward = functools.partial(_widened, module.forward)
+    if not casts:
+        passes.drop_casts(names)
     return passes
-
-
-def _widened(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with Widened(torch.float32):
-        return forward(*args, **kwargs)
 
 
 def _in_half(step: Step) -> dict[tuple[str, str], Line | None]:

@@ -25,7 +25,7 @@ from mantissa.doctor.cures import (
 from mantissa.doctor.dtypes import manifest, state_updates
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.module_errors import keep_harmful, local_errors, wrong_gradients
+from mantissa.doctor.module_errors import harmful_errors, local_errors, wrong_gradients
 from mantissa.doctor.sweep import (
     BREAKS,
     FP32,
@@ -356,15 +356,8 @@ def _at_scale(step: Step, scale: float) -> Replay:
 def _module_errors(result: Diagnosis) -> None:
     """Find modules whose error harms the gradients of the step, and the place of one that is in no module."""
     step = result.step
-    found = local_errors(step)
-    if found.findings:
-        errors = name_overflows(step.as_run(), found.findings)
-        found.findings = keep_harmful(step, errors, found.rows)
-        found.notes += [
-            f"{error.kind} in {error.place} ({error.detail}): the gradients of the step are right in spite of it"
-            for error in errors
-            if error not in found.findings
-        ]
+    found = harmful_errors(step)
+    found.findings = name_overflows(step.as_run(), found.findings) if found.findings else []
     for finding in found.findings:
         finding.line = finding.line or str(line_of_error(step, finding.module) or "")
     result.modules = result.add(found)
@@ -479,11 +472,15 @@ def _cure(result: Diagnosis) -> None:
             finding.cure.append(cure)
             return
 
-    def healthy(fp32_modules: list[str]) -> bool:
-        return result.modules is None or not local_errors(step, fp32_modules=fp32_modules).findings
+    rows = result.modules.rows if result.modules is not None else []
+    harmless = {row.module for row in rows if row.ratio > 1} - {each.module for each in result.findings}
+
+    def faulty(other: Step) -> list[str]:
+        errors = local_errors(other).findings if rows else []
+        return [error.module for error in errors if error.module not in harmless]
 
     goes_on = partial(budget.goes_on, "search for islands")
-    islands = budget.run("search for islands", lambda: find_islands(step, finding, healthy, goes_on))
+    islands = budget.run("search for islands", lambda: find_islands(step, finding, faulty, goes_on))
     if islands is not None:
         result.islands = islands
         if finding.kind != EXCEPTION:  # without them there is no step to compare with

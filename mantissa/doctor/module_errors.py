@@ -49,6 +49,8 @@ NOISE = 0.5
 """From this condition on, a result is noise in this format however it is computed, and is not judged."""
 _LARGE = 0.25
 """From this relative error on a module's result is wrong, whatever comes of it."""
+_ORDERS = ("topk", "sort", "argmax", "argmin", "nms")
+"""Operators, by their bare names, that choose or order by size."""
 _HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
 """Relative errors of a step's gradients from which on an error in a module does harm; of up to so many elements the
 second one."""
@@ -93,6 +95,8 @@ class LocalError:
     d: int
     """Rounded matmuls."""
     bound: float
+    sorts: bool = False
+    """Whether the call puts something in order: of what is nearly equal, rounding changes the order, and no more."""
 
     @property
     def ratio(self) -> float:
@@ -101,17 +105,12 @@ class LocalError:
         return self.e / self.bound if judged else 0.0
 
 
-def local_errors(step: Step, fp32_modules: list[str] | None = None) -> Examined:
-    """Return the local errors of a step in its run's format, a ``LocalError`` each.
-
-    Args:
-        step: the step.
-        fp32_modules: in the place of the run's.
-    """
+def local_errors(step: Step) -> Examined:
+    """Return the local errors of a step in its run's format, a ``LocalError`` each."""
     name = step.format.name
     if step.format.number is FP8:
         return Examined(notes=[f"errors of modules: not judged with precision={name}"])
-    low, reference, calls = record(step, fp32_modules)
+    low, reference, calls = record(step)
     result = Examined()
     worst: dict[tuple[str, str], LocalError] = {}
     left_out: dict[str, set[str]] = {}
@@ -138,26 +137,48 @@ def local_errors(step: Step, fp32_modules: list[str] | None = None) -> Examined:
     return result
 
 
-def keep_harmful(step: Step, errors: list[Finding], rows: list[LocalError]) -> list[Finding]:
-    """Return those errors of modules that are large, or reach a gradient of the step or its loss.
+def harmful_errors(step: Step) -> Examined:
+    """Return the local errors of a step, and as findings those that are large, or reach a gradient or the loss.
 
     A small one does no harm where what it is in is masked, or small beside the rest: rows of padding, for example.
     """
-    large = {(row.module, row.direction) for row in rows if row.ratio > 1 and row.e > _LARGE}
+    found = local_errors(step)
+    if not found.findings:
+        return found
+    large = {(row.module, row.direction) for row in found.rows if row.ratio > 1 and row.e > _LARGE and not row.sorts}
     with without_dropout():
         exact = step.reference().true_gradients()
-        own = _errors(step.as_run().true_gradients(), exact)
-        # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
-        limits = {name: _HARM if each.numel() > _FEW else _HARM_OF_FEW for name, each in exact.items()}
+        passes = step.as_run()
+        own = _errors(passes.true_gradients(), exact)
+    # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
+    wrong = {name: e for name, e in own.items() if e > (_HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
+    # What each layer repeats is judged together: one of them alone changes little.
+    siblings: dict[type[nn.Module], list[Finding]] = {}
+    for error in found.findings:
+        siblings.setdefault(type(passes.model.get_submodule(error.module)), []).append(error)
+    harmful: list[Finding] = []
+    for errors in siblings.values():
+        is_large = any((error.module, error.direction) in large for error in errors)
+        if is_large or _fixes(step, [error.module for error in errors], wrong, exact):
+            harmful += errors
+    found.notes += [
+        f"{error.kind} in {error.place} ({error.detail}): the gradients of the step are right in spite of it"
+        for error in found.findings
+        if error not in harmful
+    ]
+    found.findings = [error for error in found.findings if error in harmful]
+    return found
 
-        def harms(error: Finding) -> bool:
-            fixed: dict[str, float] = {}
-            if error.module and step.format.half is not None:
-                with suppress(FormatError, RuntimeError):  # a module that cannot be in fp32 alone
-                    fixed = _errors(step.as_run([*step.fp32_modules, error.module]).true_gradients(), exact)
-            return any(e > limits[name] and fixed.get(name, 0.0) < e / 2 for name, e in own.items())
 
-        return [error for error in errors if (error.module, error.direction) in large or harms(error)]
+def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradients) -> bool:
+    """Return whether a wrong gradient is half as wrong with modules in fp32, or none of them can be in fp32 alone."""
+    fixed: dict[str, float] = {}
+    if wrong and all(modules) and step.format.half is not None:
+        with suppress(FormatError, RuntimeError), without_dropout():
+            passes = step.as_run([*step.fp32_modules, *modules])
+            passes.drop_casts(modules)
+            fixed = _errors(passes.true_gradients(), exact)
+    return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
 
 
 @dataclass
@@ -238,6 +259,7 @@ class _Comparison:
     def __init__(self, low: Replay, reference: Replay, call: Call) -> None:
         self._in_low, self._reference, self._number, self._call = low, reference, low.format.number, call
         self._forward = self._backward = 0  # roundings of matmuls in series in the low precision
+        self._sorts = False
         self._sources = [value for _, value in call.sources()]
         self._targets = call.targets()
         self._cotangents = [value.gradient for _, value in self._targets]
@@ -281,6 +303,7 @@ class _Comparison:
 
         def count(op: Op) -> None:
             roundings[op.in_backward] += _roundings(op, self._number)
+            self._sorts |= op.bare_name in _ORDERS
 
         with Trace(None, count):
             found = evaluate(self._in_low, self._call, sources, cotangents)
@@ -354,7 +377,7 @@ class _Comparison:
         # In fp16 a number that is too small for the full precision has this error, which a loss scale can avoid.
         absolute = number.smallest / 2 * math.sqrt(exact.numel()) / norm if norm and number is FP16 else 0.0
         bound = max(FACTOR * max(cond, number.unit_roundoff * math.sqrt(d), absolute), least)
-        return LocalError(call.module, call.number, direction, name, e, cond, d, bound)
+        return LocalError(call.module, call.number, direction, name, e, cond, d, bound, self._sorts)
 
 
 @contextmanager
@@ -491,13 +514,13 @@ class Evaluated(NamedTuple):
     """Gradients of the sources and of the parameters, by name."""
 
 
-def record(step: Step, fp32_modules: list[str] | None = None) -> tuple[Replay, Replay, list[Call]]:
+def record(step: Step) -> tuple[Replay, Replay, list[Call]]:
     """Take a step in the run's format and in the reference, without dropout, with a few samples.
 
     Returns:
         Both replays, and the calls, each after its children.
     """
-    low = step.as_run(fp32_modules)
+    low = step.as_run()
     reference = step.reference(reference_dtype(step.format))
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
