@@ -75,6 +75,8 @@ class CompareOptions(Overriding):
 class DoctorOptions(Overriding):
     """Options of scripts/doctor.py."""
 
+    positional = "resume"
+
     resume: str = ""
     step: int = 0
     check: list[str] = field(default_factory=lambda: ["all"])

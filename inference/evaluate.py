@@ -32,6 +32,7 @@ from trainer.hardware import synchronise
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
 from trainer.terminal import on_error_stream, work
+from trainer.tracking.plots import plain
 
 CLASSES_SHOWN = 30
 """Classes in the terminal's table; of more, those with the lowest F1."""
@@ -237,7 +238,7 @@ def write_classes(folder: Path, result: Measured) -> None:
         labels,
         given,
         labels=found,
-        display_labels=names,
+        display_labels=list(map(plain, names)),
         normalize="true",  # so that small classes show
         include_values=len(names) <= NAMES_DRAWN // 2,
         cmap="Blues",

@@ -25,6 +25,8 @@ class RunOptions(Overriding):
 
     takes: ClassVar[Collection[str]] = ("precision", "loader", "device", "deterministic")
 
+    positional = "run"
+
     run: str = ""
     """A run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``."""
 

@@ -1,6 +1,7 @@
 """Find why a run is not finite, or trains worse in 16 bits: ``python scripts/doctor.py resume=outputs/gpt2-fp16-s0``.
 
   resume=FOLDER         the run: the step that failed is replayed and examined; or mlflow:RUN_ID
+                        (resume= may be left out, as in: python scripts/doctor.py outputs/gpt2-fp16-s0)
   step=0                the step to examine, counted from 1 (default: of a run the one that failed, else the next one;
                         without resume= the first one, as in: python scripts/doctor.py recipe=gpt2 precision=fp16)
   check=all             or some of formats,manifest,gradients,range,modules,updates,state,divergence,islands

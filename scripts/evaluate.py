@@ -1,6 +1,7 @@
 """Evaluate a trained model: ``python scripts/evaluate.py run=outputs/gpt2-bf16-s0``.
 
   run=…             a run folder, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote
+                    (run= may be left out, as in: outputs/gpt2-bf16-s0)
   split=valid       or test, train, all
   output=…          where evaluation.json and the tables go (default: evaluation/ in the run folder)
 Everything else is as in training. Other data, precisions and sizes replace it: data=… data.path=… precision=…

@@ -1,6 +1,7 @@
 """Generate text with a trained model: ``python scripts/generate.py run=outputs/gpt2-bf16-s0 prompt="def "``.
 
   run=…             a run folder, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote (gpt2, llama, t5)
+                    (run= may be left out, as in: outputs/gpt2-bf16-s0 prompt="def ")
   prompt=…          the beginning of the text; for t5, a text with gaps: "The <extra_id_0> fox"
   n=1               how many texts
   temperature=1     below 1 more probable tokens are preferred; 0: always the most probable one

@@ -1,6 +1,7 @@
 """Classify photos with a trained model: ``python scripts/predict.py run=outputs/resnet-bf16-s0 path=photos``.
 
   run=…             a run folder, its best/, mlflow:RUN_ID, or an exported folder
+                    (run= may be left out, as in: outputs/resnet-bf16-s0 path=photos)
   path=…            a photo, or a folder of them; each is cut and scaled as in the evaluation of the model
   top=5             how many classes are shown of each
   output=…          the CSV file (default: predictions.csv in the run folder)

@@ -218,6 +218,9 @@ def _become(request: dict[str, Any]) -> None:
     import numpy as np
 
     np.random.seed()
+    # The server's own would take the new ones, perhaps pipes, for what they were.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])

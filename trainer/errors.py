@@ -104,8 +104,9 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
 
 def check_folder_name(key: str, name: str) -> None:
     """Raise UserError where an option cannot name a folder; an empty one does."""
-    if "/" in name or name in (".", ".."):
-        raise UserError(f"{key}={name} must be the name of a folder, without a slash")
+    if "/" in name or name in (".", "..") or not (name.isprintable() and len(name.encode()) < 250):
+        shown = name[:60] if name.isprintable() else repr(name[:60])
+        raise UserError(f"{key}={shown} must be the name of a folder: one short line, without a slash")
 
 
 def redacted(text: str) -> str:

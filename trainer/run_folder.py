@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ class RunFolder:
             return cls(fetch(key, given, uri, output_dir))
         path = Path(given).expanduser()
         if not path.is_dir():
-            what = "this is a file" if path.exists() else "there is no such folder"
-            raise UserError(f"{key}={given}: {what}; give a run folder, such as {output_dir}/gpt2-bf16-s0")
+            why = "this is a file" if path.exists() else "there is no such folder"
+            raise UserError(f"{key}={given}: {why}; give a run folder, such as {_example(path.parent, output_dir)}")
         return cls(path)
 
     def summary(self) -> dict[str, Any]:
@@ -98,12 +99,14 @@ class RunFolder:
             if not isinstance(recorded, dict):
                 raise ValueError("it has no keys")
         except (OSError, ValueError) as error:
-            remedy = "restore it"
+            recorded, remedy = {}, "restore it"
             if (self.path / BEST / "config.json").is_file():  # which needs none of the run
                 remedy += f", or start a new run from the weights with init_from={self.path / BEST}"
-            if isinstance(error, FileNotFoundError):
-                remedy = "choose another run"
-            raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
+            if not isinstance(error, FileNotFoundError):
+                raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
+        if "precision.mode" not in recorded:
+            example = _example(self.path, "outputs")
+            raise UserError(f"{self.path} is not the folder of a run; give one, such as {example}")
         own = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)
@@ -131,6 +134,15 @@ class RunFolder:
         return Path(str(run_facts(self.path, "launch").get("folder", "")))
 
 
+def _example(folder: Path, output_dir: str) -> str:
+    """Return a run in a folder, or in ``output_dir``: the newest; where there is none, what one is called."""
+    for place in (folder, Path(output_dir).expanduser()):
+        found = [path.parent for path in place.glob(f"*/{CONFIG_FILE}") if "precision.mode" in read_object(path)]
+        if found:
+            return str(max(found, key=lambda path: path.stat().st_mtime))
+    return f"{output_dir}/gpt2-bf16-s0"
+
+
 def is_in_mlflow(given: str) -> bool:
     """Return whether this is the address of a run in MLflow, ``mlflow:RUN_ID`` or ``runs:/RUN_ID``; else a path."""
     return given.startswith(("mlflow:", "runs:/"))
@@ -153,10 +165,15 @@ def same_place(key: str, before: Any, now: Any) -> bool:
 
 
 def named(output_dir: str, name: str) -> list[RunFolder]:
-    """Return the folders of a run name, with a number where the name was taken; the one that was last changed first."""
-    ends = {path: path.name.removeprefix(name) for path in Path(output_dir).expanduser().glob(f"{name}*")}
-    found = [path for path, end in ends.items() if end == "" or (end.startswith("-") and end[1:].isdigit())]
-    found = [path for path in found if path.is_dir()]  # no dangling link
+    """Return the folders of a run name, with a number where the name was taken; the one that was last changed first.
+
+    A run that was itself given a name with a number is another run.
+    """
+    root = Path(output_dir).expanduser()
+    numbered = re.compile(rf"{re.escape(name)}-\d+")
+    found = [path for path in root.iterdir() if numbered.fullmatch(path.name)] if root.is_dir() else []
+    found = [path for path in found if read_object(path / CONFIG_FILE).get("run_name", name) == name]
+    found = [path for path in (root / name, *found) if path.is_dir()]  # no dangling link
     return [RunFolder(path) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 

@@ -36,13 +36,16 @@ class _Console(Console):
 class Terminal:
     """Writes to standard output. On a terminal, progress stays in place; in a file or a notebook it is a line each."""
 
-    def __init__(self, console: Console | None = None, shown: bool = True, logged: bool = True) -> None:
+    def __init__(
+        self, console: Console | None = None, shown: bool = True, logged: bool = True, quiet: bool = False
+    ) -> None:
         """Write to ``console`` (None: standard output), or nothing at all where another process does.
 
-        With ``logged`` what other parts log is shown here, too.
+        With ``logged`` what other parts log is shown here, too. With ``quiet`` only warnings are shown.
         """
+        self._quiet = quiet
         self.console = console or _Console(highlight=False, quiet=not shown, force_jupyter=False)
-        self._in_place = self.console.is_terminal and not self.console.quiet
+        self._in_place = self.console.is_terminal and not (self.console.quiet or quiet)
         self._progress = Progress(
             TextColumn("{task.description}", style="green", markup=False),
             TimeElapsedColumn(),
@@ -74,10 +77,14 @@ class Terminal:
 
     def warn(self, message: str) -> None:
         """Show a warning."""
-        self.note(Text.assemble(("warning: ", "bold yellow"), message))
+        self._print(Text.assemble(("warning: ", "bold yellow"), message))
 
     def note(self, message: str | Text = "", style: str = "") -> None:
         """Show a line as it is, above the progress."""
+        if not self._quiet:
+            self._print(message, style)
+
+    def _print(self, message: str | Text, style: str = "") -> None:
         text = message if isinstance(message, Text) else Text(message, style)
         soft_wrap = not self.console.is_terminal  # a file has no line width
         _unless_closed(lambda: self.console.print(text, soft_wrap=soft_wrap))

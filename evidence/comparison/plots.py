@@ -10,7 +10,7 @@ from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.runs import LOSS
 from mantissa.page import MARGIN
-from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure
+from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure, plain
 
 SIZE = (4.6, 3.2)
 """Inches."""
@@ -41,7 +41,7 @@ def _answers(result: Result) -> Any:
     base, margin = result.plan.baseline, 100 * result.plan.margin
     titles = ("Fastest?", "Less memory?", "Same quality?")
     for axes, title, label in zip(
-        panels, titles, (f"speed / {base}", f"memory / {base}", "change of loss, %"), strict=True
+        panels, titles, (f"speed / {plain(base)}", f"memory / {plain(base)}", "change of loss, %"), strict=True
     ):
         axes.set_title(title, fontsize=11, weight="bold", color=INK, loc="left")
         axes.set_xlabel(label, color=QUIET, fontsize=10)
@@ -94,7 +94,7 @@ def _loss(result: Result) -> Any:
         common = [step for step, values in losses.items() if len(values) == len(runs)]
         if common:
             means = [float(np.mean(losses[step])) for step in common]
-            axes.plot(common, means, "-", color=color, linewidth=1.8, label=arm.label)
+            axes.plot(common, means, "-", color=color, linewidth=1.8, label=plain(arm.label))
     if not axes.lines:
         return None
     axes.set_xlabel("optimizer step", color=QUIET)
@@ -105,7 +105,7 @@ def _loss(result: Result) -> Any:
 
 
 def _name_rows(axes: Any, arms: list[ArmResult]) -> None:
-    axes.set_yticks(range(len(arms)), [arm.label for arm in arms], color=INK)
+    axes.set_yticks(range(len(arms)), [plain(arm.label) for arm in arms], color=INK)
     axes.set_ylim(len(arms) - 0.5, -0.5)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x", color=RULE)

@@ -23,7 +23,7 @@ from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.optim.schedule import Schedule
 from trainer.run_folder import RunFolder
-from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure
+from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure, plain
 from trainer.trainer import StepRecord, Trainer
 
 SMOOTHING = 0.9
@@ -160,14 +160,14 @@ def range_test(config: Config, hardware: Hardware, lowest: float, highest: float
 def draw(curves: list[Curve], title: str) -> Any:
     """Return the figure: every loss faint, the smoothed ones strong, a line for each suggestion."""
     figure, axes = bare_figure(8, 4.5)
-    axes.set_title(title, loc="left", color=INK, fontsize=12)
+    axes.set_title(plain(title), loc="left", color=INK, fontsize=12)
     axes.set_xscale("log")
     axes.set_xlabel("learning rate", color=QUIET)
     axes.set_ylabel("training loss", color=QUIET)
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     for curve, color in zip(curves, cycle(COLORS), strict=False):
         axes.plot(curve.lr, curve.loss, color=color, linewidth=0.8, alpha=0.3)
-        axes.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color=color, label=curve.label or "smoothed")
+        axes.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color=color, label=plain(curve.label) or "smoothed")
         for (reason, lr), style in zip(curve.suggestions().items(), ("-", "--"), strict=False):
             axes.axvline(lr, label=f"{reason}: {lr:g}", color=color, linewidth=1, linestyle=style)
     if finite := [value for curve in curves for value in curve.loss if math.isfinite(value)]:

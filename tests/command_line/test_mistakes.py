@@ -62,10 +62,24 @@ TYPED: dict[str, tuple[str, ...]] = {
     "-m seed=0,1 precision=bf16,bf61": ("did you mean 'bf16'?",),
     # types and ranges
     "steps=abc": ("steps=abc must be a whole number, or auto",),
-    "seed=x": ("seed=x: Value 'x' of type 'str' could not be converted to Integer",),
+    "seed=x": ("seed=x must be a whole number",),
     "seed=4294967296": ("seed=4294967296 must lie between 0 and 4294967295",),
-    "seed=null": ("seed=null: ",),
-    "precision=bf16 precision.fp32_modules=lm_head": ("precision.fp32_modules=lm_head: ",),
+    "seed=null": ("seed=null must be a whole number",),
+    "optimizer.lr=high": ("optimizer.lr=high must be a number, such as 0.001",),
+    "optimizer.fused=auto": ("optimizer.fused=auto must be true or false",),
+    "tags=[a]": ("tags=[a] must be a dictionary, such as {a:1}",),
+    "precision=bf16 precision.fp32_modules=lm_head": ("precision.fp32_modules=lm_head must be a list, such as [a,b]",),
+    "'run_name=a\nb'": ("run_name='a\\nb' must be the name of a folder: one short line",),
+    # Hydra's grammar and flags
+    "-m clip=glob(zz*)": ("clip=glob(zz*): no choice of clip has such a name", choices("clip")),
+    "-m steps=glob(*)": ("steps=glob(*): no choice of steps has such a name",),
+    "clip=norm ~clip.max_norm": ("~clip.max_norm: an option cannot be removed; set another value, or leave it out",),
+    "--config-name=gpt2": ("--config-name=gpt2 has no effect", "experiment="),
+    "--config-path here": ("--config-path has no effect",),
+    "--package optimizer": ("--package has no effect: it is for --cfg job alone",),
+    "--resolve": ("--resolve has no effect: it is for --cfg job alone",),
+    "--experimental-rerun=x": ("continue a run with resume=FOLDER",),
+    "--local-rank=0": ("from torch.distributed.launch; use torchrun in its place",),
     "run_name=a/b": ("run_name=a/b", "without a slash"),
     f"{BIGNET} output_dir={300 * 'a'}": ("output_dir=aaa", "File name too long"),
     # options that exclude each other
@@ -80,8 +94,10 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{BIGNET} output_dir=notes.txt/runs": ("output_dir=notes.txt/runs", "notes.txt: it is a file", "output_dir="),
     f"{BIGNET} output_dir=/proc/runs": ("output_dir=/proc/runs", "output_dir="),
     "resume=nowhere": ("resume=nowhere: there is no such folder", "outputs/gpt2-bf16-s0"),
-    "resume=notes.txt": ("resume=notes.txt: this is a file; give a run folder",),
-    "resume=empty": ("empty/config.json cannot be read", "choose another run"),
+    "resume=notes.txt": ("resume=notes.txt: this is a file; give a run folder, such as outputs/gpt2-bf16-s0",),
+    "resume=empty": ("empty is not the folder of a run; give one, such as outputs/gpt2-bf16-s0",),
+    "resume=runs": ("runs is not the folder of a run; give one, such as runs/mine",),
+    "resume=exported": ("exported is not the folder of a run; give one, such as outputs/gpt2-bf16-s0",),
 }  # fmt: skip
 
 
@@ -94,6 +110,10 @@ def test_a_mistake_gets_one_sentence_and_leaves_nothing(
     command: str, train: Train, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "empty").mkdir()
+    (folder / "runs/mine").mkdir(parents=True)
+    (folder / "runs/mine/config.json").write_text('{"precision.mode": "bf16"}')
+    (folder / "exported").mkdir()
+    (folder / "exported/config.json").write_text('{"model_type": "gpt2"}')
     (folder / "docs.jsonl").write_text('{"text": "a row"}\n')
     (folder / "notes.txt").write_text("one two three four five\n" * 200)
     scratch = tmp_path / "scratch"
@@ -156,7 +176,12 @@ IN_OTHERS = {
     "doctor recipe=gpt2 check=format": "check=format is not a check; did you mean 'formats'?",
     "evaluate": "missing required option: run",
     "evaluate run=nowhere": "run=nowhere: there is no such folder",
+    "evaluate -m run=run precision=fp32,bf16": "-m is for train.py alone; leave it out",
+    "evaluate nowhere": "run=nowhere: there is no such folder",
+    "evaluate run run": "'run' is not an option; write key=value",
+    "doctor nowhere": "resume=nowhere: there is no such folder",
     "generate run=run": "missing required option: prompt",
+    "generate run prompt=a cache=false": "cache is not an option (run, prompt, ",
     "lr_range recipe=gpt2 schedule.final=0": "schedule.final=0 has no effect: the test sets it itself",
     "lr_range recipe=gpt2 max=1e-8": "min=1e-07 and max=1e-08 must be learning rates above 0, min the lower one",
     "lr_range recipe=gpt2 parallel=ddp": "parallel=ddp has no effect: each run has one process",
@@ -200,7 +225,7 @@ def test_the_other_scripts_answer_a_mistake_with_one_sentence(
 def test_the_process_ends_with_the_code(start: Start, folder: Path) -> None:
     process = start("precision=bf61")
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 2
+    assert process.returncode == 2, err
     assert out == ""
     assert err == f"error: precision=bf61 is not a choice; did you mean 'bf16'? {choices('precision')}\n"
     assert not list(folder.iterdir())

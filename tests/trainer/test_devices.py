@@ -131,6 +131,8 @@ def test_tensors_of_several_processes_go_through_the_devices_backend(
 ) -> None:
     joined: list[tuple[str, torch.device | None]] = []
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "29500")
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", lambda *given, **options: iter([(None, 0, 2)]))
     monkeypatch.setattr(dist, "PrefixStore", lambda *given: None)

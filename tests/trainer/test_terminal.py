@@ -46,6 +46,20 @@ def test_progress_stays_in_place_on_a_terminal_and_is_a_line_each_in_a_file(
         assert shown.splitlines() == [step, work_shown, "a line"]
 
 
+def test_a_quiet_one_shows_warnings_only() -> None:
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, force_terminal=True), logged=False, quiet=True)
+    with terminal.work("evaluating", 48, "batches") as advance:
+        advance(12)
+    terminal.note("a line")
+    terminal.block("a block", [("a", "row")])
+    terminal.progress(20, 300, METRICS | {"step_time_s": 0.15}, "tokens")
+    assert out.getvalue() == ""
+    terminal.warn("look")
+    terminal.end_progress()
+    assert "look" in out.getvalue()
+
+
 def test_what_does_not_take_long_leaves_no_line_in_a_file() -> None:
     out = io.StringIO()
     terminal = Terminal(Console(file=out), logged=False)

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from trainer.errors import UserError
 from trainer.files import read_json, sha256
 
 FORMAT = 5
@@ -104,12 +105,16 @@ def read_manifest(folder: Path) -> Manifest:
     """Return a checkpoint's manifest.
 
     Raises:
-        InvalidCheckpoint: it cannot be read, or is of another format.
+        InvalidCheckpoint: it cannot be read.
+        UserError: it is of another format, which is no damage.
     """
     try:
         content: Manifest = read_json(folder / MANIFEST_FILE)
     except (OSError, ValueError) as error:
         raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
     if content.get("format") != FORMAT:
-        raise InvalidCheckpoint(f"{MANIFEST_FILE} was written by another version; this one reads format {FORMAT}")
+        raise UserError(
+            f"{folder} has the checkpoint format {content.get('format')}, and this version reads format {FORMAT}; "
+            f"resume with the version that wrote it, or start a new run from {folder.parents[1]}/best with init_from=…"
+        )
     return content

@@ -246,7 +246,7 @@ def _clear_up(folder: Path) -> None:
     """Remove what a killed process left of a checkpoint."""
     for path in sorted(folder.iterdir()):
         if _PARTIAL.fullmatch(path.name):
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:

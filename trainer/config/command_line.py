@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Sweep
 from hydra.errors import HydraException
 
 from trainer.config import external_recipes
@@ -22,6 +23,16 @@ from trainer.config.text import unquoted
 from trainer.errors import UserError, nearest
 
 _MULTIRUN = {"-m", "--multirun"}
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), "there is one config; choose with experiment=…"),
+    **dict.fromkeys(("--package", "-p", "--resolve"), "it is for --cfg job alone; leave it out"),
+    "--experimental-rerun": "continue a run with resume=FOLDER",
+}
+"""Flags of Hydra's, and what to do instead."""
+_ELSEWHERE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.chdir")
+"""Where other programs of Hydra's write."""
+
+log = logging.getLogger("mantissa")
 
 
 @dataclass(frozen=True)
@@ -68,16 +79,26 @@ def read(arguments: Sequence[str]) -> CommandLine:
     flags = get_args_parser()._option_string_actions
     readable: list[str] = []
     overrides: list[Override] = []
+    shows = bool({"--cfg", "-c"} & {argument.partition("=")[0] for argument in arguments})
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument.startswith("-") and argument.partition("=")[0] not in flags:
             raise UserError(_without_dashes(argument, following))
+        if (why := _WITHOUT_EFFECT.get(argument.partition("=")[0])) and not (shows and "--cfg" in why):
+            raise UserError(f"{argument} has no effect: {why}")
         is_value = "=" not in argument and readable[-1:] and readable[-1].startswith("-")
         if argument.startswith("-") or is_value:  # a flag, or its value
             readable.append(argument)
             continue
         override = _parsed(argument)
-        if override is None or override.key_or_group == "note" or override.key_or_group.startswith("tags."):
+        if override is None:
             argument = _quoted_text(argument, override)
+            override = _parsed(argument)
+        if override is not None and isinstance(chosen := override.value(), Glob):
+            key = override.key_or_group
+            argument = f"{key}={','.join(chosen.filter(choices(key)))}"
+            if argument.endswith("="):
+                found = f" ({', '.join(choices(key))})" if choices(key) else ""
+                raise UserError(f"{override.input_line}: no choice of {key} has such a name{found}")
             override = _parsed(argument)
         if override is None or argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
@@ -88,12 +109,21 @@ def read(arguments: Sequence[str]) -> CommandLine:
     external_recipes.use_folder(line.value("recipe_path"))
     for override in overrides:
         _check_names(override)
+        if override.key_or_group in _ELSEWHERE:
+            log.warning("%s has no effect on where runs go; set output_dir=… and run_name=…", override.input_line)
+    for number, override in enumerate(overrides):  # after the names, as it imports the classes of the options
+        key, typed = override.key_or_group, str(override.input_line)
+        if key == "note" or key.startswith("tags.") or _is_misread(override):
+            line.arguments[line.arguments.index(typed)] = text = _quoted_text(typed, override)
+            overrides[number] = _parsed(text) or override
     return line
 
 
 def _without_dashes(argument: str, following: str) -> str:
     """Return what to write in the place of an option with dashes, whose value may be the next argument."""
     key, equals, typed = argument.partition("=")
+    if key in ("--local-rank", "--local_rank"):
+        return f"{argument} is from torch.distributed.launch; use torchrun in its place, with the same options"
     value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
     return f"{argument}: write {intended_key(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
 
@@ -106,9 +136,20 @@ def _quoted_text(argument: str, override: Override | None) -> str:
         named = f"++{key}"
     if key == "note" and typed != "null" and typed[:1] not in ("'", '"'):
         typed = quoted(typed)  # a sentence may have commas
-    elif equals and override is None and (is_tag or is_text(key)):
-        typed = _in_quotes(typed)
+    elif equals and (override is None or _is_misread(override)) and (is_tag or is_text(key)):
+        texts = [typed] if override is None else typed.split(",")
+        typed = ",".join(text if text == "null" else _in_quotes(text) for text in texts)
     return f"{named}{equals}{typed}"
+
+
+def _is_misread(override: Override) -> bool:
+    """Return whether Hydra reads a number or truth value, and would write it in another way: ``1e5``, ``007``."""
+    value = override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    typed = (override.input_line or "").partition("=")[2].split(",")
+    return len(values) == len(typed) and any(
+        isinstance(each, int | float) and str(each) != text for each, text in zip(values, typed, strict=True)
+    )
 
 
 def _check_names(override: Override) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from trainer.config import registration as config
+from trainer.config.text import values_of
 from trainer.errors import UserError, nearest
 
 
@@ -46,6 +47,11 @@ def _sentence(error: BaseException) -> str:
     if own := [name for name in known_options() if name.startswith(f"{typed.partition('=')[0]}.")]:
         return f"{typed}: set one of its options: {', '.join(own)}"
     first = str(cause).strip().partition("\n")[0]
+    if "does not support deletion" in first:
+        return f"{typed}: an option cannot be removed; set another value, or leave it out for the default"
+    fields = list(known_options().get(typed.partition("=")[0], {}).values())
+    if isinstance(cause, ValidationError | TypeError) and fields and "expected one of" not in first:
+        return f"{typed} must be {values_of(str(fields[0].type))}"
     return f"{typed}: {first}" if typed else first
 
 

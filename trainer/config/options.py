@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hint
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
-from trainer.config.text import listed, unquoted
-from trainer.errors import RunError, UserError, first_line, nearest, redacted
-from trainer.parallel.world import launched_processes
+from trainer.config.text import listed, make_printable, unquoted, values_of
+from trainer.errors import RunError, UserError, nearest, redacted
+from trainer.parallel.world import check_launch, launched_processes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -33,6 +33,8 @@ class Overriding:
     """The keys and groups of train.py's that have an effect; empty: all."""
     fixed: ClassVar[Mapping[str, str]] = {}
     """Keys and groups that have none, and why."""
+    positional: ClassVar[str] = ""
+    """The option that may be given without its key."""
 
 
 def run(
@@ -52,12 +54,14 @@ def run(
         continues: whether the same command goes on where Ctrl-C stopped it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    make_printable()
     if any(argument.partition("=")[0] in ("-h", "--help") for argument in given):
         print(usage)
         return 0
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a file or a pipe
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if isinstance(main, str) and "torch" not in sys.modules:
+            print("loading torch and the recipes …", file=sys.stderr, flush=True)
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except RunError as error:
@@ -99,8 +103,8 @@ def parse(
         key, equals, text = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
         dashes = argument.startswith("-")
-        if argument == "-m" and others == "overrides":
-            continue  # what train.py needs for several values
+        if argument in ("-m", "--multirun") and others == "overrides":
+            raise UserError(f"{argument} is for train.py alone; leave it out")
         if dashes and (name in names or others == "overrides"):
             raise UserError(f"{argument}: write {name}={text or '…'}, without dashes")
         if equals and key in names:
@@ -111,12 +115,16 @@ def parse(
             others == "paths" and not dashes and (not equals or Path(argument).exists())
         ):
             rest.append(argument)
+        elif not equals and not dashes and (own := getattr(options, "positional", "")) and own not in values:
+            values[own] = argument
         elif equals or dashes:
             raise UserError(f"{argument}: {name} is not an option{nearest(name, names)} ({', '.join(names)})")
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
-    if "parallel" in getattr(options, "fixed", ()) and launched_processes():
-        raise UserError("each run has one process; leave out torchrun")
+    if "parallel" in getattr(options, "fixed", ()):
+        check_launch()
+        if launched_processes():
+            raise UserError("each run has one process; leave out torchrun")
     if others == "overrides":
         check_keys(rest, options)
     return options(**values | given), rest
@@ -138,7 +146,8 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
         key = key_of(override)
         group = key.partition(".")[0]
         unknown = "." not in key and key not in known and intended_key(key) == key
-        if unknown and (near := nearest(key, own)):
+        near = nearest(key, own)
+        if unknown and (near or takes):
             raise UserError(f"{key} is not an option{near} ({', '.join(own)})")
         if why := fixed.get(key) or fixed.get(group):
             raise UserError(f"{override} has no effect: {why}; leave it out")
@@ -159,7 +168,7 @@ def _value(options: type[Options], key: str, text: str) -> Any:
     try:
         typed[key] = text
     except ValidationError as error:
-        raise UserError(f"{key}={text}: {first_line(error)}") from error
+        raise UserError(f"{key}={text} must be {values_of(wanted.__name__)}") from error
     if least is not None and typed[key] < least:
         raise UserError(f"{key}={text} must be a whole number of at least {least}")
     return typed[key]

@@ -33,7 +33,7 @@ State = Literal["complete", "not finite", "interrupted"]
 
 _ELSEWHERE = (
     *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name"),
-    *("tags", "note"),
+    *("tags", "note", "quiet"),
 )
 """Keys and groups that change nothing about a run but where its results are, and what is said of it."""
 MAY_CHANGE = (

@@ -50,6 +50,8 @@ class RunConfig:
     """Where metrics and models go."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     """When a run ends before its last step."""
+    quiet: bool = False
+    """Show nothing but warnings, errors and the table of a sweep."""
     log_every: int = 10
     """Optimizer steps between two lines of logged metrics (metrics.jsonl)."""
     recipe_path: str | None = None

@@ -1,11 +1,36 @@
-"""Values as they are typed on a command line."""
+"""Values as they are typed on a command line, and what is printed there."""
 
 from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+
+
+def make_printable() -> None:
+    """Let a terminal that lacks a character show a question mark, and a file or a pipe get each line at once."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # in a test or a notebook it may be another
+            stream.reconfigure(errors="replace", line_buffering=True)
 
 
 def listed(text: str) -> list[str]:
     """Return the items of ``a,b`` or ``[a,b]``."""
     return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",") if item.strip()]
+
+
+_VALUES = {
+    "int": "a whole number",
+    "float": "a number, such as 0.001",
+    "bool": "true or false",
+    "None": "null",
+    "list[str]": "a list, such as [a,b]",
+}
+
+
+def values_of(annotation: str) -> str:
+    """Return what an option of a type such as ``int | None`` can be, for a message."""
+    parts = ("a dictionary, such as {a:1}" if part[:4] == "dict" else part for part in annotation.split(" | "))
+    return ", or ".join(_VALUES.get(part, part) for part in parts)
 
 
 def unquoted(text: str) -> str:

@@ -10,15 +10,51 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer.errors import UserError
+
 if TYPE_CHECKING:  # a command line is checked before torch is imported
     from torch import Tensor
 
 T = TypeVar("T")
 
 
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells each process, beside ``WORLD_SIZE``."""
+_TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+"""Where other launchers say how many processes they have started; within an interactive shell it is one."""
+
+
 def launched_processes() -> int:
     """Return how many processes torchrun started, including this one; 0 if it did not start this one."""
-    return int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() and all(os.environ.get(name) for name in _OF_A_RANK) else 0
+
+
+def check_launch() -> None:
+    """Refuse what cannot join others: a part of what torchrun sets, left over or set by hand.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if size == "1":
+        return
+    missing = [name for name in _OF_A_RANK if not os.environ.get(name)]
+    numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not missing and all(map(str.isdecimal, (size, *numbers))) and int(numbers[0]) < int(size):
+        return
+    wrong = f"without {', '.join(missing)}" if missing else f"with RANK={numbers[0]}"
+    raise UserError(
+        f"WORLD_SIZE={size} is set {wrong}, so this process cannot join the others; start it with torchrun, "
+        "which sets all of them, or, for one process: unset RANK WORLD_SIZE"
+    )
+
+
+def tasks_alone() -> str:
+    """Return what started several processes that do not know each other: ``srun started 8 processes``."""
+    counts = ((by, os.environ.get(name, "1")) for name, by in _TASKS.items())
+    several = [f"{by} started {count} processes" for by, count in counts if count != "1"]
+    return several[0] if several and not launched_processes() else ""
 
 
 def launched_local_rank() -> tuple[int, int]:

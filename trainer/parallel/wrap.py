@@ -18,7 +18,7 @@ from mantissa.formats import STOCHASTIC
 from trainer.errors import Interrupted, RunError, UserError, check_range
 from trainer.hardware import DEVICE_KINDS, best_type, kind_of
 from trainer.parallel.shards import shard_again
-from trainer.parallel.world import World, launched_local_rank, launched_processes
+from trainer.parallel.world import World, check_launch, launched_local_rank, launched_processes, tasks_alone
 from trainer.precision.modes import Precision
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ class Parallel:
         Raises:
             UserError: torchrun started a number of processes that this choice cannot use.
         """
+        check_launch()
         if (processes := launched_processes()) > 1:
             raise UserError(
                 f"torchrun started {processes} processes, and parallel=single uses one; "
@@ -162,6 +163,7 @@ class SeveralProcesses(Parallel):
         check_range("parallel.timeout_s", self.timeout_s, "(0, inf)")
 
     def world(self, device: str) -> World:
+        check_launch()
         device_type = best_type() if device == "auto" else device
         joined = [kind.type for kind in DEVICE_KINDS if kind.collectives]
         if device_type not in joined:
@@ -170,8 +172,9 @@ class SeveralProcesses(Parallel):
                 f"{', '.join(dict.fromkeys(joined))} or auto"
             )
         if not launched_processes():
+            why = f"{started} without telling each of the others; " if (started := tasks_alone()) else ""
             raise UserError(
-                "this parallel mode needs several processes: start them with "
+                f"this parallel mode needs several processes: {why}start them with "
                 "torchrun --nproc-per-node=2 scripts/train.py …, or use parallel=single"
             )
         if device_type != "cpu":  # before joining: NCCL would fail on a GPU that is not there

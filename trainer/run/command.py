@@ -20,7 +20,7 @@ from trainer.config import help
 from trainer.config.command_line import read
 from trainer.config.explain import explained
 from trainer.errors import Interrupted, RunError, UserError, redacted
-from trainer.parallel.world import launched_processes, tell_torchrun
+from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
 from trainer.run import provenance
 from trainer.run.signals import OUTSIDE
 from trainer.run.sweep import Sweep, TrainOne
@@ -44,6 +44,7 @@ def main(run_class: type[Run] | None = None) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
     train_one = partial(_train_one, run_class)
     try:
+        check_launch()
         codes = _sweep(Sweep(read(sys.argv[1:])), train_one)
     except UserError as error:
         return _report(error)
@@ -80,7 +81,7 @@ def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
             raise
         last = str(error).strip().rpartition("\n")[2]  # the other jobs may have ended well
         failed.append(_report(RunError(f"a job or its launcher failed: {type(error).__name__}: {last}")))
-    if os.environ.get("RANK", "0") == "0" and (table := sweep.table()):
+    if (launched_processes() < 2 or os.environ["RANK"] == "0") and (table := sweep.table()):
         print(f"\n{table}", flush=True)
         if any(row.stopped for row in sweep.rows):
             print("\nrun the same command again to continue the sweep", flush=True)
@@ -121,7 +122,7 @@ def _report(error: Exception | KeyboardInterrupt) -> int:
     if launched_processes() > 1:
         rank = os.environ["RANK"]
         if not _in_a_group():  # a mistake in the command line: every process finds it
-            speaks = os.environ["LOCAL_RANK"] == "0"
+            speaks = os.environ["LOCAL_RANK"] == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
         elif error.shared:
             speaks = rank == "0"
         else:

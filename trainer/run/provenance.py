@@ -46,7 +46,7 @@ def resume_command(folder: Path) -> str:
     launcher = ["python"]
     if launched_processes():
         launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
-        if (nodes := int(os.environ["GROUP_WORLD_SIZE"])) > 1:
+        if (nodes := launched_processes() // int(os.environ["LOCAL_WORLD_SIZE"])) > 1:
             launcher.append(f"--nnodes={nodes}")
     return shlex.join([*launcher, sys.argv[0], _resume(folder)])
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from trainer.config.text import make_printable
 from trainer.errors import Interrupted
 
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
@@ -43,10 +44,11 @@ def is_program() -> bool:
 
 
 def begin_program() -> None:
-    """Handle SIGINT and SIGTERM from now on, and tell a terminal what is being loaded.
+    """Handle SIGINT and SIGTERM from now on, and tell what is being loaded.
 
     What is imported is no garbage: Python looks for some again when ``train`` allows it, which saves half a second.
     """
+    make_printable()
     _Program.is_begun, _Program.start_time = True, time.monotonic()
     atexit.register(_skip_teardown)  # what is registered first is called last
     gc.disable()
@@ -55,7 +57,7 @@ def begin_program() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before the program began
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the program)
-    if _speaks() and sys.stderr.isatty():
+    if _speaks() and "quiet=true" not in sys.argv and "torch" not in sys.modules:
         print("loading torch and the recipes …", file=sys.stderr, flush=True)
 
 

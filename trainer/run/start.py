@@ -26,6 +26,7 @@ from trainer.data.contract import Datasets
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
 from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
 from trainer.hardware import detect, threads
+from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
 from trainer.run.fit import REMEDY, fit_plan, ran_out, release_memory
 from trainer.run.run import Run
@@ -77,9 +78,11 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
-        terminal = Terminal(shown=world.is_main)
+        terminal = Terminal(shown=world.is_main, quiet=config.quiet)
         signals.tell = terminal.note
         stack.enter_context(terminal.in_use())
+        if alone := tasks_alone():
+            terminal.warn(f"{alone}, and each trains a run of its own; to train one together, let it start torchrun")
         hardware = detect(config.device)
         try:
             plan = config.plan(hardware, world)
@@ -118,7 +121,7 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
             with _written(config.output_dir):
                 if folder is None:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
-                    folder = world.run_on_main(partial(_begun, plan.config, datasets, stack))
+                    folder = world.run_on_main(partial(_begun, plan.config, datasets, stack, terminal))
                 decisions = [*plan.decisions, *trainer.decisions]
                 run = run_class(trainer, folder, saved, terminal, signals, decisions, began)
             started(run)
@@ -188,8 +191,10 @@ def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path |
     return path, ""
 
 
-def _begun(config: Config, datasets: Datasets, stack: ExitStack) -> RunFolder:
+def _begun(config: Config, datasets: Datasets, stack: ExitStack, terminal: Terminal) -> RunFolder:
     folder = RunFolder.create(config.output_dir, config.name)
+    if folder.path.name != config.name:
+        terminal.note(f"{config.name} exists; this run is {folder.path.name} (resume=auto would have continued it)")
     stack.enter_context(in_use(folder.path))
     datasets.keep(folder.path)
     described = Path(str(getattr(config.recipe, "pretrained", None))).expanduser() / "config.json"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import RunError
+from trainer.errors import RunError, first_line
 from trainer.files import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, read_json_lines, write_json, write_text
 from trainer.tracking.follower import Follower
 from trainer.tracking.options import Tracking
@@ -140,8 +140,8 @@ def _tolerate(write: Callable[[], object], path: Path) -> bool:
     """Write a file that the run does not depend on; if that fails, warn and return False."""
     try:
         write()
-    except OSError as error:
-        log.warning("%s cannot be written (%s).", path, error.strerror or error)
+    except (OSError, ValueError) as error:  # the latter of a plot that cannot be drawn
+        log.warning("%s cannot be written (%s).", path, getattr(error, "strerror", None) or first_line(error))
         return False
     return True
 

@@ -54,9 +54,14 @@ def bare_figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
+def plain(text: str) -> str:
+    """Return a user's text so that matplotlib reads no formula between two ``$``."""
+    return text.replace("$", r"\$")
+
+
 def _loss_figure(series: dict[str, Series], title: str) -> Any:
     figure, axes = bare_figure(8, 4.5)
-    axes.set_title(f"{title}: loss", loc="left", color=INK, fontsize=12)
+    axes.set_title(f"{plain(title)}: loss", loc="left", color=INK, fontsize=12)
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.set_ylabel("loss", color=QUIET)
     axes.grid(axis="y", color=RULE, linewidth=0.8)

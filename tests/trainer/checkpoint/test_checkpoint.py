@@ -19,6 +19,7 @@ from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
+from trainer.checkpoint.schema import best_step
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.errors import UserError
@@ -153,6 +154,22 @@ def test_of_damaged_checkpoints_the_newest_before_them_is_taken(
     DAMAGE[name](tmp_path / "step-00000001" / name)
     with pytest.raises(UserError, match=f"step-00000001 is damaged: {what}; no older one is whole; start a new run"):
         load(tmp_path)
+
+
+def test_another_format_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    manifest = write(tmp_path / "run/checkpoints") / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 5', '"format": 6'))
+    for find in (load, best_step):
+        with pytest.raises(UserError, match=r"format 6, and this version reads format 5; .*/run/best with init_from"):
+            find(tmp_path / "run/checkpoints")
+
+
+def test_a_file_in_the_place_of_a_partial_checkpoint_stops_none(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f".step-0000000{step}.partial").touch()
+    write(tmp_path, 1)
+    assert load(tmp_path).step == 1
 
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

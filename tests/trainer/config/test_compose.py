@@ -72,6 +72,20 @@ def test_an_option_of_the_yaml_that_another_class_lacks_is_removed_by_the_user()
         compose(["optimizer.name=Adadelta"])
 
 
+@pytest.mark.parametrize("name", ["1e5", "007", "true", "1_000", "nan", "lr[1e-3]", "5", "yes", "0x10"])
+def test_a_name_that_looks_like_a_number_stays_as_it_is(name: str) -> None:
+    config = compose([f"run_name={name}", f"tags.team={name}", f"note={name}", "optimizer.lr=1e-3"])
+    assert (config.name, config.tags, config.note, config.optimizer.lr) == (name, {"team": name}, name, 0.001)
+    if "[" not in name:
+        assert [compose(each).name for each in combinations([f"run_name={name},b"]).values()] == [name, "b"]
+
+
+def test_globs_choose_among_the_choices_of_a_group() -> None:
+    assert list(combinations(["clip=glob(*)"])) == ["none", "norm", "value"]
+    assert list(combinations(["clip=glob([n*],exclude=norm)"])) == [""]
+    assert compose(["clip=glob(norm)"]).clip.kind == "norm"
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_quoted_text_is_read_as_it_was(text: str) -> None:
     override = OverridesParser.create().parse_override(f"key={quoted(text)}")

@@ -203,7 +203,7 @@ def test_on_a_gpu_the_logits_are_whole_where_they_are_forecast_to_fit(
         fitted = fit_plan(config, plan, detect("cpu"), World(), datasets)
         assert [each.value for each in fitted.decisions if each.key.endswith("loss")] == [True] * (free_mib < whole)
         run = RunFolder(tmp_path)
-        run.write_config({"recipe.chunked_loss": fitted.config.recipe.chunked_loss})
+        run.write_config({"precision.mode": "fp32", "recipe.chunked_loss": fitted.config.recipe.chunked_loss})
         again = as_before(run, config, plan)  # a resumed run has its form again
         assert again.config.recipe.chunked_loss == fitted.config.recipe.chunked_loss
         return fitted.config.recipe.chunked_loss, fitted.batching.micro_batch_size
@@ -219,7 +219,7 @@ def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
     config = compose(*BIGNET)
     plan, run = config.plan(detect("cpu")), RunFolder(tmp_path)
     for recorded, expected in ((32, 32), (3, 512)):
-        run.write_config({"micro_batch_size": recorded})
+        run.write_config({"precision.mode": "fp32", "micro_batch_size": recorded})
         now = as_before(run, config, plan)
         assert now.config.micro_batch_size == now.batching.micro_batch_size == expected
         assert [choice.value for choice in now.decisions if choice.key == "micro_batch_size"] == [expected]

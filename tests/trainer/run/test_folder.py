@@ -11,7 +11,7 @@ from tests.helpers import PROJECT
 from trainer.config.resume import check_same
 from trainer.errors import UserError
 from trainer.files import in_use
-from trainer.run_folder import RunFolder
+from trainer.run_folder import RunFolder, named
 
 RUN: dict[str, Any] = {
     "recipe": "resnet",
@@ -75,6 +75,21 @@ def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(folder: Ru
 def test_a_second_run_with_the_same_name_gets_another_folder(tmp_path: Path) -> None:
     names = [RunFolder.create(str(tmp_path), "gpt2-bf16-s0").path.name for _ in range(3)]
     assert names == ["gpt2-bf16-s0", "gpt2-bf16-s0-2", "gpt2-bf16-s0-3"]
+
+
+@pytest.mark.parametrize("name", ["exp", "lr[1e-3]", "a*", "exp-2", "ü b"])
+def test_a_name_finds_its_own_runs_and_no_others(name: str, tmp_path: Path) -> None:
+    def begin(name: str) -> Path:
+        folder = RunFolder.create(str(tmp_path), name)
+        folder.write_config({"run_name": name, "precision.mode": "bf16"})
+        return folder.path
+
+    own = {begin(name), begin(name), begin(name)}
+    for other in (f"{name}-7", f"{name}-x", f"x{name}", "lr1", "ab", "exp-2"):
+        if other != name:
+            begin(other)
+    assert {folder.path for folder in named(str(tmp_path), name)} == own
+    assert not named(str(tmp_path / "none"), name)
 
 
 def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -195,5 +196,9 @@ def test_series_have_a_gap_where_a_value_was_not_finite(tmp_path: Path) -> None:
     assert steps.tolist() == [1, 2, 4]
     np.testing.assert_array_equal(values, [1.5, NAN, 0.5])
     plot_run(tmp_path)
+    shutil.copytree(tmp_path, folder := tmp_path / r"cost $a_$ b \$")
+    plot_run(folder)  # whose name is no formula
+    assert (folder / "plots/loss.png").is_file()
+    shutil.rmtree(folder)
     (drawn,) = (tmp_path / "plots").iterdir()
     assert (drawn.name, drawn.read_bytes()[:4]) == ("loss.png", b"\x89PNG")
