@@ -106,6 +106,19 @@ FOUND: dict[str, tuple[tuple[str, ...] | Callable[[Path], None], str, tuple[int,
         "passed over: 20 images in chest, 1 hidden)",
     ),
     "classes packed twice": ((PET, "pets/" + PET), "cat dog", (8, 2), "passed over: 10 images in pets)"),
+    "masks of an archive": (
+        ("CUB/images/{Ani,Tern}/{5}.png", "segmentations/{Ani,Tern}/{5}.png"),
+        "Ani Tern",
+        (8, 2),
+        "training PATH/CUB/images, validation 0.1 of each class; passed over: 10 images in segmentations)",
+    ),
+    "unlabelled test images, packed twice": (
+        ("alphabet_train/alphabet_train/{A,B}/{5}.png", "alphabet_test/alphabet_test/{A,B}.png"),
+        "A B",
+        (8, 2),
+        "passed over: 2 images in alphabet_test)",
+    ),
+    "test images of other classes": (("train/" + PET, "test/cow/{3}.png"), "cat dog", (8, 2), "3 images in test)"),
     "unlabelled test images": (("train/" + PET, "test/{9}.png"), "cat dog", (8, 2), "passed over: 9 images in test)"),
     "unlabelled images in a folder": (
         ("train/" + PET, "{val,test}/images/{9}.png"),
@@ -164,33 +177,58 @@ MUST = "data.path must be a folder with one folder of images per class, or with 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "labels in the names": (
         ("train/{cat,dog}.{5}.jpg", "test1/{3}.jpg"),
-        f"PATH has 13 images, but no folders of classes; {MUST}",
+        f"PATH has 13 images .passed over: nothing., and no folders of several classes; {MUST}",
     ),
     "a table beside them": (
         ("train_images/{5}.jpg", "train.csv"),
         r"PATH has 5 .*; or write the classes of PATH/train\.csv to metadata\.csv .*data=hub data\.name=PATH data\.l",
     ),
-    "images and masks": (("{images,masks}/{5}.png",), f"PATH has 5 images, but no folders of classes; {MUST}"),
-    "images of a split and labels": (("{train,valid}/images/{5}.png", "{train,valid}/labels/{5}.txt"), "no folders of"),
-    "pairs of domains": (("{trainA,trainB,testA,testB}/{5}.jpg",), "PATH has 20 images, but no folders of classes"),
-    "parts of one set": (("HAM_images_part_{2}/{5}.jpg", "HAM.csv"), "PATH has 10 images, but no folders of classes"),
+    "images and masks": (
+        ("{images,masks}/{5}.png",),
+        f"PATH has 5 images .passed over: 5 images in masks., and no .*; {MUST}",
+    ),
+    "images of a split and labels": (
+        ("{train,valid}/images/{5}.png", "{train,valid}/labels/{5}.txt"),
+        "no folders of several",
+    ),
+    "pairs of domains": (
+        ("{trainA,trainB,testA,testB}/{5}.jpg",),
+        "PATH has 20 images .*, and no folders of several classes",
+    ),
+    "parts of one set": (
+        ("HAM_images_part_{2}/{5}.jpg", "HAM.csv"),
+        "PATH has 10 images .*, and no folders of several classes",
+    ),
     "one class": (
         ("cat/{5}.png", "dog/{5}.heic"),
         r"one class only, cat; without images: dog \(5 \.heic\); two are needed",
     ),
     "no images": (
         ("{cat,dog}/{5}.heic",),
-        r"PATH has no images \(\.jpg, .*; it has 10 \.heic\); data",
+        r"PATH has no images \(passed over: 10 \.heic\), and",
     ),
-    "files of MNIST": (("raw/t10k-images-idx3-ubyte.gz",), r"PATH has no images .*it has 1 \.gz"),
+    "files of MNIST": (("raw/t10k-images-idx3-ubyte.gz",), r"PATH has no images \(passed over: 1 \.gz"),
     "domains": (
         ("{amazon,dslr,webcam}/images/{bike,mug,pen}/{2}.jpg",),
-        r"PATH: amazon, dslr, webcam hold the same folders, bike, mug, pen; if these are the classes, choose one set "
-        r"of them with data\.path=PATH/amazon/images; if amazon, dslr, webcam are, move the images out of the folders",
+        r"PATH: amazon, dslr, webcam hold the folders bike, mug, pen; if these are the classes or splits, set "
+        r"data\.path=PATH/amazon/images; if not, move the images out of them",
     ),
     "splits in the classes": (
         ("{cat,dog}/{train,test}/{5}.png",),
-        r"PATH: cat, dog each hold test, train; put these on top, as in test/cat",
+        r"PATH: cat, dog hold the folders test, train; if these are the classes or splits",
+    ),
+    "an archive with the splits and more": (
+        ("data/split/{train,val}/" + PET, "data/raw/{5}.png"),
+        r"PATH/data: split hold the folders train, val; if .* splits, set data\.path=PATH/data/split",
+    ),
+    "one folder": (
+        ("img_align/img_align/{9}.jpg", "list.csv"),
+        r"PATH has 9 images .*1 \.csv\).* classes of PATH/list\.csv",
+    ),
+    "parts of a set, deeper": (("images_00{2}/images/{5}.png",), "PATH has 10 images .*, and no folders of several"),
+    "boxes and masks": (
+        ("VOC/{JPEGImages,SegmentationObject}/{4}.png", "VOC/Annotations/{4}.xml"),
+        "PATH has 4 images .*xml",
     ),
 }
 

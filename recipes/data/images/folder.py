@@ -57,17 +57,15 @@ class ImageFolder(ImageSource):
         root = read(os.path.expanduser(self.path))
         folders = arrange(root)
         if self.test:
-            folders[TEST] = arrange(read(os.path.expanduser(self.test)))[TRAINING]
+            folders[TEST] = read(os.path.expanduser(self.test)).unwrapped(TEST)
+        train = folders[TRAINING]
+        for each in folders.values():
+            if not each.folders:
+                raise UserError(f"{each.path} has no folders of images; set {WANTED}")
+            if unknown := sorted(each.folders.keys() - train.folders.keys()):
+                raise UserError(f"{each.path} has the class {unknown[0]}, which {train.path} does not have; rename it")
         files = {part: {name: each.files() for name, each in found.folders.items()} for part, found in folders.items()}
-        classes, train = sorted(files[TRAINING]), folders[TRAINING]
-        for part in [part for part in (VALIDATION, TEST) if part in files]:
-            if unknown := sorted(files[part].keys() - classes):
-                what = f"{folders[part].path} has the class {unknown[0]}, which {train.path} does not have"
-                if part == VALIDATION or self.test:
-                    raise UserError(f"{what}; rename it")
-                log.warning("%s, so it is not used; to evaluate it, rename its folders, or set data.test=", what)
-                del files[part], folders[part]
-        empty = f"; without images: {shortened(train.empty)}" if train.empty else ""
+        classes, empty = sorted(files[TRAINING]), f"; without images: {shortened(train.empty)}" if train.empty else ""
         if len(classes) == 1:
             raise UserError(f"{train.path} has images of one class only, {classes[0]}{empty}; two are needed")
         origin = ", ".join(f"{part} {found.path}" for part, found in folders.items())

@@ -18,13 +18,12 @@ EXTENSIONS = (
 TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
 WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
 _SPLITS = {
-    TRAINING: r"train(ing)?(set|data|images?|[ab])?",
-    VALIDATION: r"val(id|idation)?(set|data|images?)?|dev",
-    TEST: r"test(ing)?(set|data|images?|[ab])?|eval(uation)?",
+    TRAINING: "train(ing)?(set|data|images?|[ab])?",
+    VALIDATION: "val(id|idation)?(set|data|images?)?|dev",
+    TEST: "test(ing)?(set|data|images?|[ab])?|eval(uation)?",
 }
-_IMAGES = {"image", "images", "img", "imgs", "jpegimages", "jpg"}
-_ABOUT_IMAGES = {"mask", "masks", "annotations", "labels", "segmentations", "segmentationclass", "ground_truth", "gt"}
-"""Folders that describe the images of a folder of ``_IMAGES`` beside them."""
+_IMAGES = re.compile("images?|imgs?|jpegimages|jpg", re.IGNORECASE)
+_ABOUT_IMAGES = re.compile("(.*[^a-z])?(masks?|annotations?|labels?|segmentation.*|ground.?truth|gt)", re.IGNORECASE)
 _OF_SYSTEMS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
 
 
@@ -48,7 +47,7 @@ class Folder:
         """Return the folder of folders in it, if it holds nothing else, as archives often do; of a split, its own."""
         if len(self.folders) == 1 and not self.images:
             ((name, inner),) = self.folders.items()
-            if inner.folders and (role in (None, _role(name)) or name.lower() in _IMAGES):
+            if inner.folders and (role in (None, _role(name)) or _IMAGES.fullmatch(name)):
                 return inner.unwrapped(role)
         return self
 
@@ -86,8 +85,8 @@ def read(path: str, passed: Counter[str] | None = None, above: tuple[str, ...] =
             found.images.append(entry.path)
         else:
             passed[os.path.splitext(name)[1] or "without a suffix"] += 1
-    if _IMAGES & {name.lower() for name in found.folders}:
-        for name in [name for name in found.folders if name.lower() in _ABOUT_IMAGES]:
+    if any(map(_IMAGES.fullmatch, found.folders)):
+        for name in list(filter(_ABOUT_IMAGES.fullmatch, found.folders)):
             found.leave_out(name)
     return found
 
@@ -101,14 +100,19 @@ def arrange(root: Folder) -> dict[str, Folder]:
     top = root.unwrapped()
     inside = {name: folder.unwrapped(_role(name)) for name, folder in top.folders.items()}
     # One with images only may be a class, such as one of trains; of several for one split, the plain name counts.
-    names = [name for name, folder in inside.items() if {each.lower() for each in folder.folders} - _IMAGES]
-    named = {_role(name): inside[name] for name in sorted(names, key=str.isalpha)}
+    nested = [name for name, each in inside.items() if set(each.folders) - {name, *filter(_IMAGES.match, each.folders)}]
+    named = {_role(name): inside[name] for name in sorted(nested, key=str.isalpha)}
     parts = {part: named[part] for part in PARTS if part in named}
-    unused = [name for name, folder in inside.items() if folder not in parts.values()]
     if TRAINING not in parts:
-        parts, unused = {TRAINING: top}, _repeated(top, inside)
+        parts, unused = {TRAINING: top}, _no_classes(root, top, inside)
+    else:
+        if TEST in parts and parts[TEST].folders.keys() - parts[TRAINING].folders.keys():
+            del parts[TEST]
+        unused = [name for name, folder in inside.items() if folder not in parts.values()]
     for name in unused:
         top.leave_out(name)
+    if unused and TRAINING not in named:
+        return arrange(root)
     for folder in parts.values():
         top.passed["outside of class folders"] += len(folder.images)
     return parts
@@ -118,36 +122,35 @@ def _role(name: str) -> str | None:
     """Return the split that a name means; None: it means none, or several."""
     words = re.findall("[a-z]+", name.lower())
     roles = {role for role, split in _SPLITS.items() for word in words if re.fullmatch(split, word)}
-    return roles.pop() if len(roles) == 1 and not _ABOUT_IMAGES & set(words) else None
+    return roles.pop() if len(roles) == 1 and not _ABOUT_IMAGES.fullmatch(name) else None
 
 
-def _repeated(top: Folder, inside: dict[str, Folder]) -> list[str]:
-    """Return those of the folders ``inside`` that hold the others once more; the others are classes.
+def _no_classes(root: Folder, top: Folder, inside: dict[str, Folder]) -> list[str]:
+    """Return those of the folders ``inside`` that hold the others once more, or masks of them.
 
     Raises:
         UserError: see ``arrange``.
     """
+    inner = {name: folder.folders for name, folder in inside.items() if len(folder.folders) > 1}
     words = {re.sub("[^a-z]+", " ", name.lower()).strip() for name in inside}
-    of_one_set = len(words) == 1 and {"images", "part", "batch", "fold"} & set(min(words).split())  # but for a number
-    if of_one_set or all(map(_role, inside)) or words <= _IMAGES:
-        files, remedy = top.files(), f"data.path must be {WANTED}"
-        if not files:
-            found = f"; it has {numbers(top.passed)}" if top.passed else ""
-            raise UserError(f"{top.path} has no images ({', '.join(EXTENSIONS)}{found}); {remedy}")
-        if table := next(iter(sorted(Path(top.path).rglob("*.csv"))), None):
+    numbered = len(words) == 1 and not inner and {"images", "part", "batch"} & set(min(words).split())
+    lone = len(inside) == 1 and (not top.empty or any(map(_IMAGES.fullmatch, inside)))
+    if numbered or lone or all(map(_role, inside)):
+        remedy = f"data.path must be {WANTED}"
+        if (table := next(iter(sorted(Path(root.path).rglob("*.csv"))), None)) and inside:
             remedy += f"; or write the classes of {table} to metadata.csv beside the images (file_name,label), and use "
             remedy += f"data=hub data.name={table.parent} data.label_column=label"
-        raise UserError(f"{top.path} has {len(files):,} images, but no folders of classes; {remedy}")
-    inner = {name: folder.folders for name, folder in inside.items() if len(folder.folders) > 1}
-    if again := [name for name, found in inner.items() if found.keys() <= inside.keys()]:
+        shown = f"{len(top.files()) or 'no'} images (passed over: {numbers(root.passed) or 'nothing'})"
+        raise UserError(f"{root.path} has {shown}, and no folders of several classes; {remedy}")
+    if again := [name for name, each in inner.items() if each.keys() <= inside.keys() or _ABOUT_IMAGES.fullmatch(name)]:
         return again
-    shared = sorted(set.intersection(*map(set, inner.values()))) if 2 * len(inner) > len(inside) else []
-    several, classes = shortened(list(inner)), shortened(shared)
-    if len(shared) > 1 and all(map(_role, shared)):
-        raise UserError(f"{top.path}: {several} each hold {classes}; put these on top, as in {shared[0]}/{min(inner)}")
-    if len(shared) >= max(2, len(inner)) > 1:  # classes may have parts in common, too, but fewer
+    several, classes = list(inner), set.intersection(*map(set, inner.values())) if inner else set()
+    if 2 * len(inner) <= len(inside) or not len(classes) >= len(inner) > 1:  # parts of classes are fewer than classes
+        several = [name for name, each in inner.items() if TRAINING in map(_role, each)]
+    if several:
+        first = max(several, key=lambda name: len(inside[name].files()))
         raise UserError(
-            f"{top.path}: {several} hold the same folders, {classes}; if these are the classes, choose one set of them "
-            f"with data.path={inside[min(inner)].path}; if {several} are, move the images out of the folders in them"
+            f"{top.path}: {shortened(several)} hold the folders {shortened(sorted(inner[first]))}; if these are the "
+            f"classes or splits, set data.path={inside[first].path}; if not, move the images out of them"
         )
     return []
