@@ -188,7 +188,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
         {name: torch.stack([batch[name] for batch in sums]).double().cpu().numpy() for name in sums[0]},
         about | {"targets": count_of_targets, "batch_size": size},
         sum(units) / max(seconds, 1e-9),
-        run.not_timed,
+        run.not_timed(model),
         classes,
         given,
     )

@@ -15,7 +15,7 @@ from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
-from trainer.precision.kernels import not_timed_here
+from trainer.precision.kernels import convolves, not_timed_here
 
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
@@ -37,10 +37,10 @@ class RunConfig:
     eval_samples: int | None
     """Samples to evaluate; None: all of them."""
 
-    @property
-    def not_timed(self) -> str | None:
-        """Why its speed is not that of its format, see ``not_timed_here``."""
-        return not_timed_here(self.config.precision.mode, self.hardware, self.config.precision.kernels)
+    def not_timed(self, model: nn.Module) -> str | None:
+        """Return why the model's speed is not that of its format, see ``not_timed_here``."""
+        precision = self.config.precision
+        return not_timed_here(precision.mode, self.hardware, precision.kernels, convolves(model))
 
     def with_data(self, datasets: Datasets) -> RunConfig:
         """Return the config with what the open data decides."""
@@ -53,7 +53,7 @@ class RunConfig:
             UserError: see ``Precision.convert``.
         """
         config, device = self.config, self.hardware.device
-        config.set_up(self.hardware)
+        config.set_up(self.hardware, convolves(model))
         config.precision.convert(model.to(device), device)
         return model
 

@@ -22,7 +22,6 @@ _BLOCK = 4
 class BigNet(Recipe):
     """The ``recipe=bignet`` config: ``layers`` × Linear(``width``, ``width``) with ReLU between them."""
 
-    convolves = False
     name: ClassVar[str] = "bignet"
     unit: ClassVar[str] = "samples"
     architecture: ClassVar[tuple[str, ...]] = ("layers", "width")

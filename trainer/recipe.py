@@ -135,8 +135,6 @@ class Recipe:
     """Sums whose highest value is the best. Of all others it is the lowest."""
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
-    convolves: ClassVar[bool] = True
-    """Whether the model may have convolutions, whose kernels then count where its precision is reported."""
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
     architecture: ClassVar[tuple[str, ...]] = ()

@@ -25,6 +25,7 @@ from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
+from trainer.precision.kernels import convolves
 from trainer.recipe import LossOutput, UserRecipe
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ class Trainer(Generic[Config]):
         self.hardware = hardware
         self.device = hardware.device
         select(self.device)
-        self.kernels = config.set_up(hardware)
-        """How 16-bit operands are multiplied on a CPU."""
+        config.set_up(hardware)
         self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
         """What it trains on and is evaluated on."""
         config, self.decisions = config.with_data(self.datasets, hardware)
@@ -92,6 +92,10 @@ class Trainer(Generic[Config]):
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self.first_model()
+        self.convolves = convolves(self.model)
+        """Whether the model has convolutions, whose kernels then count where its precision is reported."""
+        self.kernels = config.set_up(hardware, self.convolves)
+        """How 16-bit operands are multiplied on a CPU."""
         if isinstance(self.recipe, UserRecipe):  # whose model need not follow the seed
             world.broadcast([tensor.detach() for tensor in self.model.state_dict().values()])
         self.frozen = freeze(self.model, config.freeze or [])

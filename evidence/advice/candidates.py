@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evidence.memory.fits import fitting, is_set, too_large
@@ -15,12 +16,11 @@ from mantissa.formats import BASIC
 from mantissa.memory import available_bytes
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
-from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.optim.optimizer import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
-from trainer.precision.kernels import not_timed_here
+from trainer.precision.kernels import convolves, not_timed_here
 from trainer.recipe import Recipe
 from trainer.run.fit import USABLE
 from trainer.run.forecast import meta_model
@@ -89,15 +89,16 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
     space, tight = Space(notes=notes), bool(notes)
-    if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels, config.recipe.convolves):
+    recipe = config.plan(hardware).config.recipe
+    model = meta_model(recipe, datasets)
+    if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels, convolves(model)):
         notes.append(f"the default has {why}")
     values: dict[str, Sequence[object]] = {}
     if not is_set(overrides, PRECISION):
-        values[PRECISION] = _precisions(space, config, hardware)
+        values[PRECISION] = _precisions(space, config, hardware, model)
     values[COMPILE] = ["default" if config.compile.mode == "off" else "off"]
     if not is_set(overrides, "micro_batch_size"):
-        values["micro_batch_size"] = _micro_batches(space, config, hardware, datasets)
-    recipe = config.plan(hardware).config.recipe
+        values["micro_batch_size"] = _micro_batches(space, config, hardware, model)
     for name in ("channels_last", "chunked_loss"):
         values[f"recipe.{name}"] = ["false" if getattr(recipe, name, None) is True else "true"] * hasattr(recipe, name)
     if attention := getattr(recipe, "attention", None):
@@ -139,27 +140,26 @@ def _refusal(overrides: list[str], hardware: Hardware) -> str:
     return ""
 
 
-def _precisions(space: Space, config: Config, hardware: Hardware) -> list[str]:
+def _precisions(space: Space, config: Config, hardware: Hardware, model: nn.Module) -> list[str]:
     """Return the modes that the hardware computes in instructions of its own."""
     modes = []
     for mode in BASIC:
         if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
             continue
-        if why := not_timed_here(mode, hardware, config.precision.kernels, config.recipe.convolves):
+        if why := not_timed_here(mode, hardware, config.precision.kernels, convolves(model)):
             space.left_out[mode] = why
         else:
             modes.append(mode)
     return modes
 
 
-def _micro_batches(space: Space, config: Config, hardware: Hardware, datasets: Datasets) -> list[int]:
+def _micro_batches(space: Space, config: Config, hardware: Hardware, model: nn.Module) -> list[int]:
     """Return powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
     plan = config.plan(hardware)
     batch_size, now = plan.batching.batch_size, plan.batching.micro_batch_size
     sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
     near = [size for size in sizes - {now} if max(size, now) <= AROUND * min(size, now)]
     others = [size for size in near if batch_size % size == 0 and size % config.augment.micro_batch_multiple == 0]
-    model = meta_model(plan.config.recipe, datasets)
     if others and any(isinstance(module, _BatchNorm) for module in model.modules()):
         why = "not varied: it would change batch norm's statistics, which are per microbatch"
         space.left_out["other values of micro_batch_size"] = why

@@ -116,9 +116,9 @@ class StepConfig:
         self.data.augmented(self.augment)  # refuses what has no effect
         self.augment.check(self.recipe)
 
-    def set_up(self, hardware: Hardware) -> str:
+    def set_up(self, hardware: Hardware, convolves: bool = True) -> str:
         """Set torch up in this process, and return how 16-bit operands are multiplied, see ``kernels.choose``."""
-        chosen = kernels.choose(self.precision.half, self.precision.kernels, hardware, self.recipe.convolves)
+        chosen = kernels.choose(self.precision.half, self.precision.kernels, hardware, convolves)
         self.precision.apply(chosen)
         allow_cudnn_attention(not self.recipe.masks_attention)
         set_determinism(self.deterministic)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from mantissa.formats import BF16, FORMATS, FP16
 from trainer.hardware import NATIVE, Hardware
@@ -44,7 +45,7 @@ def choose(dtype: torch.dtype | None, kernels: str, hardware: Hardware, convolve
         dtype: the 16-bit format; None: of fp32.
         kernels: of ``KERNELS``.
         hardware: where it runs; other devices than CPUs keep their kernels.
-        convolves: whether the model may have convolutions.
+        convolves: whether the model has convolutions, or may have some.
     """
     if dtype is None or hardware.device.type != "cpu":
         return OWN
@@ -54,6 +55,11 @@ def choose(dtype: torch.dtype | None, kernels: str, hardware: Hardware, convolve
     if not (convolves and onednn):
         return OWN
     return CONVOLUTIONS if kernels == AUTO and dtype is FP16.dtype and "amx_fp16" not in hardware.cpu_flags else UNSEEN
+
+
+def convolves(model: nn.Module) -> bool:
+    """Return whether a model has modules that convolve."""
+    return any(isinstance(module, _ConvNd) for module in model.modules())
 
 
 def computed_by_onednn(dtype: torch.dtype) -> bool:
@@ -67,7 +73,7 @@ def computed_by_onednn(dtype: torch.dtype) -> bool:
 def not_timed_here(mode: str, hardware: Hardware, kernels: str = AUTO, convolves: bool = False) -> str | None:
     """Return why the speed of a run in ``mode`` on this machine is not that of its format, for a user; None: it is.
 
-    ``kernels``: of ``precision.kernels``; ``convolves``: whether the model may have convolutions.
+    ``kernels``: of ``precision.kernels``; ``convolves``: whether the model has convolutions.
     """
     chosen, name = choose(FORMATS[mode].half, kernels, hardware, convolves), FORMATS[mode].number.name
     if chosen == CONVOLUTIONS:

@@ -52,8 +52,8 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     effective |= config.precision.operator_overrides
     effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
-    precision, convolves = config.precision, config.recipe.convolves
-    effective["arithmetic"] = not_timed_here(precision.mode, trainer.hardware, precision.kernels, convolves) or own
+    precision, hardware = config.precision, trainer.hardware
+    effective["arithmetic"] = not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves) or own
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))

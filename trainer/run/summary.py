@@ -48,7 +48,7 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory_bytes(trainer.device),
         "memory_is": "allocated on the GPU" if trainer.hardware.is_gpu else "process memory (RSS)",
         "fp32_arithmetic": not_timed_here(
-            config.precision.mode, trainer.hardware, config.precision.kernels, config.recipe.convolves
+            config.precision.mode, trainer.hardware, config.precision.kernels, trainer.convolves
         ),
         "parallel": config.parallel.kind,
         "processes": trainer.world.size,

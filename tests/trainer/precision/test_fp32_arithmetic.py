@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import CPU, fit, same_bits, trainer_of
+from trainer.config.step import StepConfig
 from trainer.hardware import Hardware
 from trainer.precision import kernels
 from trainer.precision.kernels import (
@@ -28,6 +29,10 @@ from trainer.precision.kernels import (
     not_timed_here,
     use,
 )
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler
+from trainer.recipe import DataSource, Recipe
+from trainer.trainer import Trainer
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HALVES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -298,3 +303,21 @@ def test_a_trainer_multiplies_as_it_is_asked_to(mode: str, widened: list[str]) -
     assert widened == []
     fit(trainer_of(*line, "batch_size=4", "steps=1", "precision.kernels=fp32"))
     assert widened
+
+
+@pytest.mark.parametrize("convolution", [True, False])
+def test_whether_a_model_convolves_is_read_from_the_model(convolution: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a recipe that says nothing about it."""
+    monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: True)
+    some = replace(AMX, cpu_flags=frozenset({"avx512_fp16"}))
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    first: nn.Module = nn.Linear(4, 4)
+    if convolution:
+        first = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten())
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(4, 1))
+    own = Recipe.of(model, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), data, data)
+    config = StepConfig(recipe=own, data=DataSource(), precision=Precision(mode="fp16"), scaler=AutoScaler())
+    trainer = Trainer.from_config(config, hardware=some)
+    assert trainer.convolves == convolution
+    assert trainer.kernels == (CONVOLUTIONS if convolution else OWN)
+    assert bool(not_timed_here("fp16", some, "auto", trainer.convolves)) == convolution
