@@ -114,7 +114,7 @@ class Store:
         if not self.of("plan"):
             self.add("plan", plan | facts)
         known = self.of("plan")[0]
-        if different := [key for key in plan if plan[key] != known.get(key)]:
+        if different := [key for key in plan if plan[key] != known.get(key, plan[key])]:
             there, here = known.get(different[0]), plan[different[0]]
             place = "" if self._path is None else f"{self._path.parent} holds "
             raise UsageError(
@@ -260,7 +260,7 @@ def _judged(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, Q
     for quality, test in zip(tested, tests, strict=True):
         quality.test, quality.verdict, quality.look = test, test.verdict, look
         if test.pairs_needed:
-            needed = f"about {test.pairs_needed} seeds with this spread would decide it, 4 times in 5"
+            needed = f"about {test.pairs_needed} seeds with this spread and mean would decide it, 4 times in 5"
             quality.why = "; ".join(filter(None, [quality.why, needed]))
     return found
 

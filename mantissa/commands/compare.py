@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
+import os
 import re
 import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mantissa import shell
@@ -63,7 +65,7 @@ def main(arguments: list[str]) -> int:
     comparison = Comparison(arms, _name_of(options.metric), options.margin, options.higher_is_better)
     store = Store(report_folder(options.report) / "kept.jsonl")
     plan = {key: getattr(options, key) for key in ("commands", "metric", "margin", "higher_is_better")}
-    store.begin(plan, range(options.seeds), "give this one another folder with --report")
+    store.begin(plan | _programs(options.commands), range(options.seeds), "give this one another folder with --report")
     times_before = {label: list(arms.values())[:place].count(arms[label]) for place, label in enumerate(arms)}
 
     def run(arm: str, seed: int) -> Run:
@@ -111,6 +113,45 @@ def _arms(commands: Sequence[str]) -> dict[str, str]:
             name = f"{label}-{number}"
         arms[name] = command
     return arms
+
+
+def _programs(commands: Iterable[str]) -> dict[str, str]:
+    """Return what commands run: digests of the code that they name, by path, and the packages of each Python."""
+    found: dict[str, str] = {}
+    for command in commands:
+        folder, before = Path(), ""
+        for word in re.findall(r"[^\s'\"=;&|()<>]+", command):
+            path = folder / os.path.expanduser(word)
+            if before == "-m":
+                module = folder / word.replace(".", "/")
+                path = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+            if before == "cd":
+                folder = path
+            elif path.suffix in (".py", ".sh", ".yaml", ".yml", ".toml") and os.path.isfile(path):
+                _add_code(path, folder if before == "-m" else path.parent, found)
+            elif program := shutil.which(path) or shutil.which(word):
+                root = Path(program).parents[1]
+                for package in root.glob("lib*/python3*/*-packages/*.dist-info"):
+                    name, _, found_version = package.stem.rpartition("-")
+                    found[f"{name} in {root}"] = found_version
+            before = word
+    return found
+
+
+def _add_code(path: Path, folder: Path, found: dict[str, str]) -> None:
+    """Add the digest of a file, and of what it imports from its own folder and that of the script."""
+    name = os.path.relpath(path)
+    if name in found:
+        return
+    code = path.read_text(encoding="utf-8", errors="replace")
+    found[name] = hashlib.sha256(code.encode()).hexdigest()[:10]
+    for line in re.findall(r"^\s*(?:from|import)\s(.*)", code, re.MULTILINE):
+        modules = [word.replace(".", "/") for word in re.findall(r"\w[\w.]*", line)]
+        for module in [*modules, *("/".join([modules[0], each]) for each in modules[1:])]:
+            for near in (folder / module, path.parent / module):
+                for imported in (near.with_suffix(".py"), near / "__init__.py"):
+                    if imported.is_file():
+                        _add_code(imported, folder, found)
 
 
 def _run(arm: str, seed: int, command: str, metric: str, folder: Path, timeout_s: float | None) -> Run:

@@ -336,6 +336,42 @@ def test_an_accuracy_of_few_samples_shows_no_difference_below_its_steps() -> Non
     assert judge({"base": many, "arm": others}, 0.003)["arm"].verdict == EQUIVALENT
 
 
+@pytest.mark.parametrize(
+    "run", ["{bin}/python train.py", "cd . && {bin}/python -m train", "{bin}/python -m package.start"]
+)
+def test_another_program_does_not_continue_a_comparison(
+    run: str, commands: Commands, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script, a module that it imports, a package that is upgraded; files beside them are of no matter."""
+    monkeypatch.chdir(commands.folder)
+    packages = commands.folder / "venv" / "lib" / "python3.11" / "site-packages"
+    for folder in (commands.folder / "venv" / "bin", packages / "torch-2.14.0.dist-info", commands.folder / "package"):
+        folder.mkdir(parents=True)
+    (commands.folder / "venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (commands.folder / "venv" / "bin" / "python").chmod(0o755)
+    code = "import sys\nfrom package import model\nprint('val loss', model.loss(*map(int, sys.argv[1:])))\n"
+    (commands.folder / "train.py").write_text(code)
+    (commands.folder / "package" / "start.py").write_text(code)
+    model = commands.folder / "package" / "model.py"
+    model.write_text("from .noise import loss\n")
+    noise = commands.folder / "package" / "noise.py"
+    noise.write_text("def loss(arm, seed):\n    return 2 + 0.0113 * seed + 1e-4 * arm * (seed % 2)\n")
+    train = run.format(bin="venv/bin")
+    arms = [f"{train} {arm} {{seed}}" for arm in (0, 1)]
+    assert commands.compare(*arms) == 0
+    (commands.folder / "plot.py").touch()
+    (packages / "matplotlib-3.10.dist-info").mkdir()
+    assert commands.compare(*arms, "--seeds", "5") == 0
+    (packages / "torch-2.14.0.dist-info").rename(packages / "torch-2.15.0.dist-info")
+    assert commands.compare(*arms) == 2
+    remedy = "give this one another folder with --report"
+    assert f"with another torch in venv (2.14.0 there, 2.15.0 here); {remedy}" in capsys.readouterr().err
+    (packages / "torch-2.15.0.dist-info").rename(packages / "torch-2.14.0.dist-info")
+    noise.write_text(noise.read_text().replace("1e-4", "1"))
+    assert commands.compare(*arms) == 2
+    assert "with another package/noise.py (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_ends_its_run_and_continues(commands: Commands, signal_number: int) -> None:
     arms = [commands.base(), commands.like("same")]
