@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from evidence.runs import DIVERGED, LOSS, Outcome
-from trainer.files import read_object
 from trainer.hardware import kind_of
 
 IN_USE = 0.1
@@ -22,10 +21,8 @@ def speed(outcome: Outcome) -> float | None:
 
 def memory(outcome: Outcome) -> float | None:
     """Return the peak bytes of one optimizer step: allocated on a GPU, by the ledger elsewhere."""
-    if _on_gpu(outcome):
-        return float(outcome.summary["peak_memory_bytes"])
-    ledger = read_object(outcome.folder / "profile" / "ledger.json")
-    return float(ledger["peak_bytes"]) if ledger else None
+    peak: float | None = outcome.summary["peak_memory_bytes"]
+    return peak
 
 
 def final_loss(outcome: Outcome) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mantissa.display import size
 from tests.command_line.conftest import Train, only_run
 from tests.helpers import SHIPPED
 
@@ -136,8 +138,8 @@ def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
     assert ("fp32 arithmetic, this CPU has no bf16" in done.out) == (manifest["support"] == "emulated")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 8, 8]
-    wanted = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "step_time_s", "memory_bytes", "tokens_per_s"}
-    assert wanted | {"mfu"} <= lines[0].keys()
+    wanted = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "step_time_s", "tokens_per_s", "mfu"}
+    assert wanted | {"process_memory_bytes"} <= lines[0].keys()
     assert {path.suffix for path in (run / "best").iterdir()} == {".json", ".safetensors"}
 
 
@@ -151,15 +153,28 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> 
         "eval_every=25",  # chosen, and shown as the override that changes it
     ):
         assert words in before
-    for words in ("perplexity (validation) ", "tokens/s", "process memory (RSS)", "a generated sample after"):
+    for words in ("perplexity (validation) ", "tokens/s", "process memory ", "a generated sample after"):
         assert words in after
     assert "run folder outputs/gpt2-fp16-s0\n" in after  # and no MLflow to compare runs in
     assert done.err == ""
 
 
+def test_a_run_that_is_faster_than_the_measured_rate_lets_the_next_one_measure_it(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr("trainer.profiling.rates.cached", lambda kind, of, work: 1e-9)
+    monkeypatch.setattr("trainer.run.summary.forget_rate", lambda hardware, name: forgotten.append(name))
+    assert "not known: faster than 1e-09 TFLOP/s" in train(*BIGNET, *SHORT, "precision=bf16").out
+    assert set(forgotten) == {"bf16"}
+
+
 def test_bignet_ends_with_the_ledger(train: Train, folder: Path) -> None:
+    """One peak: that of the tensors, beside the memory of the process."""
     done = train(*BIGNET, "recipe.width=64", "steps=4", *SHORT[1:], "precision=bf16")
     after = done.out.partition("summary\n")[2]
+    peak = size(read(only_run(folder) / "profile" / "ledger.json")["peak_bytes"])
+    assert re.findall(r"(?:peak|process) memory +(\S+ \S+)", after)[0] == peak
     for category in ("weights", "gradients", "optimizer", "autocast_copies", "activations", "temporary"):
         assert f"\n{category} " in after
     ledger = read(only_run(folder) / "profile" / "ledger.json")

@@ -42,7 +42,7 @@ OPTIONS = [
     *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.upload_timeout_s=30"),
     *("resume=auto", "run_name=run"),
 ]
-CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")
+CLOCKS = ("time", "step_time_s", "mfu", "process_memory_bytes", "checkpoint_stall_s", "final/")
 PLAN = ("start", "training", "saving", "closing", "delivery", "sync", *KINDS, "file")
 LONGEST_S = 600
 SERVER = """

@@ -1,4 +1,4 @@
-"""How fast this device multiplies matrices in each number format: measured once, then cached."""
+"""How fast this device multiplies matrices in each number format: measured once on a quiet machine, then cached."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FP8, NUMBERS, TF32, Number
 from mantissa.memory import available_bytes
-from trainer.cache import cached
-from trainer.hardware import CUDA, UNAVAILABLE, Hardware
+from trainer.cache import cached, forget
+from trainer.hardware import CPU, CUDA, UNAVAILABLE, Hardware
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -26,6 +26,10 @@ _LARGEST_ON_CPU = 4096
 _ENOUGH_S = 0.005
 """What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
 _ENOUGH_IN_ALL_S = 0.2
+BUSY = 0.1
+"""Share of the CPUs that others use, from which on a rate says little about the machine."""
+_WHILE_BUSY: dict[str, float] = {}
+"""Rates that are not kept for other processes, so that the runs of a sweep show the same one."""
 _VARIABLES = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT"),
@@ -39,7 +43,8 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
     Measured are the three matmuls of a linear layer in training, of square matrices: forward, the gradient of the
     input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
     which matters where a processor has no instructions for the format. The shortest of several times counts. This takes
-    up to a second for a format, once for each device, number of threads and torch.
+    up to a second for a format, once for each device, number of threads and torch. What was measured while other
+    processes used the CPUs is kept for this process alone.
 
     Args:
         hardware: the device.
@@ -47,11 +52,32 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
     """
     rates = {}
     for name in (name for name in numbers if hardware.support(name) != UNAVAILABLE):
-        of, number = _of(hardware) | {"format": name}, NUMBERS[name]
-        if kernels.in_use(number.dtype):
-            of["arithmetic"] = "fp32"
-        rates[name] = cached("products", of, partial(measure, number, hardware.device))
+        of = _of(hardware, name)
+        rates[name] = _WHILE_BUSY.get(repr(of)) or cached("products", of, partial(_measure_quietly, hardware, name))
     return rates
+
+
+def forget_rate(hardware: Hardware, name: str) -> None:
+    """Let a later run measure the rate of a format again."""
+    of = _of(hardware, name)
+    _WHILE_BUSY.pop(repr(of), None)
+    forget("products", of)
+
+
+def _measure_quietly(hardware: Hardware, name: str) -> tuple[float, bool]:
+    """Measure a rate; return it, and whether it is one of a quiet machine. Of a GPU, the load of CPUs says little."""
+    import psutil
+
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    psutil.cpu_percent(percpu=True)  # counts from here
+    began, used = time.perf_counter(), time.process_time()
+    rate = measure(NUMBERS[name], hardware.device)
+    busy = sum(share for cpu, share in enumerate(psutil.cpu_percent(percpu=True)) if cpu in own) / 100
+    others = busy - (time.process_time() - used) / (time.perf_counter() - began)
+    is_quiet = hardware.kind is not CPU or others < BUSY * len(own)
+    if not is_quiet:
+        _WHILE_BUSY[repr(_of(hardware, name))] = rate
+    return rate, is_quiet
 
 
 def measure(number: Number, device: torch.device) -> float:
@@ -135,9 +161,11 @@ def _fp32_matmuls(number: Number, device: torch.device) -> Iterator[None]:
         choose(before)
 
 
-def _of(hardware: Hardware) -> dict[str, Any]:
-    """Return what the rates depend on."""
+def _of(hardware: Hardware, name: str) -> dict[str, Any]:
+    """Return what the rate of a format depends on."""
     return hardware.facts() | {
+        "format": name,
+        "arithmetic": "fp32" if kernels.in_use(NUMBERS[name].dtype) else "own",
         "driver": torch._C._cuda_getDriverVersion() if hardware.kind is CUDA else None,  # type: ignore[attr-defined]
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }

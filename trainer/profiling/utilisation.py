@@ -101,6 +101,8 @@ def text(facts: dict[str, Any], processes: int) -> str | None:
         return None
     of_each = " of each process" if processes > 1 else ""
     rate = f"{quantity(facts['measured_tflops'])} TFLOP/s{of_each} measured here in {facts['format']} matmuls"
+    if facts["mfu"] > 1:
+        return f"not known: faster than {rate}, while the machine was busy; the next run measures it again"
     row = f"{_percent(facts['mfu'])} of {rate}"
     if facts["mfu_of_data_sheet"] is not None:
         row += f"; {_percent(facts['mfu_of_data_sheet'])} of the data sheet's {quantity(facts['data_sheet_tflops'])}"

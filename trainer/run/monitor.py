@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.errors import NonFiniteError
-from trainer.hardware import peak_memory_bytes, reset_peak_memory
+from trainer.hardware import kind_of, peak_memory_bytes, reset_peak_memory
 from trainer.parallel.world import World
 from trainer.precision.scaler import Scaler, Scaling
 from trainer.profiling.utilisation import Utilisation
@@ -191,7 +191,7 @@ class Monitor:
             "skipped_steps": float(self.skipped_steps),
             f"{self.unit}_per_s": window.units / window.seconds,
             "step_time_s": window.seconds / window.steps,
-            "memory_bytes": float(self._memory),
+            "memory_bytes" if kind_of(self.device).own_memory else "process_memory_bytes": float(self._memory),
         }
         if (mfu := self.utilisation.mfu(metrics[f"{self.unit}_per_s"])) is not None:
             metrics["mfu"] = mfu

@@ -9,6 +9,7 @@ import torch
 from mantissa.display import duration, finite, loss, quantity, size
 from trainer.hardware import peak_memory_bytes
 from trainer.precision.kernels import not_timed_here
+from trainer.profiling.rates import forget_rate
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.provenance import versions
 from trainer.terminal import Rows
@@ -22,6 +23,10 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
     """Return the content of a run's summary.json so far, in plain JSON types; ``status`` is MLflow's."""
     config, trainer, scores, monitor = run.config, run.trainer, run.scores, run.monitor
     units_per_s, step_time_s = monitor.throughput() or (None, None)
+    memory, ledger = peak_memory_bytes(trainer.device), run.profiler.ledger
+    utilisation = monitor.utilisation.facts(units_per_s)
+    if (utilisation["mfu"] or 0) > 1:
+        forget_rate(trainer.hardware, utilisation["format"])
     return {
         "status": status,
         "failure": run.failure,
@@ -42,11 +47,11 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         "unit": config.recipe.unit,
         "units_per_s": units_per_s,
         "step_time_s": step_time_s,
-        "utilisation": monitor.utilisation.facts(units_per_s),
+        "utilisation": utilisation,
         **run.totals(),
         # Speed above, memory and checkpoints: since this process started or resumed the run.
-        "peak_memory_bytes": peak_memory_bytes(trainer.device),
-        "memory_is": "allocated on the GPU" if trainer.hardware.is_gpu else "process memory (RSS)",
+        "peak_memory_bytes": memory if trainer.hardware.is_gpu else ledger and ledger.peak_bytes,
+        "process_memory_bytes": None if trainer.hardware.is_gpu else memory,
         "fp32_arithmetic": not_timed_here(
             config.precision.mode, trainer.hardware, config.precision.kernels, trainer.convolves
         ),
@@ -86,7 +91,9 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
         rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
     if share := mfu_text(summary["utilisation"], summary["processes"]):
         rows.append(("MFU", share))
-    rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
+    for name in ("peak_memory", "process_memory"):
+        if summary[f"{name}_bytes"]:
+            rows.append((name.replace("_", " "), size(summary[f"{name}_bytes"])))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
     if summary["unreadable_samples"]:
         rows.append(("unreadable samples", f"{summary['unreadable_samples']}, replaced by the next ones"))

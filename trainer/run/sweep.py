@@ -203,7 +203,9 @@ class Sweep:
             return ""
         heading = ["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]
         rows = [row.cells(self.keys) for row in sorted(self.rows, key=lambda row: row.score)]
-        return columns([heading, *rows, *(self._over_seeds() if "seed" in self.keys else ())])
+        rows += self._over_seeds() if "seed" in self.keys else []
+        filled = [column for column in zip(heading, *rows, strict=True) if any(column[1:])]
+        return columns(list(zip(*filled, strict=True)))
 
     def _over_seeds(self) -> list[list[str]]:
         """Return a row for each combination of what is swept but seeds: mean ± sample standard deviation of its runs.

@@ -8,7 +8,7 @@
 | ``final/throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
 | ``final/step_time_ms`` | milliseconds per optimizer step, likewise | the last |
 | ``final/mfu`` | MFU, the share of the measured matmul throughput, likewise (0 to 1) | the last |
-| ``final/peak_memory_mib`` | MiB: allocated on a GPU, else of the process | the last |
+| ``final/peak_memory_mib`` | MiB: allocated on a GPU, else of a step's tensors (``profiler=memory``) | the last |
 | ``final/skipped_steps`` | steps skipped for an overflow | the last |
 """
 

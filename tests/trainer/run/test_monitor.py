@@ -50,7 +50,7 @@ def test_one_line_per_window_and_for_the_first_and_the_last_step() -> None:
     assert [metrics["loss"] for _, metrics in lines] == [1.0, 3.0, 6.5, 9.5]  # the mean over the window's steps
     assert [metrics["lr"] for _, metrics in lines] == [0.001, 0.004, 0.008, 0.01]
     assert [metrics["grad_norm"] for _, metrics in lines] == [0.5, 2.0, 4.0, 5.0]
-    assert all(metrics["memory_bytes"] > 2**20 for _, metrics in lines)
+    assert all(metrics["process_memory_bytes"] > 2**20 for _, metrics in lines)
 
 
 def test_throughput_counts_the_window_and_leaves_out_what_was_paused(clock: SimpleNamespace) -> None:
