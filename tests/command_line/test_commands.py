@@ -165,7 +165,7 @@ def test_a_run_that_is_faster_than_the_measured_rate_lets_the_next_one_measure_i
     forgotten: list[str] = []
     monkeypatch.setattr("trainer.profiling.rates.cached", lambda kind, of, work: 1e-9)
     monkeypatch.setattr("trainer.run.summary.forget_rate", lambda hardware, name: forgotten.append(name))
-    assert "not known: faster than 1e-09 TFLOP/s" in train(*BIGNET, *SHORT, "precision=bf16").out
+    assert "not known: the run was faster than the 1e-09 TFLOP/s" in train(*BIGNET, *SHORT, "precision=bf16").out
     assert set(forgotten) == {"bf16"}
 
 

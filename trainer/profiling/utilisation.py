@@ -75,6 +75,10 @@ class Utilisation:
         """Return the share of the measured rate that a throughput (of all ranks) needs: 0 to about 1."""
         return self._share(units_per_s, self.measured_tflops)
 
+    def exceeded(self, units_per_s: float | None) -> bool:
+        """Return whether the run was faster than the rate allows, which was then measured on a busy machine."""
+        return (self.mfu(units_per_s) or 0) > 1
+
     def _share(self, units_per_s: float | None, tflops: float | None) -> float | None:
         if self.flops_per_unit is None or units_per_s is None or tflops is None:
             return None
@@ -82,10 +86,14 @@ class Utilisation:
 
     def facts(self, units_per_s: float | None) -> dict[str, Any]:
         """Return what summary.json holds."""
+        mfu, unknown = self.mfu(units_per_s), self.unknown
+        if self.exceeded(units_per_s):
+            rate = f"{quantity(self.measured_tflops or 0)} TFLOP/s of {self.format} matmuls"
+            mfu, unknown = None, f"the run was faster than the {rate} measured here; the next one measures them again"
         return {
-            "mfu": self.mfu(units_per_s),
+            "mfu": mfu,
             "mfu_of_data_sheet": self._share(units_per_s, self.data_sheet_tflops),
-            "unknown": self.unknown,
+            "unknown": unknown,
             "model_flops_per_unit": self.flops_per_unit,
             "format": self.format,
             "measured_tflops": self.measured_tflops,
@@ -101,8 +109,6 @@ def text(facts: dict[str, Any], processes: int) -> str | None:
         return None
     of_each = " of each process" if processes > 1 else ""
     rate = f"{quantity(facts['measured_tflops'])} TFLOP/s{of_each} measured here in {facts['format']} matmuls"
-    if facts["mfu"] > 1:
-        return f"not known: faster than {rate}, while the machine was busy; the next run measures it again"
     row = f"{_percent(facts['mfu'])} of {rate}"
     if facts["mfu_of_data_sheet"] is not None:
         row += f"; {_percent(facts['mfu_of_data_sheet'])} of the data sheet's {quantity(facts['data_sheet_tflops'])}"

@@ -24,9 +24,8 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
     config, trainer, scores, monitor = run.config, run.trainer, run.scores, run.monitor
     units_per_s, step_time_s = monitor.throughput() or (None, None)
     memory, ledger = peak_memory_bytes(trainer.device), run.profiler.ledger
-    utilisation = monitor.utilisation.facts(units_per_s)
-    if (utilisation["mfu"] or 0) > 1:
-        forget_rate(trainer.hardware, utilisation["format"])
+    if monitor.utilisation.exceeded(units_per_s):
+        forget_rate(trainer.hardware, monitor.utilisation.format)
     return {
         "status": status,
         "failure": run.failure,
@@ -47,7 +46,7 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         "unit": config.recipe.unit,
         "units_per_s": units_per_s,
         "step_time_s": step_time_s,
-        "utilisation": utilisation,
+        "utilisation": monitor.utilisation.facts(units_per_s),
         **run.totals(),
         # Speed above, memory and checkpoints: since this process started or resumed the run.
         "peak_memory_bytes": memory if trainer.hardware.is_gpu else ledger and ledger.peak_bytes,
