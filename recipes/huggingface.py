@@ -115,6 +115,13 @@ class SizedRecipe(Recipe):
         """
         from transformers import AutoConfig
 
+        path = Path(str(self.pretrained)).expanduser()
+        if path.exists() and not (path / "config.json").is_file():
+            raise UserError(
+                f"init_from={self.pretrained} cannot be opened as a {self.name}: it has no config.json and tokenizer; "
+                f"load it into transformers' {self.model_class}, and give the folder that save_pretrained writes, as "
+                "docs/finetune.md shows for nanoGPT's ckpt.pt"
+            )
         with self._opening() as place:
             config = AutoConfig.from_pretrained(**place)
         if (other := config.model_type) != self.name:

@@ -123,7 +123,8 @@ class ResNet(Recipe):
         if self.pretrained is not None:  # opened before the other ranks do, and normalised as the weights need it
             weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
             new_head = pretrained.new_head(weights.state, weights.classes, self.arch, datasets)
-            datasets = replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
+            datasets = replace(datasets, mean=weights.mean, std=weights.std)
+            datasets = replace(datasets, new_head=new_head, weights_note=weights.note)
         if self.mean is None or self.std is None:
             return datasets
         return replace(datasets, mean=tuple(self.mean), std=tuple(self.std))
@@ -134,7 +135,8 @@ class ResNet(Recipe):
             return []
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
         new = f"a new head for {len(datasets.classes)} classes ({', '.join(datasets.new_head)})"
-        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised with {colours}; "
+        why = f"{datasets.weights_note}; " if datasets.weights_note else ""
+        why += f"{new if datasets.new_head else 'its head is kept'}; images are normalised with {colours}; "
         why += "set recipe.mean and recipe.std where the weights need others"
         return [Decision("init_from", self.pretrained, why)]
 
@@ -144,8 +146,7 @@ class ResNet(Recipe):
         if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
             found = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
             weights, _ = self.adapt_weights(found.state, model, datasets, {"classes": found.classes})
-            remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
-            fill(model, weights, f"init_from={self.pretrained}", remedy)
+            fill(model, weights, f"init_from={self.pretrained}", pretrained.REMEDY)
         model.normalise = Normalise(datasets.mean, datasets.std)
         # No buffer, which would be saved, and converted with the weights.
         model.class_weights = objective.class_weights(self.class_weights, datasets)
@@ -197,6 +198,8 @@ class ResNet(Recipe):
         head = pretrained.new_head(weights, about.get("classes"), self.arch, datasets)
         if not head:
             return weights, []
+        heads = tuple(f"{name.rpartition('.')[0]}." for name in head)
+        weights = {name: each for name, each in weights.items() if name in own or not name.startswith(heads)}
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
         return weights | {name: own[name] for name in head}, [Decision("init_from", "all but the head", why)]
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from recipes.data.images.source import ImageDatasets
 from recipes.vision import architectures
+from trainer.checkpoint.foreign import SUFFIXES, read_weights
 from trainer.errors import UserError, first_line, nearest
 from trainer.files import read_object
 
 DEFAULT = "DEFAULT"
 """The weights that the library recommends."""
+REMEDY = "set the recipe.arch and the recipe.image_size that they were trained with"
+"""Where weights are of another model."""
 _FILE = "give a file or the best/ of a run: init_from=weights.pth"
-_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
-_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-"""Heads that are used in training only, which the recipe leaves out."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,15 @@ class Weights:
     """Mean and standard deviation of the images they were trained on, as in ``ImageDatasets``."""
     classes: list[str] | None
     """The names of the head's outputs, where they are known."""
+    note: str
+    """Which tensors of a file they are, in words."""
 
 
 def exported_config(pretrained: str) -> dict[str, Any]:
-    """Return the ``config.json`` of an exported folder, also where its weights file is given; empty for all else.
-
-    Raises:
-        UserError: it is not there, or is of something else.
-    """
+    """Return the ``config.json`` of an exported folder, also where its weights file is given; empty for all else."""
     path = Path(pretrained).expanduser()
-    folder = path.parent if path.name == "model.safetensors" else path
-    if not path.is_dir() and not (path.is_file() and (folder / "config.json").is_file()):
-        return {}
-    config = read_object(folder / "config.json")
-    if not {"arch", "arch_options", "classes", "image_size", "mean", "std"} <= config.keys():
-        raise UserError(f"{folder} is not the exported folder of an image classifier; use the best/ of such a run")
-    return config
+    config = read_object((path.parent if path.name == "model.safetensors" else path) / "config.json")
+    return config if {"arch", "arch_options", "classes", "image_size", "mean", "std"} <= config.keys() else {}
 
 
 def check(arch: str, pretrained: str) -> None:
@@ -63,7 +56,7 @@ def check(arch: str, pretrained: str) -> None:
         other = exported_config(pretrained).get("arch", arch)
         if other != arch:
             raise UserError(f"init_from={pretrained} is a {other}; set recipe.arch={other}, or leave it out")
-    elif "/" in pretrained or path.suffix in _SUFFIXES:
+    elif "/" in pretrained or path.suffix in SUFFIXES:
         raise UserError(f"init_from={pretrained}: there is no such file or folder; {_FILE}")
     elif arch.startswith(architectures.TIMM):
         _check_timm(arch, pretrained)
@@ -85,14 +78,15 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
         UserError: the download failed, or the file cannot be read.
     """
     path, about = Path(pretrained).expanduser(), exported_config(pretrained)
+    names, note, name = architectures.shapes(arch, image_size, 2), "", DEFAULT
     if path.exists():
-        state, name = _read(path / "model.safetensors" if path.is_dir() else path), DEFAULT
+        state, note = read_weights(path, names, f"init_from={pretrained}", REMEDY)
     else:
-        state, name = _published(arch, pretrained, image_size), pretrained
-    state = {key: value for key, value in state.items() if not key.startswith(_AUXILIARY)}
+        published, name = _published(arch, pretrained, image_size), pretrained
+        state = {key: value for key, value in published.items() if key in names}  # without heads for training only
     if about:
-        return Weights(state, tuple(about["mean"]), tuple(about["std"]), about["classes"])
-    return Weights(state, *_normalisation(arch, name), None)
+        return Weights(state, tuple(about["mean"]), tuple(about["std"]), about["classes"], note)
+    return Weights(state, *_normalisation(arch, name), None, note)
 
 
 def new_head(state: dict[str, Tensor], classes: list[str] | None, arch: str, datasets: ImageDatasets) -> list[str]:
@@ -145,26 +139,6 @@ def _normalisation(arch: str, name: str) -> tuple[tuple[float, ...], tuple[float
         return IMAGENET_MEAN, IMAGENET_STD
     transform = published.transforms()
     return tuple(transform.mean), tuple(transform.std)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name: safetensors, or torch's format, without running any code in it."""
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        for key in ("state_dict", "model"):  # what training scripts of timm and torchvision write
-            content = content.get(key, content)
-        return {name.removeprefix("module."): value for name, value in content.items() if isinstance(value, Tensor)}
-    except OSError as error:
-        raise UserError(f"init_from={path} cannot be read ({error.strerror}); {_FILE}") from error
-    except Exception as error:  # of pickle, zipfile, safetensors, or of a content that is no dictionary
-        raise UserError(
-            f"init_from={path} is not a file of weights, or is damaged; write one with "
-            'torch.save(model.state_dict(), "weights.pth")'
-        ) from error
 
 
 def _check_timm(arch: str, name: str) -> None:

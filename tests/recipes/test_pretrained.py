@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.helpers import fit, trainer_of
+from tests.helpers import PROJECT, fit, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.trainer import Trainer
@@ -172,6 +173,35 @@ def test_what_contradicts_the_folder_is_named(folder: tuple[str, Path]) -> None:
             trainer_of(*options(recipe, path, option))
     with pytest.raises(UserError, match="is of type llama, not t5; use recipe=llama"):
         trainer_of(*options("t5", path))
+
+
+def test_a_checkpoint_of_nanogpt_becomes_a_folder_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (PROJECT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(import torch\n.*?ckpt.pt.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    words(tmp_path / "gpt2", {"eos_token": "<|end|>"})
+    sizes = {"vocab_size": WORDS + 1, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(n_positions=32, activation_function="gelu", initializer_range=0.2, **sizes)
+    gpt2 = GPT2LMHeadModel(config).eval()
+    state = {name: each for name, each in gpt2.state_dict().items() if not name.endswith(".bias")}
+    gpt2.load_state_dict({name: torch.zeros_like(each) for name, each in gpt2.state_dict().items()} | state)
+    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # nanoGPT has nn.Linear, transformers Conv1D
+    model = {f"_orig_mod.{name}": each.T if name.endswith(linear) else each for name, each in state.items()}
+    model["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # its mask, without a fused kernel
+    arguments = sizes | {"block_size": 32, "bias": False, "dropout": 0.0}
+    torch.save({"model": model, "model_args": arguments, "iter_num": 9, "config": {"dataset": "x"}}, "ckpt.pt")
+    exec(code, {})
+    made = AutoModelForCausalLM.from_pretrained("nanogpt", dtype=torch.float32).eval()
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(made(tokens).logits, gpt2(tokens).logits)
+    trainer = trainer_of(*options("gpt2", tmp_path / "nanogpt"))
+    assert own_loss(trainer) == pytest.approx(transformers_loss("gpt2", tmp_path / "nanogpt", trainer), rel=2e-5)
+    with pytest.raises(
+        UserError, match=r"ckpt.pt cannot be opened as a gpt2: it has no config.json .* GPT2LMHeadModel"
+    ):
+        trainer_of(*options("gpt2", tmp_path / "ckpt.pt"))
 
 
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)

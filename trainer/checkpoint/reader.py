@@ -186,7 +186,8 @@ def fill(
     found = {ties.get(name, name): weights[name] for name in reversed(state) if name in weights}
     stored = [name for name in state if name not in ties]
     if differs := _differing_names(stored, [*found, *(weights.keys() - state.keys())], "model"):
-        raise UserError(f"{where}: the weights are of another model: {differs}; {remedy}")
+        fit = f"{len(found)} of {len(stored)} names fit, {differs}"
+        raise UserError(f"{where}: the weights are of another model: {fit}; {remedy}")
     other = [name for name in state if name in found and found[name].shape != state[name].shape]
     if other:
         there, here = (dimensions(tuple(tensors[other[0]].shape)) for tensors in (found, state))

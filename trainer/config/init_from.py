@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.foreign import read_weights
 from trainer.checkpoint.reader import fill, load
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -31,14 +32,14 @@ from trainer.run_folder import RunFolder, is_in_mlflow, run_of, to_continue
 
 @dataclass(frozen=True)
 class InitFrom:
-    """The run whose weights another one starts from."""
+    """The run, or the file of weights, that another run starts from."""
 
     path: Path
-    """The run folder."""
+    """The run folder; or the weights that another program wrote, a file or a folder."""
     config: dict[str, Any]
-    """What it was trained with, by dotted key."""
-    step: int
-    """Of the best weights."""
+    """What it was trained with, by dotted key; empty: it is no run."""
+    step: int | None
+    """Of the best weights of a run."""
     exported: bool
     """Whether they are those in ``best/``; else those of a checkpoint."""
 
@@ -47,19 +48,19 @@ class InitFrom:
         """Find the run and its best weights; nothing is loaded.
 
         Args:
-            given: a run folder, its ``best/``, or ``mlflow:RUN_ID``, which is fetched to ``output_dir``.
+            given: a run folder, its ``best/``, or ``mlflow:RUN_ID``, which is fetched to ``output_dir``; else weights.
             output_dir: where run folders are.
             uri: ``tracking.uri``.
 
         Raises:
             UserError: there is no such run, it has no weights, or its config was changed.
         """
+        if (path := Path(given).expanduser()).is_file():
+            return cls(path, {}, None, exported=False)
         folder = RunFolder.open("init_from", given, output_dir, uri)
         run = run_of(folder.path)
         if run is None:
-            raise UserError(
-                f"init_from={given}: this is not the folder of a run; give one, such as {output_dir}/gpt2-bf16-s0"
-            )
+            return cls(folder.path, {}, None, exported=False)
         path, config, exports = run.path, run.config(), run.path != folder.path
         saved = checkpoint.best_step(path / CHECKPOINTS)
         best = read_object(path / SUMMARY_FILE).get("best")
@@ -79,13 +80,16 @@ class InitFrom:
         Raises:
             UserError: the weights do not fit the model, or are damaged.
         """
-        if self.exported:
+        key, note = f"init_from={self.path}", ""
+        if not self.config:
+            weights, note = read_weights(self.path, model.state_dict(), key)
+        elif self.exported:
             weights = recipe.exported(self.path / BEST)
         else:
             weights = load(self.path / CHECKPOINTS, self.step).evaluated()
         weights, decisions = recipe.adapt_weights(weights, model, datasets, self.about())
-        fill(model, weights, f"init_from={self.path}")
-        return decisions
+        fill(model, weights, key)
+        return [*decisions, Decision("init_from", self.path.name, note)] if note else decisions
 
     def about(self) -> dict[str, Any]:
         """Return the ``config.json`` beside exported weights; of a checkpoint, what the run keeps of its images."""
@@ -132,6 +136,8 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
                 OmegaConf.update(composed, key, recorded[key])
         return None, []
     source = InitFrom.open(given, composed.output_dir, composed.tracking.uri)
+    if not source.config:
+        return source, []
     recipe = source.config["recipe"]
     if recipe != cls.name:
         raise UserError(f"init_from={given} is a run of recipe={recipe}, not of recipe={cls.name}; set recipe={recipe}")

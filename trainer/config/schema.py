@@ -58,7 +58,7 @@ class RunConfig:
     """Folder with your own recipes; null: only ``recipes/``."""
     init_from: str | None = None
     """Weights to start from: the best of a run (its folder, its ``best/``, or ``mlflow:RUN_ID``), a hub id, a
-    save_pretrained folder, or, of image classifiers, published weights by name (DEFAULT) or a file."""
+    save_pretrained folder, published weights of image classifiers by name (DEFAULT), or a file of another program."""
     resume: str | None = None
     """Run to continue: its folder or ``mlflow:RUN_ID``; auto: the newest run of this name, or a new one; same: the run
     with this name and these options, as in sweeps; null: start a new run."""

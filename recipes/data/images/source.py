@@ -33,6 +33,8 @@ class ImageDatasets(Datasets):
     """What is done to the images as they are fetched, and which part of them is evaluated."""
     new_head: list[str] = field(default_factory=list)
     """Names of the weights that pretrained ones do not give, because these data have other classes."""
+    weights_note: str = ""
+    """Which tensors of a file the pretrained weights are."""
 
     def keep(self, folder: Path) -> None:
         """Write what the weights depend on to run.json: a run that stops early exports nothing."""

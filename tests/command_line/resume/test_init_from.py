@@ -54,6 +54,22 @@ def test_a_run_that_kept_only_its_weights_is_where_another_starts_and_what_it_is
     assert read_json(Path("outputs/tuned/summary.json"))["best"]["step"] > 0  # of which there is a checkpoint
 
 
+def test_weights_of_another_program_start_a_recipe_of_any_kind(folder: Path, succeed: Train) -> None:
+    tiny = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", *SHORT)
+    other = trainer_of(*tiny, "seed=7").model.state_dict()
+    torch.save({"model_state_dict": {f"module.{name}": each for name, each in other.items()}}, "ckpt.pt")
+    trainer = trainer_of(*tiny, "init_from=ckpt.pt")
+    assert same_bits(dict(trainer.model.state_dict()), dict(other))
+    assert ("init_from", "ckpt.pt", "its model_state_dict") in trainer.decisions
+    succeed(*tiny, "init_from=ckpt.pt", "run_name=tuned")
+    assert read_json(Path("outputs/tuned/run.json"))["init_from"]["run"] == "ckpt.pt"
+    with pytest.raises(UserError, match=r"the weights do not fit: .* is .* there and .* here"):
+        trainer_of(*tiny, "recipe.width=16", "init_from=ckpt.pt")
+    (folder / "nothing").mkdir()
+    with pytest.raises(UserError, match="init_from=nothing holds no file of weights"):
+        trainer_of(*tiny, "init_from=nothing")
+
+
 @pytest.fixture
 def source(succeed: Train, folder: Path) -> Path:
     """A finished run with a tokenizer of its own text."""
