@@ -41,17 +41,12 @@ class Criterion:
     over: str = ""
     at_least: float | None = None
     at_most: float | None = None
-    within: float | None = None
-    """Margin of an equivalence test of a ratio, a relative difference."""
     published: str = ""
     note: str = ""
     """What the number shows, where it is not obvious."""
 
     def __post_init__(self) -> None:
         """Check that it can be judged."""
-        bounded = self.at_least is not None or self.at_most is not None
-        if self.within is not None and (not self.over or not 0 < self.within < 1 or bounded):
-            raise UserError("within needs over and a value between 0 and 1, such as within: 0.003, and no other bound")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
             raise UserError(f"at_least: {self.at_least:g} is above at_most: {self.at_most:g}; swap them")
 
@@ -63,7 +58,7 @@ class Criterion:
     @property
     def decides(self) -> bool:
         """Whether it has bounds."""
-        return any(bound is not None for bound in (self.at_least, self.at_most, self.within))
+        return self.at_least is not None or self.at_most is not None
 
     def quantity(self) -> str:
         """Return the quantity in words."""
@@ -71,8 +66,6 @@ class Criterion:
 
     def bounds(self) -> str:
         """Return the bounds in words."""
-        if self.within is not None:
-            return f"within ±{self.within:.2%}"
         if self.at_least is not None and self.at_most is not None:
             return f"{self.at_least:g} to {self.at_most:g}"
         return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}" if self.decides else ""
@@ -114,7 +107,7 @@ class Claim:
             raise UserError(
                 "related leaves no verdict; drop the bounds of the criteria"
                 if self.related
-                else "no criterion decides; give one at_least, at_most or within, or say in related: why none can"
+                else "no criterion decides; give one at_least or at_most, or say in related: why none can"
             )
         if self.repeats < 2:
             raise UserError(f"repeats={self.repeats} gives no interval; set repeats: 3")

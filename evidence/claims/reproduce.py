@@ -14,7 +14,7 @@ from evidence.measures import TIMED, in_use, measured
 from evidence.options import ReproduceOptions
 from evidence.runs import DIVERGED, Outcome, Runner, merge_overrides
 from mantissa.compare import percent, times
-from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, Interval, equivalence, ratio_interval
+from mantissa.statistics import INCONCLUSIVE, Interval, ratio_interval
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError
@@ -73,11 +73,6 @@ def _verdict(finding: Finding) -> str:
         finding.why = finding.why or "too few runs for an interval"
     if finding.why or found is None:
         return INCONCLUSIVE
-    if criterion.within is not None:
-        if not all(map(math.isfinite, values)):
-            return REFUTED
-        (test,) = equivalence([[value - 1 for value in values]], criterion.within)
-        return {EQUIVALENT: CONFIRMED, INCONCLUSIVE: INCONCLUSIVE}.get(test.verdict, REFUTED)
     low = -math.inf if criterion.at_least is None else criterion.at_least
     high = math.inf if criterion.at_most is None else criterion.at_most
     if low <= found.low and found.high <= high:

@@ -67,6 +67,8 @@ class TextDatasets(Datasets):
 class Windows:
     """Windows of a text's ids, one after the other; in training each is moved by its seed, so that epochs differ.
 
+    So the ids of the first window are seen less often in training: half as often, on average.
+
     Args:
         tokens: the ids.
         window: how many of them begin a window each.
