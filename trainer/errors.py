@@ -121,6 +121,8 @@ def first_line(error: BaseException) -> str:
     Errors of MLflow, SQLAlchemy and the Hub have many lines, and some repeat the address with its password.
     """
     text = redacted(str(error).strip()[:4000])
+    if found := re.search(r"Max retries exceeded.*?(?:\[Errno -?\d+\] ([\w ]+)|(timed out))", text, re.DOTALL):
+        return f"no connection: {found[1] or found[2]}"
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import re
+import subprocess
 import tracemalloc
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -221,8 +227,16 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(
         (b"", "is empty"),
         (b"\xef\xbb\xbf", "no text is left"),
         (b"a", "no text is left for the train part"),
-        (b"fine until\x00here", "it has a zero byte"),
-        ("fine until é".encode("latin-1"), "is not utf-8 text; set its encoding, such as data.encoding=latin-1"),
+        (b"fine until\x00here", "it has a zero byte; give a file of text"),
+        (
+            b"PK\x03\x04\x14\0\x06\0word/document.xml",
+            "is a zip archive, as .docx, .odt and .epub are; save it as plain text",
+        ),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3", "is a PDF; make text of it with: pdftotext "),
+        (
+            "Привет, мир. Как дела?".encode("cp1251"),
+            "0xcf at offset 0; set the encoding .* such as data.encoding=cp1251",
+        ),
     ],
 )
 def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, message: str) -> None:
@@ -232,6 +246,51 @@ def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, mes
         with pytest.raises(UserError, match=message):
             TextFiles(path=str(path), tokenizer=tokenizer).tokens(None)
     assert not list(cache.rglob("*.bin"))
+
+
+PLAIN = "A line of plain text, with numbers 1 2 3.\n" * 40
+LETTERS = PLAIN + "naïve café, “quoted” and it’s\n" + PLAIN
+REMEDIES = {
+    "a file of gzip": (gzip.compress(PLAIN.encode()), PLAIN),
+    "a file of xz": (lzma.compress(PLAIN.encode()), PLAIN),
+    "a file of bzip2": (bz2.compress(PLAIN.encode()), PLAIN),
+    "utf-16": (LETTERS.encode("utf-16"), LETTERS),
+    "utf-16-le without a mark": (LETTERS.encode("utf-16-le"), LETTERS),
+    "utf-16-be without a mark": (PLAIN.encode("utf-16-be"), PLAIN),
+    "utf-32": (LETTERS.encode("utf-32"), LETTERS),
+    "Windows": (LETTERS.encode("cp1252"), LETTERS),
+    "Latin-1": (LETTERS.replace("“quoted”", "").replace("’", "").encode("latin-1"), None),
+    "a bad byte in UTF-8": ((LETTERS + "é").encode()[:-1] + b"\n" + PLAIN.encode(), LETTERS + "\n" + PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_the_remedy_for_a_file_that_is_no_utf8_text_helps(name: str, tmp_path: Path, cache: Path) -> None:
+    path, (content, expected) = tmp_path / f"{name}.txt", REMEDIES[name]
+    path.write_bytes(content)
+    options: dict[str, Any] = {"path": str(path), "tokenizer": "bytes"}
+    with pytest.raises(UserError) as caught:
+        TextFiles(**options).tokens(None)
+    said = str(caught.value)
+    if encoding := re.search(r"data\.encoding=([\w-]+)", said):
+        options["encoding"] = encoding[1]
+    else:
+        subprocess.run(said.partition("with: ")[2], shell=True, check="iconv" not in said)  # which warns by its code
+        options["path"] += ".txt"
+    assert "".join(decoded(TextFiles(**options).tokens(None))) == (expected or content.decode("cp1252"))
+
+
+def test_a_wrong_byte_is_shown_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"line\n" * 300 + b"and it\x92s here\n")
+    said = r"the byte 0x92 at offset 1,506; set data.encoding=cp1252, where it reads 'and it’s here'"
+    with pytest.raises(UserError, match=said):
+        TextFiles(path=str(path), tokenizer="bytes").tokens(None)
+    path.write_text("naïve")
+    with pytest.raises(UserError, match=r"is not utf-16 text but UTF-8; leave out data.encoding"):
+        TextFiles(path=str(path), tokenizer="bytes", encoding="utf-16").tokens(None)
+    with pytest.raises(UserError, match=r"no such file or folder; did you mean 'notes.txt'\?; give a file or folder"):
+        TextFiles(path=str(tmp_path / "note.txt"))
 
 
 def test_text_in_another_encoding(tmp_path: Path) -> None:

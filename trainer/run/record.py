@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,7 @@ def open_metric_log(
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
     run = TrackedRun(
-        experiment=config.tracking.experiment or config.recipe.name,
+        experiment=config.tracking.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.recipe.name,
         name=folder.name,
         params={key: value for key, value in options.items() if key not in ("tags", "note")} | hardware,
         tags=tags,
@@ -115,6 +116,10 @@ def open_metric_log(
         checkpoints=config.tracking.checkpoints,
         register=config.tracking.register,
     )
+    if config.tracking.mlflow and (ignored := {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys()):
+        log.warning(
+            "%s is ignored: each run has its own; set tracking.experiment, or unset it", ", ".join(sorted(ignored))
+        )
     return MetricLog(config.tracking, folder, run, saved)
 
 

@@ -385,7 +385,7 @@ class Run:
             missing.append("summary.json could not be written")
         if self.world.is_main and not missing and self.config.checkpoint.keep == 0:
             remove_folder(self.folder.checkpoints)
-        compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
+        compare = "; compare runs with: python scripts/ui.py" if self.metric_log and self.metric_log.run.run_id else ""
         all_s = self.totals()["wall_time_s"]
         waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")

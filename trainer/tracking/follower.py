@@ -139,6 +139,7 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         """Send until everything is delivered or the caller no longer waits."""
+        failed = False
         while not self._given_up.is_set():
             ending = self._ending.is_set()
             try:
@@ -148,9 +149,13 @@ class Follower(threading.Thread):
             except Exception as error:  # whatever goes wrong with MLflow, training continues
                 self._problem = error
             self._failures += 1
-            if ending and isinstance(self._problem, UserError):  # which no patience mends
-                return
-            if self._failures == 2 and not ending:  # one failure alone is common: another run may be setting up a store
+            silent = failed and self._run.run_id is None  # a server that has never answered
+            failed = True
+            if ending and (silent or isinstance(self._problem, UserError)):
+                return  # no patience mends this
+            if (
+                self._failures == 2 or isinstance(self._problem, UserError)
+            ) and not ending:  # one failure alone is common: another run may be setting up a store
                 self._warn(first_line(self._problem))
             pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_S)
             if (self._given_up if ending else self._ending).wait(pause_s):

@@ -27,7 +27,7 @@ class Tracking:
     """Tracking URI; null: the environment variable ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current
     folder."""
     experiment: str | None = None
-    """Experiment in MLflow; null: the recipe's name."""
+    """Experiment in MLflow; null: the environment variable ``MLFLOW_EXPERIMENT_NAME``, else the recipe's name."""
     system_metrics: bool = True
     """Let MLflow sample CPU, memory and GPU use every 5 s."""
     flush_every_s: float = 5.0

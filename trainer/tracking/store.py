@@ -7,6 +7,7 @@ import logging
 import os
 import posixpath
 import re
+import shlex
 import sqlite3
 import sys
 import uuid
@@ -32,7 +33,7 @@ _SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-_SCHEMES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _WORKSPACES = ("databricks", "databricks-uc", "uc")
 
 
@@ -50,6 +51,18 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
         key, uri = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         return None
+    folder = Path(uri.removeprefix("file://").removeprefix("file:"))
+    if uri.startswith("file:") or folder.is_dir():
+        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() == "true":
+            return uri
+        database = f"sqlite:///{folder.name}.db"
+        migrate = shlex.join(
+            ["python", "-m", "mlflow", "migrate-filestore", "--source", str(folder), "--target", database]
+        )
+        raise UserError(
+            f"{key}={uri} is a folder, which MLflow no longer writes to; set {key}={database}, "
+            f"and to have the runs of the folder there, run before: {migrate}"
+        )
     scheme, separator, _ = uri.partition("://")
     kind = scheme.partition("+")[0]
     if separator and (kind in _SCHEMES or kind in entry_points(group="mlflow.tracking_store").names):
@@ -200,6 +213,12 @@ def create_run(client: MlflowClient, experiment: str, name: str, key: str, start
 
 def _experiment_id(client: MlflowClient, name: str) -> str:
     if experiment := client.get_experiment_by_name(name):
+        if experiment.lifecycle_stage == "deleted":
+            restore = f"python -m mlflow experiments restore --experiment-id {experiment.experiment_id}"
+            raise UserError(
+                f"its experiment {name!r} is deleted; set another tracking.experiment, or restore it with: "
+                f"MLFLOW_TRACKING_URI={redacted(str(client.tracking_uri))} {restore}"
+            )
         return str(experiment.experiment_id)
     database = database_file(client.tracking_uri)
     folder = re.sub(r"[^\w.-]", "_", name)

@@ -16,9 +16,10 @@ from mantissa.display import quantity
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
+from recipes.data.text.unreadable import described
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
-from trainer.errors import UserError, check_range
+from trainer.errors import UserError, check_range, nearest
 from trainer.recipe import NO_OPTION
 
 _TABLES = (".json", ".jsonl", ".csv", ".parquet")
@@ -203,7 +204,9 @@ class TextFiles(TokenizedText):
         for key, name in (("data.path", self.path), ("data.test", self.test)):
             path = Path(name or ".").expanduser()
             if not path.exists():
-                raise UserError(f"{key}={name}: there is no such file or folder")
+                near = nearest(path.name, [each.name for each in path.parent.glob("*")])
+                remedy = "give a file or folder of text; data=python_docs needs none"
+                raise UserError(f"{key}={name}: there is no such file or folder{near}; {remedy}")
             if path.suffix.lower() in _TABLES and path.is_file():
                 raise UserError(
                     f"{key}={name} is a file of rows, not plain text; use data=hub data.name={name}, "
@@ -274,13 +277,10 @@ class TextFile:
             with self.path.open(encoding=encoding, newline="") as file:
                 for line in file:
                     if "\0" in line:
-                        raise UserError(f"{self.key}: {self.path} is not {self.encoding} text: it has a zero byte")
+                        raise UnicodeError("a zero byte")
                     yield line
         except UnicodeError as error:
-            raise UserError(
-                f"{self.key}: {self.path} is not {self.encoding} text; set its encoding, such as "
-                "data.encoding=latin-1 or data.encoding=utf-16"
-            ) from error
+            raise UserError(f"{self.key}: {self.path} {described(self.path, self.encoding)}") from error
         except LookupError:
             raise UserError(
                 f"data.encoding={self.encoding} is unknown to Python; use utf-8, latin-1 or cp1252"

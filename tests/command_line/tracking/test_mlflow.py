@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,9 +24,10 @@ from tests import forks
 from tests.command_line.conftest import Train
 from tests.serving import free_port, served
 from tests.tracked import once, open_log, points, run_id, runs, tracked
+from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.tracking import follower
-from trainer.tracking.store import connect
+from trainer.tracking.store import configured_uri, connect
 from trainer.tracking.sync import send
 from trainer.tracking.tracked_run import TrackedRun
 
@@ -310,3 +313,54 @@ def test_a_machine_that_cannot_be_sampled_keeps_no_metrics_back(
     assert points(store) == {"run": once(1)}, "while it trains"
     opened.close("FINISHED", {})
     assert caplog.text.count("MLflow cannot sample this machine") == 1
+
+
+def test_a_deleted_experiment_is_named_and_the_remedy_helps(
+    folder: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracked(folder / "first")
+    connect(store).delete_experiment(TrackedRun.read(folder / "first").experiment_id)
+    logging.getLogger("mantissa").propagate = True
+    tracked(folder / "second")
+    assert "its experiment 'e' is deleted; set another tracking.experiment" in caplog.text
+    (command,) = {*re.findall(r"restore it with: (.*?)\)", caplog.text)}
+    subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
+    assert send(folder / "second").status == "sent"
+
+
+def test_a_server_that_never_answers_is_not_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("mantissa").propagate = True
+    opened = open_log(folder / "run", uri=f"http://127.0.0.1:{free_port()}", upload_timeout_s=1e9)
+    sender = opened._follower
+    assert sender
+    wait_until(lambda: sender._failures)
+    opened.close("FINISHED", {})
+    assert "lacks this run: no connection: Connection refused). Data is safe" in caplog.text
+
+
+def test_a_folder_of_runs_is_migrated_by_the_printed_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "mlruns/0").mkdir(parents=True)
+    (folder / "mlruns/0/meta.yaml").write_text(
+        f"artifact_location: {folder}/mlruns/0\nexperiment_id: '0'\nlifecycle_stage: active\nname: mine\n"
+    )
+    for uri in (f"file://{folder}/mlruns", "file:./mlruns", "./mlruns"):
+        with pytest.raises(UserError, match=r"is a folder, which MLflow no longer writes to") as caught:
+            configured_uri(uri)
+    said = str(caught.value)
+    subprocess.run(said.partition("run before: ")[2].replace("python", sys.executable), shell=True, check=True)
+    (uri,) = re.findall(r"set tracking.uri=(\S+),", said)
+    assert configured_uri(uri) == uri
+    assert [each.name for each in connect(uri).search_experiments()] == ["mine"]
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert configured_uri("./mlruns") == "./mlruns"
+
+
+def test_mlflows_variables_are_honoured_or_said(
+    train: Train, folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from outside")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
+    done = train(*["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "steps=1", "data.samples=64"])
+    assert done.code == 0, done.err
+    assert "MLFLOW_RUN_ID is ignored: each run has its own" in done.out
+    assert TrackedRun.read(folder / "outputs/bignet-fp32-s0").experiment == "from outside"
