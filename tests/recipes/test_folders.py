@@ -225,6 +225,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("img_align/img_align/{9}.jpg", "list.csv"),
         r"PATH has 9 images .*1 \.csv\).* classes of PATH/list\.csv",
     ),
+    "one folder in each split": (
+        ("train/train/{5}.jpg", "val/val/{3}.jpg", "train.csv"),
+        r"PATH has 8 images .*, and no folders of several",
+    ),
     "parts of a set, deeper": (("images_00{2}/images/{5}.png",), "PATH has 10 images .*, and no folders of several"),
     "boxes and masks": (
         ("VOC/{JPEGImages,SegmentationObject}/{4}.png", "VOC/Annotations/{4}.xml"),

@@ -86,11 +86,6 @@ def check_no_overlap(key: str, files: Sequence[str], others: Sequence[str], role
     Raises:
         UserError: they share a file.
     """
-
-    def identity(file: str) -> tuple[int, int]:
-        found = os.stat(file)
-        return found.st_dev, found.st_ino
-
-    known = {identity(file) for file in others if os.path.exists(file)}  # others are reported when they are read
-    if shared := [file for file in files if os.path.exists(file) and identity(file) in known]:
+    known, compared = ({os.stat(file)[1:3]: file for file in each if os.path.exists(file)} for each in (others, files))
+    if shared := [file for inode, file in compared.items() if inode in known]:  # what is missing is reported later
         raise UserError(f"{key}: {shared[0]} is {role} data, too; set data.test to data that is used for nothing else")

@@ -100,7 +100,9 @@ def arrange(root: Folder) -> dict[str, Folder]:
     top = root.unwrapped()
     inside = {name: folder.unwrapped(_role(name)) for name, folder in top.folders.items()}
     # One with images only may be a class, such as one of trains; of several for one split, the plain name counts.
-    nested = [name for name, each in inside.items() if set(each.folders) - {name, *filter(_IMAGES.match, each.folders)}]
+    nested = [
+        name for name, each in inside.items() if set(each.folders) - {name, *filter(_IMAGES.fullmatch, each.folders)}
+    ]
     named = {_role(name): inside[name] for name in sorted(nested, key=str.isalpha)}
     parts = {part: named[part] for part in PARTS if part in named}
     if TRAINING not in parts:
