@@ -23,7 +23,7 @@ from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, check_choice, check_number, check_range
-from trainer.files import is_kept
+from trainer.files import is_kept, read_json, write_json
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
 from trainer.run.signals import is_program
@@ -291,6 +291,9 @@ class SizedRecipe(Recipe):
         """
         folder.mkdir(parents=True, exist_ok=True)
         datasets.tokenizer.save(folder)
+        if positions := getattr(_network(model).config, "max_position_embeddings", None):  # t5 takes any number
+            about = folder / "tokenizer_config.json"
+            write_json(about, read_json(about) | {"model_max_length": positions})
         save_model(_network(model), folder, datasets.vocabulary, datasets.tokenizer.token_id("eos_token"))
         if self.lora.rank:
             _network(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them

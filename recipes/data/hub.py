@@ -15,7 +15,7 @@ import torch
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import Text, TokenizedText, split
-from recipes.data.text.pretrained import access, local_path, unreachable
+from recipes.data.text.pretrained import LOG_IN, local_path, unreachable
 from trainer.errors import UserError, check_choice, first_line
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
@@ -202,8 +202,10 @@ class Hub(TokenizedText, ImageSource):
                     "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
                 ) from error
             missing = isinstance(error, datasets.exceptions.DatasetNotFoundError)  # also where it is gated
-            why = first_line(error.__cause__ or error) + (f"; {access(f'datasets/{hub_id}')}" if missing else "")
-            raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
+            why = first_line(error.__cause__ or error)
+            raise UserError(
+                f"data.name={self.name} cannot be opened: {why}{f' {LOG_IN}' if missing else ''}"
+            ) from error
         finally:
             datasets.config.HF_HUB_OFFLINE = before
         return splits

@@ -117,8 +117,10 @@ def _published(arch: str, name: str, image_size: int) -> dict[str, Tensor]:
                 weights = torchvision.models.get_model_weights(arch)[name]
                 model = torchvision.models.get_model(arch, weights=weights, progress=False)
     except Exception as error:  # of urllib, requests, httpx, the hub, or torch for a damaged file
+        cache = "HF_HOME" if arch.startswith(architectures.TIMM) else "TORCH_HOME"
         raise UserError(
-            f"init_from={name}: the weights of {arch} could not be downloaded or opened ({first_line(error)}); {_FILE}"
+            f"init_from={name}: the weights of {arch} could not be downloaded or opened ({first_line(error)}); "
+            f"remove a damaged copy from its cache (see {cache}), or {_FILE}"
         ) from error
     return model.state_dict()
 

@@ -85,6 +85,7 @@ for name, text in request["texts"].items():
         "vocabulary": [model.config.vocab_size, logits.shape[-1], len(tokenizer)],
         "eos": [model.config.eos_token_id, tokenizer.eos_token_id],
         "ids": tokenizer(text)["input_ids"],
+        "longest": [tokenizer.model_max_length, model.config.max_position_embeddings],
     }
 model = AutoModelForMaskedLM.from_pretrained(root / "bert")
 tokenizer, config = AutoTokenizer.from_pretrained(root / "bert"), model.config
@@ -172,7 +173,8 @@ def test_a_language_model_generates_elsewhere_and_has_no_padding(name: str, else
     here, there = elsewhere
     vocabulary, ids = here[name]
     end = 0 if name in ("bpe", "llama") else None  # the end of a document is the BPE's first token
-    assert there[name] == {"same": True, "vocabulary": [vocabulary] * 3, "eos": [end, end], "ids": ids}
+    about = {"vocabulary": [vocabulary] * 3, "eos": [end, end], "longest": [64, 64]}
+    assert there[name] == {"same": True, "ids": ids} | about
 
 
 def test_bert_has_its_special_tokens_elsewhere(elsewhere: Elsewhere) -> None:

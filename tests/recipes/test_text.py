@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from recipes.data.text import tokens as token_store
 from recipes.data.text.corpus import PythonDocs, Text, TextFiles, split
 from recipes.data.text.pretrained import Pretrained
-from recipes.data.text.tokenizers import BytePairs
+from recipes.data.text.tokenizers import BytePairs, Characters
 from recipes.data.text.tokens import TokenData
 from trainer.errors import UserError
 
@@ -56,6 +56,15 @@ def decoded(data: TokenData) -> tuple[str, str]:
 def test_tinyshakespeare_in_characters_is_nanogpts(shared_data: Path) -> None:
     data = TextFiles(path=str(shared_data / "tinyshakespeare.txt"), tokenizer="chars").tokens(None)
     assert (len(data.train), len(data.valid), data.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
+
+
+def test_the_characters_of_a_long_text_are_collected_piece_by_piece() -> None:
+    tracemalloc.start()
+    tokenizer = Characters.train(chr(97 + number % 26) * 2**16 for number in range(400))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert tokenizer.vocab_size == 27
+    assert peak < 2**20  # of 26 MB
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])

@@ -12,6 +12,8 @@ from typing import Any
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
 from trainer.errors import UserError, first_line, is_out_of_memory
 
+LOG_IN = "check the id; if it is gated or private, get access on its page, then run hf auth login or set HF_TOKEN"
+
 
 class Pretrained(Tokenizer):
     """A tokenizer that ``AutoTokenizer`` opens, without the special tokens that it would add by itself."""
@@ -96,11 +98,11 @@ def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str
         seen: list[BaseException] = [error]
         while under := seen[-1].__cause__ or seen[-1].__context__:
             seen.append(under)
-        lost = [each for each in seen if isinstance(each, HTTPError) and not isinstance(each, HfHubHTTPError)]
-        if lost:  # a broken connection, where transformers speaks of a wrong folder
-            raise UserError(f"{key} could not be downloaded ({first_line(lost[0])}); try again") from error
-        if any(isinstance(each, RepositoryNotFoundError) for each in seen):  # which a gated one is, too
-            remedy = access(hub_id)
+        http = next((each for each in seen if isinstance(each, HTTPError)), None)
+        if http and not isinstance(http, HfHubHTTPError):  # no answer, where transformers speaks of a wrong folder
+            raise UserError(f"{key} could not be downloaded ({first_line(http)}); try again") from error
+        if isinstance(http, RepositoryNotFoundError):  # which a gated one is, too
+            remedy = LOG_IN
         elif not path:
             remedy = f"{remedy}; hf cache rm model/{hub_id} removes a damaged copy"
         raise UserError(f"{key} {failure} ({first_line(error)}); {remedy}") from error
@@ -118,14 +120,6 @@ def local_path(name: str, key: str, remedy: str) -> Path | None:
     if name.startswith(("/", ".", "~")) or name.partition("@")[0].count("/") > 1:
         raise UserError(f"{key}: there is no such file or folder; {remedy}")
     return None
-
-
-def access(page: str) -> str:
-    """Return what to do about a page of the hub that it does not show."""
-    from huggingface_hub import constants
-
-    place = f"{constants.ENDPOINT}/{page}"
-    return f"check the id; where {place} asks for it, request access there, then run hf auth login or set HF_TOKEN"
 
 
 def unreachable() -> str:

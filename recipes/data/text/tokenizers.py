@@ -141,7 +141,10 @@ class Characters(Tokenizer):
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int = 0) -> Characters:
         """Collect the characters of all texts, however many, and the line end, which separates documents."""
-        return cls("".join(sorted({"\n"}.union(*texts))))
+        characters = {"\n"}
+        for text in texts:  # one at a time: together they may be gigabytes
+            characters.update(text)
+        return cls("".join(sorted(characters)))
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
         """Return the ids of each text, looked up (the library splits a text at each character, which takes a hundred

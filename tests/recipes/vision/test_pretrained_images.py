@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import urllib.error
+import urllib.response
+from email.message import Message
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +194,22 @@ def test_a_failed_download_names_a_file_as_the_remedy(tmp_path: Path, monkeypatc
         raise urllib.error.URLError("no route to host")
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr("torch.hub.download_url_to_file", offline)
+    monkeypatch.setattr("torch.hub.urlopen", offline)
     with pytest.raises(UserError, match=r"could not be downloaded .*no route to host.* init_from=weights\.pth"):
+        start(compose(*SMALL, "init_from=DEFAULT"))
+    # A proxy's page instead of the file: nothing is kept of it.
+    monkeypatch.setattr(
+        "torch.hub.urlopen", lambda *_, **__: urllib.response.addinfourl(BytesIO(b"log in"), Message(), "")
+    )
+    with pytest.raises(UserError, match=r"could not be downloaded .*invalid hash value.* init_from=weights\.pth"):
+        start(compose(*SMALL, "init_from=DEFAULT"))
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_a_damaged_copy_of_a_download_is_to_be_removed(hub: None, tmp_path: Path) -> None:
+    (copy,) = (tmp_path / "hub" / "checkpoints").iterdir()
+    copy.write_bytes(copy.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"remove a damaged copy from its cache \(see TORCH_HOME\)"):
         start(compose(*SMALL, "init_from=DEFAULT"))
 
 
