@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable
 
 from evidence.runs import DIVERGED, LOSS, Outcome
 from trainer.hardware import kind_of
-
-IN_USE = 0.1
-"""Mean share of the CPUs used by other processes, over an arm's runs, from which on their times say little."""
+from trainer.profiling.rates import BUSY
 
 
 def speed(outcome: Outcome) -> float | None:
@@ -70,7 +68,7 @@ def in_use(outcomes: Iterable[Outcome]) -> str:
         if o.others_cpu is not None and not _on_gpu(o):
             arms.setdefault(o.arm, []).append(o.others_cpu)
     share = max(map(statistics.fmean, arms.values()), default=0)
-    if share < IN_USE:
+    if share < BUSY:  # the mean over an arm's runs
         return ""
     return f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine, with another name=…"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
@@ -271,7 +271,7 @@ def _compared(losses: Losses, base: Losses) -> Quality:
     differences = [(loss - others[seed]) / abs(others[seed]) for seed, loss in finite.items() if others.get(seed)]
     quality = Quality(list(finite.values()), differences)
     if any(others.values()) and finite:  # two numbers are rounded, each by up to half a step
-        step = _step([*finite.values(), *others.values()])
+        step = _step(finite.values(), others.values())
         quality.rounding = step / math.sqrt(6) / fmean(map(abs, others.values()))
     diverged = [seed for seed in _diverged(losses) if seed in others]
     failed = [seed for seed in others if losses.get(seed) is None]
@@ -301,15 +301,14 @@ def _finite(losses: Losses) -> dict[int, float]:
     return {seed: loss for seed, loss in losses.items() if loss is not None and math.isfinite(loss)}
 
 
-def _step(values: Iterable[float]) -> float:
+def _step(values: Iterable[float], base: Collection[float]) -> float:
     """Return the step in which values come: that of their last digit, or of the accuracy of a few samples.
 
-    It is the greatest common divisor of their distances; of numbers with all digits, nearly nothing.
+    It is the greatest common divisor of their distances; of numbers with all digits, nothing beside the baseline's.
     """
-    lowest, *others = sorted(set(values))
-    step = 0.0
-    for distance in (value - lowest for value in others):
-        while distance > 1e-4 * (others[-1] - lowest):  # Euclid's algorithm
+    lowest, step = min(base), 0.0
+    for distance in (abs(value - lowest) for value in (*base, *values)):
+        while distance > 1e-4 * (max(base) - lowest):  # Euclid's algorithm
             step, distance = distance, min(step % distance, distance - step % distance)
     return step
 
@@ -394,8 +393,8 @@ class Comparison:
             if digit > margin:
                 raise UsageError(
                     f"{arm}: the last digit of {self.metric}, {digit:g}, is more than the margin of "
-                    f"{100 * self.margin:g} %, {margin:.2g}; print {1 - math.floor(math.log10(margin))} decimals "
-                    "and give another --report, or set a wider margin"
+                    f"{100 * self.margin:g} %, {margin:.2g}; print {1 - math.floor(math.log10(margin))} decimals, "
+                    "or set a wider margin"
                 )
 
     def ended(self, arm: str) -> dict[int, Run]:

@@ -13,7 +13,6 @@ from evidence.advice.checkup import check
 from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, time_candidate
-from evidence.measures import IN_USE
 from evidence.options import AdviseOptions
 from evidence.runs import cpu_share_of_others, redacted_arguments
 from mantissa.display import duration
@@ -21,6 +20,7 @@ from trainer.config.compose import check_single, compose
 from trainer.config.options import parse
 from trainer.files import check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import detect
+from trainer.profiling.rates import BUSY
 from trainer.run.provenance import git_facts, versions
 
 ANSWER = "advice.json"
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         say(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
         if COMPILE in space.choices:
             say(f"ranked by the time of a run of {steps} steps, compile time included")
-        if not hardware.is_gpu and (share := cpu_share_of_others()) >= IN_USE:
+        if not hardware.is_gpu and (share := cpu_share_of_others()) >= BUSY:
             space.notes.append(f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine")
         search = Search(
             space,

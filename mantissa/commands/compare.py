@@ -188,12 +188,15 @@ def last_number(metric: str, text: str) -> float | None:
     digits = _UNUSUAL.sub(lambda found: "0.0"[: len(found[0])].rjust(len(found[0]), "0"), text)
     begin, end = _first_group(metric)
     any_number = f"{metric[:begin]}(?i:{_WRAPPER}{_VALUE}){metric[end:]}" if end else metric
-    found = []
-    for pattern in (metric, any_number):
-        for match in (*re.finditer(pattern, text, re.MULTILINE), *re.finditer(pattern, digits, re.MULTILINE)):
-            spans = [span for span in match.regs[1:] if span[0] >= 0] or [match.span()]
-            found.append((match.start(), *spans[0]))
-    if not found:
+    for source in (digits, text):  # the second has what an expression spells out, such as a sign
+        found = [
+            (match.start(), *next((span for span in match.regs[1:] if span[0] >= 0), match.span()))
+            for pattern in (metric, any_number)
+            for match in re.finditer(pattern, source, re.MULTILINE)
+        ]
+        if found:
+            break
+    else:
         return None
     longer_name = re.compile(r"(?<=[\w/.-])\w")
     _, place, stop = max(

@@ -77,6 +77,8 @@ def verdict(losses: tuple[float | None, ...], base: tuple[float | None, ...] = B
         (ALIKE, BASE, EQUIVALENT, ""),
         ((2.02, 2.12, 1.92, 2.07), BASE, WORSE, ""),
         ((1.98, 2.08, 1.88, 2.03), BASE, BETTER, ""),
+        ((1e6,) * 3, BASE[:3], WORSE, ""),
+        ((1e6, 2e6, 1.5e6), BASE[:3], WORSE, ""),
         ((2.01, 2.09, 1.905, 2.04), BASE, INCONCLUSIVE, "about "),
         ((ALIKE[0], None, *ALIKE[2:]), BASE, NOT_JUDGED, "1 of 4 runs failed where the baseline's did not"),
         ((ALIKE[0], None, NAN, ALIKE[3]), BASE, WORSE, OTHERS_DIVERGED.format(1)),
@@ -287,7 +289,7 @@ def test_too_few_seeds_and_a_seed_that_changes_nothing_are_mistakes(
     coarse = commands.add("coarse", lambda seed: f"val loss {2.5 + NOISE[seed % 1000]:.2f}")
     (commands.folder / "ran").unlink()
     assert commands.compare(coarse, arms[1]) == 2
-    remedy = "print 4 decimals and give another --report, or set a wider margin"
+    remedy = "print 4 decimals, or set a wider margin"
     said = f"coarse: the last digit of val loss, 0.01, is more than the margin of 0.3 %, 0.0075; {remedy}"
     assert said in capsys.readouterr().err
     assert len(commands.ran()) < 5

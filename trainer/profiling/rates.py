@@ -27,7 +27,7 @@ _ENOUGH_S = 0.005
 """What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
 _ENOUGH_IN_ALL_S = 0.2
 BUSY = 0.1
-"""Share of the CPUs that others use, from which on a rate says little about the machine."""
+"""Share of the CPUs that others use, from which on times say little about the machine."""
 _WHILE_BUSY: dict[str, float] = {}
 """Rates that are not kept for other processes, so that the runs of a sweep show the same one."""
 _VARIABLES = (
