@@ -19,6 +19,7 @@ from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
 from mantissa.finding import Finding
+from mantissa.formats import format_name
 from mantissa.ledger import MemoryLedger
 from mantissa.loop import Loss, step_of_loop
 from mantissa.step import Replay, Step
@@ -68,7 +69,7 @@ def examine(
     model: nn.Module,
     loss: Loss,
     batches: Iterable[Any],
-    precision: str = "bf16",
+    precision: str | torch.dtype = "bf16",
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scale: float | None = None,
@@ -92,7 +93,7 @@ def examine(
         batches: the first one is the step that is examined (the first ``accumulate``), the rest are the steps
             after it. Tensors on the model's device, in nested dicts, tuples and lists.
         precision: what training uses. ``bf16`` and ``fp16``: torch.autocast; ``bf16_pure`` and ``fp16_pure``: weights,
-            gradients and optimizer state in 16 bits; ``fp32``; ``tf32``.
+            gradients and optimizer state in 16 bits; ``fp32``; ``tf32``. Also a dtype or a name of Lightning's.
         optimizer: over the model's parameters, with its state. None: updates are not examined, and the weights stay.
         scale: the loss scale of this step. None: 65536 with fp16, as ``torch.amp.GradScaler`` begins, else 1.
         fixed_scale: whether no scaler lowers it where gradients overflow; without a scaler it is 1 and fixed.
@@ -113,9 +114,9 @@ def examine(
     check_type("model", model, isinstance(model, nn.Module), "a module")
     check_type("loss", loss, callable(loss), "a function, called as loss(model, batch)")
     check_type("batches", batches, isinstance(batches, Iterable) and not a_batch, of_batches)
-    check_type("precision", precision, isinstance(precision, str), f"one of {', '.join(PRECISIONS)}")
+    check_type("precision", precision, isinstance(precision, str | torch.dtype), f"one of {', '.join(PRECISIONS)}")
     check_type("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer")
-    if precision not in PRECISIONS:
+    if (precision := format_name(precision)) not in PRECISIONS:
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate} must be 1 or more")

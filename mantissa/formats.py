@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mantissa.errors import UsageError
-
 
 @dataclass(frozen=True)
 class Number:
@@ -127,13 +125,10 @@ _OTHERS = {
 """Formats by the names of torch, Lightning and accelerate; a dtype is that of autocast."""
 
 
-def format_name(given: str | torch.dtype) -> str:
-    """Return the name of a format that is named as here or as elsewhere, such as ``torch.bfloat16``."""
+def format_name(given: object) -> str:
+    """Return the name of a format that is named as elsewhere, such as ``torch.bfloat16``; any other name as it is."""
     name = str(given).removeprefix("torch.")
-    name = _OTHERS.get(name, name)
-    if name not in FORMATS:
-        raise UsageError(f"precision={name!r} is unknown; use one of {', '.join(FORMATS)}")
-    return name
+    return _OTHERS.get(name, name)
 
 
 BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and row.number is not FP8)

@@ -20,6 +20,10 @@ _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""
 
 
+_SMALL = 32768
+"""Elements below which a tensor is sooner copied than read by a call of its own."""
+
+
 class Measured(NamedTuple):
     """What one measured step did, on this rank."""
 
@@ -117,13 +121,13 @@ class Meters:
             self._updates = UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)  # layers may be new
             self._updates.before(factor)
 
-    def after(self, step: int, taken: Tensor) -> None:
+    def after(self, step: int, taken: Tensor | bool) -> None:
         """Measure what the update did; ``taken``: whether weights were changed, a bool scalar."""
         if self._updates is not None:
             device = next(self._model.parameters()).device
             generators = random_state(device)  # from which an optimizer may draw
             try:
-                self._updates.after(step, taken)
+                self._updates.after(step, torch.as_tensor(taken, device=device))
                 self._counts = self._updates.take()[-1].counts
             except Exception as error:  # of any kind: an optimizer that cannot be copied
                 self._updates, self._measurable = None, False
@@ -185,24 +189,24 @@ class Meters:
         return Measured(step, mean.item(), skipped, lost, norms, overflow, underflow)
 
 
-def are_finite(gradients: list[Tensor], device: torch.device, exact: bool) -> Tensor:
-    """Return whether all gradients are finite, a bool scalar on the device.
+def are_finite(gradients: list[Tensor], device: torch.device, now: bool) -> Tensor | bool:
+    """Return whether all gradients are finite: ``now``, or as a bool scalar that stays on the device.
 
-    On a CPU a maximum takes 13 times as long as a sum of squares; where that overflows, ``exact`` looks again.
+    On a CPU a maximum takes 13 times as long as a sum of squares; where that overflows, it looks again.
     """
-    parts = [_values(local(each)) for each in gradients]
+    parts = [part for each in gradients if (part := _values(local(each))).numel()]
     if not parts:
-        return torch.ones((), dtype=torch.bool, device=device)
-    if device.type != "cpu":
-        norms = torch._foreach_norm(
-            [each for each in parts if each.numel()] or [torch.zeros(1, device=device)], math.inf, dtype=torch.float32
-        )
-        return torch.stack([each.to(device) for each in norms]).max() < math.inf
-    small = [each for each in parts if each.numel() < _SAMPLE and each.dtype == torch.float32]
-    large = [each for each in parts if each.numel() >= _SAMPLE or each.dtype != torch.float32]
-    large += [torch._utils._flatten_dense_tensors(small)] if small else []  # one call in the place of many
-    sound = torch.stack(torch._foreach_norm(large, 2.0, dtype=torch.float32)).max() < math.inf
-    return torch.tensor(all(map(finite, parts))) if exact and not sound else sound
+        return True if now else torch.ones((), dtype=torch.bool, device=device)
+    if device.type == "cpu":
+        small = [each for each in parts if each.numel() < _SMALL and each.dtype == torch.float32]
+        large = [each for each in parts if each.numel() >= _SMALL or each.dtype != torch.float32]
+        large += [torch._utils._flatten_dense_tensors(small)] if small else []  # one call in the place of many
+        norms = torch._foreach_norm(large, 2.0, dtype=torch.float32)
+        if now:
+            return sum(each.item() for each in norms) < math.inf or all(map(finite, parts))
+    else:
+        norms = torch._foreach_norm(parts, math.inf, dtype=torch.float32)
+    return torch.stack([each.to(device) for each in norms]).max() < math.inf
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ def finite(tensor: Tensor) -> bool:
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    if tensor.numel() == 1:
+        return math.isfinite(tensor.item())
     low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
     return math.isfinite(low.item()) and math.isfinite(high.item())
 

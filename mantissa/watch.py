@@ -118,7 +118,7 @@ class Watch:
         optimizer: of its parameters.
         scaler: the ``torch.amp.GradScaler`` of the loop.
         every: optimizer steps from one that is metered to the next.
-        precision: the name of the format that is meant, such as ``bf16``; None: not stated.
+        precision: the format that is meant, such as ``bf16``, ``torch.bfloat16`` or ``bf16-mixed``; None: not stated.
         loss: called as ``loss(model, batch)`` where a step is replayed, with what ``keep`` was given. None: the model
             returns its loss, alone, as ``.loss``, or as the first scalar of what it returns.
         folder: where the page of a failure is written.
@@ -154,6 +154,9 @@ class Watch:
         check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
         if every < 1:
             raise UsageError(f"every={every} must be 1 or more, such as 50")
+        self._precision = None if precision is None else format_name(precision)
+        if self._precision is not None and self._precision not in FORMATS:
+            raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
         if on_failure not in ("raise", "warn"):
             raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
         self.model = unwrapped(model)
@@ -161,7 +164,6 @@ class Watch:
         self._gradient_state = getattr(optimizer, "gradient_state", None)
         self.optimizer: torch.optim.Optimizer = inner
         self._every, self._loss = every, loss
-        self._precision = None if precision is None else format_name(precision)
         self._folder, self._on_failure, self._build, self._say = Path(folder), on_failure, build, say
         modules = [model, *model.modules()]
         self.compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)
@@ -321,13 +323,13 @@ class Watch:
         self._save_weights()
         gradients = [gradient for each in changed_by(self.optimizer) if (gradient := each.grad) is not None]
         now.skipped = getattr(self.optimizer, "found_inf", None)
-        self._judge(are_finite(gradients, self._device, exact=not self._later))
+        self._judge(are_finite(gradients, self._device, not self._later))
         if self._watching and (self.number + 1) % self._every == 0 and gradients:
             left = getattr(self.optimizer, "grad_scale", None)  # what a fused optimizer divides by
             scale = self._scaler._scale if self._scaling and left is None else None
             self.meters.before(self.half, scale, None if left is None else left.reciprocal())
 
-    def _judge(self, sound: Tensor) -> None:
+    def _judge(self, sound: Tensor | bool) -> None:
         """Take in whether an update is sound; a scaler skips it where it is not."""
         now = self._now
         if self._scaling or now.skipped is not None:  # ranks may skip apart
@@ -335,7 +337,7 @@ class Watch:
             return
         now.sound = self._agreed(sound)
         if self._later:
-            self._bad |= ~now.sound
+            self._bad |= torch.logical_not(now.sound)
         elif not now.sound:
             self.number = now.number = self.number + 1
             self._fail("a gradient is not finite" if self._finite(now.losses) else "the loss is not finite", now)
@@ -349,7 +351,7 @@ class Watch:
         now.updates += 1
         if not self._looked:  # its gradients, and so its weights, are those of the closure
             now.skipped = None
-            self._judge(are_finite([each.detach() for each in changed_by(optimizer)], self._device, exact=True))
+            self._judge(are_finite([each.detach() for each in changed_by(optimizer)], self._device, not self._later))
             self._save_weights()
         elif (self.number + 1) % self._every == 0 and self.meters.ready:
             self.meters.after(self.number + 1, now.sound if now.skipped is None else now.skipped == 0)
@@ -381,11 +383,11 @@ class Watch:
             return all(map(finite, losses))
         return torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
 
-    def _agreed(self, sound: Tensor) -> Tensor:
+    def _agreed(self, sound: Tensor | bool) -> Tensor | bool:
         """Return whether it is so on all ranks, of which each has a part, so that all stop at the same step."""
         if not self._ranks or not self._sharded:  # then gradients are summed, or ranks have nothing in common
             return sound
-        found = sound.float()
+        found = torch.as_tensor(sound, dtype=torch.float32, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return found > 0
 
@@ -411,13 +413,13 @@ class Watch:
         if self._loss is not None and not now.passes and not self.number:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
         self.number = now.number = self.number + 1
-        if not isinstance(loss, Tensor | Number):
+        if not isinstance(loss, (Tensor, Number)):
             loss = loss_in(loss)  # given what the model returns
         losses = now.losses if loss is None else [torch.as_tensor(loss).detach()]
         skipped = not now.updates if now.skipped is None else now.skipped
         scale = getattr(self._scaler, "_scale", None) if self._scaling else None
         flags = [now.sound is None or now.sound, self._finite(losses), skipped, 1.0 if scale is None else scale]
-        now.flags = self._on_host(flags) if self._later else torch.tensor(list(map(float, flags)))
+        now.flags = self._on_host(flags) if self._later else list(map(float, flags))
         whole = [torch.stack(losses).sum()] if self._parts and losses else losses
         if self.number % self._every == 0:
             read = self.meters.end(self.number, whole, self.skipped)
@@ -465,7 +467,7 @@ class Watch:
 
     def _learn(self, step: _Step) -> None:
         """Take in the outcome of a step."""
-        gradients, loss, skipped, scale = step.flags.tolist()
+        gradients, loss, skipped, scale = step.flags if isinstance(step.flags, list) else step.flags.tolist()
         self.skipped += bool(skipped)
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if step.read is not None:

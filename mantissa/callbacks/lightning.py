@@ -1,30 +1,24 @@
-"""``Trainer(callbacks=[mantissa.callbacks.lightning.Precision()])``, for Lightning 2.5."""
+"""``Trainer(callbacks=[mantissa.callbacks.lightning.Precision()])``, for Lightning 2.5 by either name."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from mantissa.watch import Watch
+from mantissa.watch import Watch, loss_in
 
-_FORMATS = {
-    "32-true": "fp32",
-    "16-mixed": "fp16",
-    "bf16-mixed": "bf16",
-    "16-true": "fp16_pure",
-    "bf16-true": "bf16_pure",
-    "transformer-engine": "fp8",
-}
-"""By Lightning's name."""
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_FOUND = [name for name in _PACKAGES if find_spec(name.partition(".")[0])] or _PACKAGES
 
 
-class Precision(Callback):
-    """Watches a training with one optimizer, whose ``precision`` is what is requested.
+class Precision(*(import_module(f"{name}.callbacks").Callback for name in _FOUND)):  # type: ignore[misc]
+    """Watches the first optimizer of a training, whose ``precision`` is what is requested.
 
-    A step is replayed by ``training_step`` of a copy of the module, which has no trainer.
+    A step is replayed by ``training_step`` of a copy of the module, which logs nothing.
 
     Args:
         every: optimizer steps from one that is metered to the next.
@@ -37,7 +31,7 @@ class Precision(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         folder = Path(trainer.default_root_dir) / "mantissa"
-        options: dict[str, Any] = {"precision": _FORMATS.get(trainer.precision), "folder": folder, "loss": _loss}
+        options: dict[str, Any] = {"precision": trainer.precision, "folder": folder, "loss": _loss}
         self.watch = Watch(pl_module, trainer.optimizers[0], scaler, **options | self._options)
         self._steps = trainer.global_step
 
@@ -45,12 +39,14 @@ class Precision(Callback):
         self.watch.keep((batch, batch_idx))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.watch.before_update()  # Lightning takes the passes inside of the optimizer's step
+        if optimizer is self.watch.optimizer:
+            self.watch.before_update()  # Lightning takes the passes inside of the optimizer's step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
-            self.watch.step(outputs["loss"] * trainer.accumulate_grad_batches)  # by which Lightning has divided it
+            loss = loss_in(outputs)
+            self.watch.step(loss and loss * trainer.accumulate_grad_batches)  # by which Lightning has divided it
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.watch.close()

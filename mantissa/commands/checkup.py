@@ -16,6 +16,7 @@ from mantissa.display import columns, quantity
 from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, Report, examine
+from mantissa.formats import format_name
 from mantissa.step import Batch
 
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
@@ -160,7 +161,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--budget", type=float, default=60, help="seconds for each precision (default: 60)")
     parser.add_argument("--report", help="folder for a page about each precision")
     options = parser.parse_args(arguments)
-    precisions = options.precision.split(",")
+    precisions = list(map(format_name, options.precision.split(",")))
     if unknown := [name for name in precisions if name not in PRECISIONS]:
         raise UsageError(f"--precision {unknown[0]} is unknown; use some of {','.join(PRECISIONS)}")
     if min(options.length - 1, options.batch, options.steps) < 1:

@@ -12,13 +12,14 @@ from torch import nn
 from mantissa.commands import report_folder, say_part
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, examine
+from mantissa.formats import format_name
 
 
 def main(arguments: list[str]) -> int:
     """Examine, print the report and write its page; return the exit code of its verdict."""
     parser = argparse.ArgumentParser("python -m mantissa doctor", description="Examine one training step of a model.")
     parser.add_argument("function", help="module:function, which returns model, loss, batches and maybe the optimizer")
-    parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    parser.add_argument("--precision", default="bf16", type=format_name, choices=PRECISIONS)
     parser.add_argument("--scale", type=float, help="the loss scale (default: 65536 with fp16, else 1)")
     parser.add_argument("--fixed-scale", action="store_true", help="no scaler lowers it")
     parser.add_argument("--budget", type=float, default=60, help="seconds for the checks (default: 60)")

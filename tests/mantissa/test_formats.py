@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, NEAREST, TF32, Number
+from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, NEAREST, TF32, Number, format_name
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,15 @@ def test_tf32_has_the_exponents_of_fp32_and_the_significand_of_fp16() -> None:
     assert TF32.unit_roundoff == FP16.unit_roundoff
     assert TF32.largest == pytest.approx(FP32.largest, rel=2 * TF32.unit_roundoff)
     assert TF32.smallest == 2.0**-126 * 2 * TF32.unit_roundoff
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("16-mixed", "fp16"), ("bf16-true", "bf16_pure"), ("no", "fp32")],
+)
+def test_formats_have_the_names_of_torch_lightning_and_accelerate_too(given: object, name: str) -> None:
+    assert format_name(given) == name
+    assert format_name(name) == name
 
 
 def test_every_row_is_one_that_layers_and_optimizer_carry_out() -> None:
