@@ -85,7 +85,9 @@ def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | Non
     began, reached = _go_to(trainer, wanted, folder)
     notes = []
     if reached < wanted:
-        notes = [f"the loss is already not finite at step {reached}: that step is examined instead of step {wanted}"]
+        notes = [
+            f"step {reached} already raises, or its loss is not finite: that step is examined instead of step {wanted}"
+        ]
         trainer = Trainer.from_config(config)
         began, _ = _go_to(trainer, reached, folder)
     taken = take(step_of(trainer), began=began)
@@ -98,14 +100,17 @@ def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, 
     """Restore the newest checkpoint before a step, and take plain steps up to it.
 
     Returns:
-        Where that began, and the number of the next step: ``step``, or an earlier one, whose loss was not finite.
+        Where that began, and the number of the next step: ``step``, or an earlier one that raises or is not finite.
     """
     began = _restore(folder, trainer, step)
     left = step - 1 - trainer.step
     if left:
         print(f"replaying {left} step{'s' * (left > 1)} from {began} …")
     for microbatches in islice(trainer.batches(), left):
-        record = trainer.train_step(microbatches)
+        try:
+            record = trainer.train_step(microbatches)
+        except RuntimeError:  # the examination of this step says of what
+            return began, trainer.step + 1
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
         if not math.isfinite(record.loss.item()) and not passed_over:
             return began, record.step

@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from evidence.doctor.command import main
+from evidence.doctor.replay import _go_to
 from mantissa.doctor import budget
 from tests.helpers import compose
 from trainer.errors import NonFiniteError, UserError
@@ -175,3 +177,11 @@ def test_mistakes(arguments: str, message: str, finishes: Path, overflows: Path)
         main(arguments.split())
     assert message in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_step_that_raises_while_it_is_replayed_is_the_one_that_is_examined() -> None:
+    def raising(microbatches: list[Any]) -> None:
+        raise RuntimeError("dtypes do not match")
+
+    trainer: Any = SimpleNamespace(step=0, batches=lambda: iter([[]] * 5), train_step=raising)
+    assert _go_to(trainer, 4, None) == ("the beginning", 1)
