@@ -363,11 +363,6 @@ class Replay:
         self._wide = dtype
         cast_training(self.model, self.optimizer, dtype)
 
-    def drop_casts(self, modules: Iterable[str]) -> None:
-        """Let explicit casts to 16 bits have no effect in the forward passes of some modules."""
-        for module in map(self.model.get_submodule, modules):
-            module.forward = partial(_in_fp32, module.forward)
-
     def run(self, microbatches: list[Batch] | None = None) -> ReplayResult:
         """Take the passes of the step, from its start.
 
@@ -538,11 +533,6 @@ class Widened(TorchDispatchMode):
 
     def _of(self, value: Any) -> Any:
         return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
-
-
-def _in_fp32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with Widened(torch.float32):
-        return forward(*args, **kwargs)
 
 
 def cast_training(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:

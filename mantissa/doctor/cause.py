@@ -38,6 +38,8 @@ _MASKED = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "log_softma
 """Operators that masks of -inf are meant for; they are NaN where all is masked."""
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
+_SAMPLES = 4
+"""Samples that are named as the cause, at most: more are the model's matter."""
 _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
 
@@ -205,6 +207,9 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
             finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
             finding.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
             return finding
+    if format == FP32 and (rows := _spoiling(passes)):
+        finding.detail += f"; {_samples(rows)} of the batch alone"
+        finding.cure = [f"leave out {_samples(rows)}: without, the step is finite"]
     if not alone:
         finding.detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding
@@ -235,13 +240,10 @@ def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
     finding.module, finding.tensor = ("", name) if name.startswith("batch") else (name.rpartition(".")[0], name)
     size = len(outside.tensor) if outside.tensor.ndim else 0
     if name.startswith("batch") and 0 < len(rows) < size:
-        samples = f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
+        samples = _samples(rows)
         finding.tensor += f", {samples}"
         left = [row for row in range(size) if row not in rows]
-        batches = [
-            map_tensors(batch, lambda tensor: tensor[left] if tensor.shape[:1] == (size,) else tensor)
-            for batch in passes.microbatches
-        ]
+        batches = [_with_rows(batch, left, size) for batch in passes.microbatches]
         cure, cured = f"leave out {samples} of {name}: without, the step is finite", _is_finite(passes, batches)
     else:
         cure = f"finite values in {name}: with zeros in their place, the step is finite"
@@ -249,6 +251,39 @@ def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
         cured = _is_finite(passes, batches, _without_infinities)
     finding.cure = [cure] if cured else []
     return finding
+
+
+def _samples(rows: list[int]) -> str:
+    """Return samples in words."""
+    return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
+
+
+def _with_rows(batch: Batch, rows: list[int], size: int) -> Batch:
+    """Return a batch of the same size with some of its samples alone, again and again."""
+    taken = [rows[place % len(rows)] for place in range(size)]
+    return map_tensors(batch, lambda tensor: tensor[taken] if tensor.shape[:1] == (size,) else tensor)
+
+
+def _spoiling(passes: Replay) -> list[int]:
+    """Return the few samples without which the step is finite; none: they are not few, or the batch is not one."""
+    batch = passes.microbatches[0]
+    size = max((len(tensor) for tensor in batch.values() if tensor.ndim), default=0)
+
+    def is_finite(rows: list[int]) -> bool:
+        return _is_finite(passes, [_with_rows(batch, rows, size)])
+
+    found: list[int] = []
+    left = [list(range(size))] if size and len(passes.microbatches) == 1 else []
+    while left and len(found) <= min(size // 4, _SAMPLES):
+        rows = left.pop()
+        if is_finite(rows):
+            continue
+        if len(rows) == 1:
+            found += rows
+        else:
+            left += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
+    others = [row for row in range(size) if row not in found]
+    return found if found and not left and others and is_finite(others) else []
 
 
 def _without_infinities(tensor: Tensor) -> Tensor:

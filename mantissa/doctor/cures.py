@@ -6,7 +6,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,15 +16,16 @@ from torch import Tensor, nn
 
 from mantissa.display import size
 from mantissa.doctor.cause import UNWRITTEN, find_exception, find_origin
-from mantissa.doctor.dtypes import explicit_cast
+from mantissa.doctor.dtypes import explicit_casts
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
 from mantissa.formats import FP16
 from mantissa.ledger import MemoryLedger
-from mantissa.step import Batch, Remedies, Replay, Step, Widened
+from mantissa.step import Batch, Built, Remedies, Replay, Step, Widened
 from mantissa.tensors import numbers_in, relative_error
 from mantissa.trace import HALF, Line, Op, Trace, functional_name, user_line
 
+NO_CAST = "no cast to 16 bits in this line"
 _OTHERS = 3
 """Following steps, on whose first microbatch a cure must hold, too."""
 _TRAINED = 8
@@ -201,8 +203,9 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
         fixes: returns whether another replay of the step does not have the fault.
         goes_on: returns whether there is time.
     """
-    with_modules = functools.partial(_with_modules, step)
-    without_casts = functools.partial(_with_modules, step, casts=False)
+
+    def with_modules(names: list[str]) -> Replay:
+        return step.as_run([*step.fp32_modules, *names])
 
     def with_operators(names: list[str]) -> Replay:
         return step.as_run(fp32_ops=[*step.fp32_ops, *names])
@@ -217,7 +220,7 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
         if trains_with(step, lambda: build(names)):
             finding.cure.append(text)
 
-    operators = _in_half(step)
+    operators = in_half(step)
     inside = {name for name, module in operators if module}
     outside = {name: line for (name, _), line in operators.items() if name not in inside}
     if outside and fixed(with_operators, list(outside)):
@@ -226,24 +229,45 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
         finding.line = str(outside[names[0]] or "")
         add_cure(step.remedies.operators(names), with_operators, names)
         return
+    for cast in explicit_casts(step.as_run()):
+        if fixed(lambda lines: without_casts(step, lines[0]).as_run(), [cast.line]):
+            finding.module, finding.line = cast.module, cast.line
+            add_cure(NO_CAST, lambda lines: without_casts(step, lines[0]).as_run(), [cast.line])
+            return
     passes = step.as_run()
     order: list[str] = []
     passes.forward(Trace(passes.model, returned=lambda name, *_: order.append(name)))
-    for build in (with_modules, without_casts):
-        names = _innermost(passes.model, functools.partial(fixed, build), order)
-        if names:
-            finding.module = ", ".join(names)
-            finding.line = str(line_of_error(step, names[-1]) or "")
-            cure = step.remedies.modules(names)
-            if build is without_casts and (cast := explicit_cast(step.replay("fp32"), names)):
-                finding.line, cure = str(cast.line), "no cast to 16 bits in this line"
-            add_cure(cure, build, names)
-            return
+    names = _innermost(passes.model, functools.partial(fixed, with_modules), order)
+    if names:
+        finding.module = ", ".join(names)
+        finding.line = str(line_of_error(step, names[-1]) or "")
+        add_cure(step.remedies.modules(names), with_modules, names)
+        return
     name = next((name for name in dict.fromkeys(name for name, _ in operators) if fixed(with_operators, [name])), "")
     if name:
         add_cure(step.remedies.operators([name]), with_operators, [name])
-    cast = explicit_cast(step.replay("fp32"), [""])
-    finding.line = str((cast.line if cast else line_of_error(step, "")) or "")
+    finding.line = str(line_of_error(step, "") or "")
+
+
+def without_casts(step: Step, line: str) -> Step:
+    """Return a step in whose forward pass a line of code asks for fp32 where it asks for 16 bits."""
+
+    def run(op: Op) -> Any:
+        if op.asks_for_half and str(user_line() or "") == line:
+            op.kwargs = op.kwargs | {"dtype": torch.float32}
+        return op.run()
+
+    def build(*args: Any) -> Built:
+        built = step.build(*args)
+
+        @contextmanager
+        def autocast() -> Iterator[None]:
+            with built.autocast(), Trace(None, run=run):
+                yield
+
+        return replace(built, autocast=autocast)
+
+    return replace(step, build=build)
 
 
 def in_update(step: Step, finding: Finding, fixes: Callable[[Replay], bool]) -> bool:
@@ -262,7 +286,7 @@ def in_update(step: Step, finding: Finding, fixes: Callable[[Replay], bool]) -> 
     if not fixes(passes) or line is None:
         return False
     finding.direction, finding.tensor, finding.line = UPDATE, "the optimizer's step", str(line)
-    finding.cure = ["no cast to 16 bits in this line"]
+    finding.cure = [NO_CAST]
     return True
 
 
@@ -295,15 +319,7 @@ def _returned_last(order: list[str], module: str) -> int:
     return max((place for place, name in enumerate(order) if f"{name}.".startswith(f"{module}.")), default=-1)
 
 
-def _with_modules(step: Step, names: list[str], casts: bool = True) -> Replay:
-    """Return a replay with these modules in fp32; without ``casts``, their explicit ones have no effect."""
-    passes = step.as_run([*step.fp32_modules, *names])
-    if not casts:
-        passes.drop_casts(names)
-    return passes
-
-
-def _in_half(step: Step) -> dict[tuple[str, str], Line | None]:
+def in_half(step: Step) -> dict[tuple[str, str], Line | None]:
     """Return the first line of each operator that computes in 16 bits in the forward pass, by its name and module."""
     passes = step.as_run()
     found: dict[tuple[str, str], Line | None] = {}

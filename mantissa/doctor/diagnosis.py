@@ -13,16 +13,19 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin, name_overflows
 from mantissa.doctor.compiled import compiled_trials
 from mantissa.doctor.cures import (
+    NO_CAST,
     Islands,
     find_islands,
+    in_half,
     in_update,
     line_of_error,
     locate,
     measure_cost,
     spelled,
     trains_with,
+    without_casts,
 )
-from mantissa.doctor.dtypes import manifest, state_updates
+from mantissa.doctor.dtypes import explicit_casts, manifest, state_updates
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.gradients import gradients
 from mantissa.doctor.module_errors import harmful_errors, local_errors, wrong_gradients
@@ -52,6 +55,7 @@ from mantissa.finding import (
     LOST,
     NOT_FINITE,
     OVERFLOW,
+    SCALE,
     UNDERFLOW,
     UPDATE,
     Examined,
@@ -290,12 +294,14 @@ def _breaks_first(result: Diagnosis, trial: FormatTrial, may_be_first: bool) -> 
         find = find_origin if trial.status == BREAKS else find_exception
         finding = result.budget.run("cause", partial(find, passes, trial.name), always=True)
         result.findings.append(finding or _unlocated(trial))
+        if finding is not None and finding.kind == DOMAIN and result.is_ok(FP32):
+            finding.detail += "; fp32 does not round what it is given, and is finite"
         fp32 = next(other for other in result.sweep if other.name == FP32)
         if trial.status == RAISES and trial.why in fp32.why:
             result.findings[-1].format = FP32
             result.notes.append("fp32 raises it, too, so precision is not the cause")
         return True
-    elif trial is own and result.taken.failed and trial.scale != trial.scales[0]:
+    elif trial is own and trial.status == OK and result.taken.failed and trial.scale != trial.scales[0]:
         passes.scale = trial.scales[0]  # at which the run ended
         finding = result.budget.run("cause", partial(find_origin, passes, trial.name), always=True)
         if finding is not None:
@@ -339,18 +345,29 @@ def _manifest(result: Diagnosis) -> None:
 def _range(result: Diagnosis) -> None:
     """Find the loss scales that fit, and try the one that is proposed."""
     found = fp16_range(result.step)
-    for finding in found.findings:
-        if finding.cure and not result.works(lambda: _at_scale(result.step, found.proposed)):
-            finding.cure = []
     if result.findings:  # what is found there has a cause, which is found already
         found.findings = []
     result.range = result.add(found)
+    own = result.own
+    if own is not None and not found.holds(own.scale):  # at which the step is finite, and gradients are lost
+        for finding in result.findings:
+            finding.cure = [cure for cure in finding.cure if not cure.startswith(result.step.remedies.scale(own.scale))]
+    scale = found.proposed
+    lost = [finding for finding in found.findings if finding.kind == UNDERFLOW]
+    if lost and scale is not None and _works_at(result, scale):
+        for finding in lost:
+            finding.cure = [result.step.remedies.scale(scale)]
 
 
-def _at_scale(step: Step, scale: float) -> Replay:
-    passes = step.as_run()
-    passes.scale = scale
-    return passes
+def _works_at(result: Diagnosis, scale: float) -> bool:
+    """Return whether the step is finite at a loss scale, without a scaler that lowers it, and trains on."""
+
+    def build() -> Replay:
+        passes = result.step.as_run()
+        passes.scale = scale
+        return passes
+
+    return not build().run().nonfinite and result.works(build)
 
 
 def _module_errors(result: Diagnosis) -> None:
@@ -381,6 +398,16 @@ def _updates(result: Diagnosis) -> None:
     """Judge what rounding does to the updates, and try weights in fp32."""
     step = result.step
     found = judge(result.taken.updates, step.format)
+    for group in step.as_run().optimizer.param_groups if step.format.only_half else ():
+        decay = float(group["lr"] * group.get("weight_decay", 0.0))
+        if (
+            group.get("decoupled_weight_decay")
+            and not group["fused"]
+            and 0 < decay < step.format.number.unit_roundoff / 2
+        ):
+            lost = f"lr x weight_decay = {decay:.2g} of a weight is less than half of its spacing in"
+            result.notes.append(f"weight decay changes nothing: {lost} {step.format.number.name}; keep weights in fp32")
+            break
     other = step.with_fp32_weights
     if found.findings and result.works(lambda: step.replay(other, as_run=True)):
         for finding in found.findings:
@@ -453,7 +480,7 @@ def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: st
 
 def _curable(result: Diagnosis) -> Finding | None:
     """Return the first finding of 16 bits, if it is one that fp32 may cure, and nothing has yet."""
-    kinds = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR, EXCEPTION)
+    kinds = (OVERFLOW, UNDERFLOW, SCALE, DOMAIN, ERROR, EXCEPTION)
     of_half = (each for each in result.findings if each.kind in kinds and each.format not in (FP32, FP64, TF32))
     first = next(of_half, None)
     if first is None or result.step.format.half is None or first.direction not in (FORWARD, BACKWARD):
@@ -466,18 +493,20 @@ def _cure(result: Diagnosis) -> None:
     step, budget, finding, scales = result.step, result.budget, _curable(result), result.range
     assert finding is not None
     of_scale = finding.direction == BACKWARD and finding.kind == OVERFLOW
-    if of_scale and scales is not None and scales.highest is not None:
-        cure = step.remedies.scale(scales.proposed)
-        if result.works(lambda: _at_scale(step, scales.proposed)):
-            finding.cure.append(cure)
-            return
+    scale = scales.proposed if of_scale and scales is not None else None
+    if scale is not None and _works_at(result, scale):
+        finding.cure.append(step.remedies.scale(scale))
+        return
 
     rows = result.modules.rows if result.modules is not None else []
     harmless = {row.module for row in rows if row.ratio > 1} - {each.module for each in result.findings}
 
     def faulty(other: Step) -> list[str]:
         errors = local_errors(other).findings if rows else []
-        return [error.module for error in errors if error.module not in harmless]
+        lost = (
+            fp16_range(other).findings if finding.kind in (UNDERFLOW, SCALE) and finding.direction == BACKWARD else []
+        )
+        return [each.module for each in [*errors, *lost] if each.module not in harmless]
 
     goes_on = partial(budget.goes_on, "search for islands")
     islands = budget.run("search for islands", lambda: find_islands(step, finding, faulty, goes_on))
@@ -486,14 +515,28 @@ def _cure(result: Diagnosis) -> None:
         if finding.kind != EXCEPTION:  # without them there is no step to compare with
             islands.cost = budget.run("cost of the islands", lambda: measure_cost(step, islands)) or ""
         finding.cure.append(islands.text(step.remedies))
-    tries: dict[str, Callable[[], Replay]] = {}
-    name = spelled(finding.op)
-    if name and finding.kind != UNDERFLOW and not finding.op.endswith(("_", "to_copy")):
-        tries[step.remedies.operators([name])] = lambda: step.as_run(fp32_ops=[*step.fp32_ops, name])
+    else:
+        _drop_cast(result, finding, faulty)
+    names = [spelled(finding.op)] if finding.kind != UNDERFLOW and not finding.op.endswith(("_", "to_copy")) else []
+    if finding.kind == DOMAIN:  # what made its input, the last first
+        names += [name for name, module in reversed(in_half(step)) if module == finding.module]
+    for name in filter(None, names):
+        if result.works(partial(step.as_run, fp32_ops=[*step.fp32_ops, name])):
+            finding.cure.append(step.remedies.operators([name]))
+            break
     fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale
-    if result.is_ok("bf16") and step.format is not FORMATS["bf16"] and not fewer_bits:
-        tries[step.remedies.format("bf16")] = lambda: step.replay("bf16", as_run=True)
-    finding.cure += [cure for cure, build in tries.items() if result.works(build)]
+    other_half = result.is_ok("bf16") and step.format is not FORMATS["bf16"] and not fewer_bits
+    if other_half and result.works(lambda: step.replay("bf16", as_run=True)):
+        finding.cure.append(step.remedies.format("bf16"))
+
+
+def _drop_cast(result: Diagnosis, finding: Finding, faulty: Callable[[Step], list[str]]) -> None:
+    """Cure a finding that no module cures by leaving out the cast of a line, if one does."""
+    for cast in explicit_casts(result.step.as_run()):
+        other = without_casts(result.step, cast.line)
+        if cast.module == finding.module and result.works(other.as_run) and not faulty(other):
+            finding.line, finding.cure = cast.line, [NO_CAST]
+            return
 
 
 _CHECKS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from mantissa.display import dtype_name
 from mantissa.finding import DTYPE, FORWARD, LOST, Examined, Finding
 from mantissa.step import Replay, Step
 from mantissa.tensors import relative_error
-from mantissa.trace import CAST, DtypeRecorder, Op, Row, Trace
+from mantissa.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Trace
 
 
 def manifest(passes: Replay) -> Examined:
@@ -100,36 +100,36 @@ def _weights(passes: Replay) -> Iterator[Finding]:
         yield _finding(passes, module, "", dtype, detail)
 
 
-def explicit_cast(passes: Replay, names: Sequence[str] = (), backward: bool = False) -> Finding | None:
-    """Return the first cast to 16 bits that the code makes in some modules.
+def explicit_casts(passes: Replay, backward: bool = False) -> list[Finding]:
+    """Return where the code asks for 16 bits, once for each line.
 
     Args:
-        passes: in fp32, where no cast is autocast's.
-        names: of the modules; an empty string: outside of all of them; none: anywhere.
+        passes: in fp32, or in 16 bits, where lines with products are left out, whose casts may be autocast's.
         backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
-    found: list[Finding] = []
+    found: dict[str, Finding] = {}
+    products: set[str] = set()
+    half = passes.format.half is not None
 
     def note(op: Op) -> None:
-        wanted = op.casts_to_half and not found and op.in_backward == backward
-        if wanted and (not names or _within(op.place[0], names)):
-            found.append(op.finding(op.result))
+        line = str(op.line or "")
+        if (op.asks_for_half if half else op.casts_to_half) and op.in_backward == backward:
+            found.setdefault(line, op.finding(op.result))
+        if half and op.bare_name in PRODUCTS:
+            products.add(line)
 
     # What comes after a cast may need it: a layer whose weights are in 16 bits.
     with suppress(RuntimeError), Trace(passes.model, note, lines=True):
         passes.run(passes.step.first_samples())
-    return found[0] if found else None
+    return [cast for line, cast in found.items() if line not in products]
 
 
 def _casts_in_fp32(passes: Replay) -> list[Finding]:
     """Return a finding where the code casts to 16 bits though the format has none."""
     if passes.format.half is not None:
         return []
-    cast = explicit_cast(passes)
-    if cast is None:
-        return []
     detail = f"the code casts to 16 bits, which precision={passes.format.name} does not ask for"
-    return [replace(cast, kind=DTYPE, format=passes.format.name, detail=detail)]
+    return [replace(cast, kind=DTYPE, format=passes.format.name, detail=detail) for cast in explicit_casts(passes)[:1]]
 
 
 def _loss(passes: Replay) -> list[Finding]:
@@ -172,7 +172,9 @@ def state_updates(step: Step) -> Examined:
             f"do not move, the error of the update is {relative_error(real, exact):.0%}; keep it in fp32"
         )
         owner = name.rpartition(".")[0]
-        findings.setdefault(owner, Finding(LOST, FORWARD, owner, step.format.name, detail=detail, tensor=name))
+        if owner in findings:
+            name, detail = f"{findings[owner].tensor}, {name}", f"{findings[owner].detail}; {detail}"
+        findings[owner] = Finding(LOST, FORWARD, owner, step.format.name, detail=detail, tensor=name)
     return Examined(findings=list(findings.values()))
 
 

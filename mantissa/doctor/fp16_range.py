@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mantissa.doctor.module_errors import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
-from mantissa.step import Batch, Replay, Step
+from mantissa.step import LEAST_SCALE, Batch, Replay, Step
 from mantissa.tensors import numbers_in, relative_error
 from mantissa.trace import DtypeRecorder
 
@@ -103,10 +103,16 @@ class Range(Examined):
     """Exponent of the least scale that holds every layer."""
 
     @property
-    def proposed(self) -> float:
-        """Scale to begin with."""
-        assert self.highest is not None
-        return _between(self.highest, self.lowest or 0)
+    def proposed(self) -> float | None:
+        """Scale to begin with: 65536, as torch's scaler, or the nearest that holds all; None: none but tiny ones."""
+        if self.highest is None or self.lowest is None or self.lowest > self.highest:
+            return None
+        scale = 2.0 ** min(self.highest, max(16, self.lowest))
+        return scale if scale >= LEAST_SCALE else None
+
+    def holds(self, scale: float) -> bool:
+        """Return whether a scale holds all gradients."""
+        return self.lowest is not None and self.highest is not None and 2.0**self.lowest <= scale <= 2.0**self.highest
 
     def text(self) -> str:
         """Return which scales fit, in a line."""
@@ -154,11 +160,6 @@ def fp16_range(step: Step) -> Range:
     return result
 
 
-def _between(highest: int, lowest: int) -> float:
-    """Return a scale between two powers of 2: 65536, as torch's scaler begins, where that is between them."""
-    return 2.0 ** min(highest, max(16, lowest))
-
-
 def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, step: Step) -> Finding:
     what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
     detail = (
@@ -170,8 +171,7 @@ def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, s
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
         return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
-    cure = [step.remedies.scale(_between(highest, needed))]
-    return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail, cure=cure)
+    return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:

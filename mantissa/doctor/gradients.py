@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mantissa.display import listed
 from mantissa.doctor.cures import trains_with
-from mantissa.doctor.dtypes import explicit_cast
+from mantissa.doctor.dtypes import explicit_casts
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.step import Replay, ReplayResult, Step
 from mantissa.tensors import relative_error, storage
@@ -136,9 +136,10 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     known = {name: each for name, each in exact.gradients.items() if not each.is_sparse and each.any()}
     wrong = [name for name, each in known.items() if relative_error(found[name], each) > _PROPORTIONAL]
     # A cast in the forward pass changes the loss, too, and is found there.
-    cast = explicit_cast(passes, backward=True) if wrong and torch.equal(attempt.loss, exact.loss) else None
-    if cast is None:
+    casts = explicit_casts(passes, backward=True) if wrong and torch.equal(attempt.loss, exact.loss) else []
+    if not casts:
         return []
+    cast = casts[0]
     zero = sum(int(((found[name] == 0) & (known[name] != 0)).sum()) for name in wrong)
     share = zero / sum(each.numel() for each in known.values())
     detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"

@@ -175,9 +175,7 @@ def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradi
     fixed: dict[str, float] = {}
     if wrong and all(modules) and step.format.half is not None:
         with suppress(FormatError, RuntimeError), without_dropout():
-            passes = step.as_run([*step.fp32_modules, *modules])
-            passes.drop_casts(modules)
-            fixed = _errors(passes.true_gradients(), exact)
+            fixed = _errors(step.as_run([*step.fp32_modules, *modules]).true_gradients(), exact)
     return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
 
 

@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mantissa
-from mantissa.doctor.diagnosis import HEALTHY
-from tests.mantissa.doctor.faults import Batch, error, regression
+from mantissa.doctor.cures import _innermost
+from mantissa.doctor.diagnosis import HEALTHY, diagnose
+from mantissa.examination import Report, take
+from mantissa.loop import step_of_loop
+from tests.mantissa.doctor.faults import Batch, Own, error, regression, scaled, scaled_gradient
 
 WIDTH = 16
 
@@ -204,3 +207,218 @@ NEAR_TIES: dict[str, Callable[[], nn.Module]] = {
 def test_an_order_of_nearly_equal_scores_is_no_fault(name: str) -> None:
     report = examined(NEAR_TIES[name], lines(64))
     assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
+
+
+class Between(nn.Module):
+    """Multiplies the gradient by a factor, and divides it again."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(WIDTH, WIDTH), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + scaled_gradient(scaled_gradient(x, 1 / self.factor), self.factor)
+
+
+class Small(Between):
+    """Multiplies the gradient of its layer by a factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + scaled_gradient(self.layer(x), self.factor)
+
+
+class Branches(nn.Module):
+    """A sum whose gradients are 2**46 apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.big, self.tiny = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_gradient(self.big(x), 2.0**22) + scaled_gradient(self.tiny(x), 2.0**-24)
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], float, float]] = {
+    "a gradient that is large only inside of a module": (lambda: Net([Between(1e9)]), 1.0, 65536.0),
+    "the same, a little larger than a scale can be": (lambda: Net([Between(1e4)]), 1.0, 65536.0),
+    "a loss in another unit": (lambda: Net([nn.Linear(WIDTH, WIDTH)]), 1e20, 65536.0),
+    "a loss in a smaller one": (lambda: Net([nn.Linear(WIDTH, WIDTH)]), 1e-6, 1.0),
+    "two branches": (lambda: Net([Branches()]), 1.0, 65536.0),
+    "one layer's gradient": (lambda: Net([Small(2.0**-29)]), 1.0, 1024.0),
+}
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_scale_is_a_cure_that_loses_gradients(name: str, fixed: bool) -> None:
+    build, factor, scale = LOSSES[name]
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = step_of_loop(model, scaled(factor), regression(), "fp16", optimizer, scale, fixed)
+    taken = take(step, failed=not fixed)
+    step.scale, taken.skipped = scale, taken.skipped or not fixed  # as a run is examined that failed there
+    diagnosis = diagnose(taken, ("formats", "range", "modules", "islands"), 600)
+    text = str(Report(diagnosis))
+    found = diagnosis.range
+    assert found is not None
+    cures = [cure for finding in diagnosis.findings for cure in finding.cure]
+    scales = [float(number) for cure in cures for number in re.findall(r"init_scale=([\d.e+-]+)", cure)]
+    assert all(map(found.holds, scales)), text
+    assert cures, text
+
+
+def focal(model: nn.Module, batch: Batch) -> Tensor:
+    """A focal loss whose probabilities are exactly 1 in bf16."""
+    p, wanted = torch.sigmoid(9 + 4 * model(batch["x"])), (batch["y"] > 0).float()
+    return -(wanted * (1 - p) ** 2 * torch.log(p) + (1 - wanted) * p**2 * torch.log(1 - p)).mean()
+
+
+def entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The same of a product of probabilities."""
+    right = (20 * model(batch["x"])).sigmoid() * torch.sigmoid(batch["y"] + 20)
+    return -torch.log1p(-right).mean()
+
+
+def ctc(model: nn.Module, batch: Batch) -> Tensor:
+    likely = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+    count = len(batch["x"])
+    return F.ctc_loss(likely, batch["y"], torch.full((count,), likely.shape[0]), batch["lengths"])
+
+
+def speech(bad: list[int]) -> list[Batch]:
+    """Targets that are longer than the input in some samples."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(4):
+        lengths = torch.full((16,), 3)
+        lengths[bad] = 9
+        found.append({"x": torch.randn(16, 8, 8), "y": torch.randint(1, 5, (16, 9)), "lengths": lengths})
+    return found
+
+
+class Padded(nn.Module):
+    """Attention that a mask keeps away from padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 3 * WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.mT).masked_fill(~mask[:, None], float("-inf"))
+        y: Tensor = self.out(scores.softmax(-1) @ v).mean((1, 2))
+        return y
+
+
+def sequences() -> list[Batch]:
+    found = [batch | {"mask": torch.arange(12) < torch.randint(3, 12, (len(batch["x"]), 1))} for batch in lines(12)]
+    found = [{name: torch.cat([tensor] * 4) for name, tensor in batch.items()} for batch in found]
+    found[0]["mask"][5] = False
+    return found
+
+
+def masked(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["x"], batch["mask"]), batch["y"])
+
+
+class Temperature(Residual):
+    """Divides by a learned number in the format of what it divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(8, 1), nn.Parameter(torch.tensor(1e-9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 1e-9 * self.layer(x).float().tanh()
+        temperature = self.temperature.to(torch.get_autocast_dtype("cpu"))
+        return (y / temperature).squeeze(-1)
+
+
+class Timed(nn.Module):
+    """Waves of a time that is cast to the format of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x)
+        time = 4000 + 17 * torch.arange(len(x), dtype=torch.float32)
+        time = time.to(y.dtype)
+        waves = torch.sin(time.float()[:, None] * torch.linspace(0.1, 1, WIDTH))
+        z: Tensor = self.out(torch.tanh(y) * waves).squeeze(-1)
+        return z
+
+
+CURES: dict[str, tuple[str, Callable[[], nn.Module], Any, Callable[[], list[Batch]], str]] = {
+    "a focal loss": ("bf16", lambda: Net([]), focal, regression, "fp32_ops(['sigmoid'])"),
+    "a loss of a product": ("bf16", lambda: Net([]), entropy, regression, "fp32_ops(["),
+    "a target that is too long": ("fp32", lambda: nn.Linear(8, 5), ctc, lambda: speech([11]), "leave out sample 11"),
+    "two of them": ("fp32", lambda: nn.Linear(8, 5), ctc, lambda: speech([2, 9]), "leave out samples 2, 9"),
+    "a row of padding": ("fp32", Padded, masked, sequences, "leave out sample 5"),
+    "a row of padding, in fp16": ("fp16", Padded, masked, sequences, "leave out sample 5"),
+    "a learned temperature": ("fp16", Temperature, error, regression, "no cast to 16 bits in this line"),
+    "times": ("bf16", Timed, error, lambda: regression(64), "no cast to 16 bits in this line"),
+    "a cast in each layer": (
+        "bf16",
+        lambda: Net([Attention(HardRotary()) for _ in range(2)]),
+        error,
+        lambda: lines(1000),
+        "no cast to 16 bits in this line",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_a_cure_is_tried_where_the_number_is_made(name: str) -> None:
+    precision, build, loss, batches, cure = CURES[name]
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checks = ("formats", "modules", "islands")
+    report = mantissa.examine(model, loss, batches(), precision, optimizer, budget_s=600, checks=checks)
+    assert any(cure in each for each in report.findings[0].cure), str(report)
+
+
+def test_a_loss_that_no_sample_alone_breaks_names_none() -> None:
+    report = examined(lambda: Net([]), [batch | {"y": batch["y"] / 0} for batch in regression()], precision="fp32")
+    assert "leave out sample" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda weights: torch.optim.AdamW(weights, 1e-3, weight_decay=0.1), True),
+        (lambda weights: torch.optim.AdamW(weights, 1e-1, weight_decay=0.1), False),  # 0.01 of a weight
+        (lambda weights: torch.optim.Adam(weights, 1e-3, weight_decay=0.1), False),  # it is added to the gradient
+        (lambda weights: torch.optim.SGD(weights, 1e-3, weight_decay=0.1), False),
+        (lambda weights: torch.optim.AdamW(weights, 1e-3, weight_decay=0.0), False),
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16_pure", "bf16"])
+def test_weight_decay_that_16_bits_round_away_is_said(optimizer: Any, said: bool, precision: str) -> None:
+    model = Net([])
+    given = optimizer(model.parameters())
+    report = mantissa.examine(model, error, regression(), precision, given, checks=["updates"])
+    assert ("weight decay changes nothing" in str(report)) == (said and precision == "bf16_pure"), str(report)
+
+
+def test_all_buffers_of_a_module_are_named() -> None:
+    def average(own: nn.Module, x: Tensor) -> Tensor:
+        for name in ("mean", "square"):
+            own.get_buffer(name).lerp_((x.detach() ** (1 + (name == "square"))).mean(0).bfloat16(), 1e-3)
+        return x - own.get_buffer("mean")
+
+    model = Own(average)
+    for name in ("mean", "square"):
+        model.register_buffer(name, torch.ones(32, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = mantissa.examine(model, error, regression(), "bf16", optimizer, checks=["formats", "state"])
+    assert [finding.place for finding in report.findings] == ["mean, square"], str(report)
+
+
+def test_of_modules_that_each_cure_a_fault_the_last_is_named() -> None:
+    model = nn.ModuleDict({"average": nn.Identity(), "project": nn.Identity(), "head": nn.Identity()})
+    order = ["project", "average", "head"]
+    assert _innermost(model, lambda names: not {"project", "average"}.isdisjoint(names), order) == ["average"]
