@@ -43,17 +43,10 @@ class _Pass:
     """A forward pass: what it takes in, for its replay, and the loss that the model returned."""
 
     def __init__(self, number: int, batch: Any, generators: NotedState) -> None:
-        given = tensors(batch)
-        if any(each.requires_grad for each in given):  # else it would keep the graph of another model
+        if any(each.requires_grad for each in tensors(batch)):  # else it would keep the graph of another model
             batch = tree_map_only(Tensor, Tensor.detach, batch)
         self.number, self.batch, self.generators = number, batch, generators
         self.loss: Tensor | None = None
-        self._versions = [(each, each._version) for each in given if not each.is_inference() and not each.grad_fn]
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether a tensor of the batch was changed in place since."""
-        return any(tensor._version != version for tensor, version in self._versions)
 
 
 @dataclass
@@ -574,9 +567,6 @@ class Watch:
             notes = {
                 "the run is compiled, and its replay is eager": self.compiled,
                 "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
-                "a batch was changed in place after it was kept, and the replay has what it holds now": (
-                    any(each.overwritten for each in step.passes)
-                ),
                 "the replay has the weights of after the update": step.updates > 0 and not self._later,
             }
             said = [f"note: {note}" for note, holds in notes.items() if holds]

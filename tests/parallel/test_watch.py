@@ -45,6 +45,13 @@ def test_all_ranks_stop_at_the_bad_step_and_the_guilty_one_names_the_module(kind
         assert innocent["effective"]["FSDP2"] == expected
 
 
+def test_one_rank_alone_can_be_watched(tmp_path: Path) -> None:
+    watched, other = found("ddp_alone", tmp_path)
+    assert [watched["same"], other["same"]] == [True, True]
+    assert "requested: bf16" in watched["said"][0]
+    assert not other["said"]
+
+
 def test_fsdp2_of_16_bit_weights_is_a_silent_difference(tmp_path: Path) -> None:
     """The policy asks for bf16 and gets what is bf16 already (accelerate's upcast that does nothing)."""
     innocent, guilty = found("fsdp_low", tmp_path)

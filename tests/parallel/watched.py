@@ -42,7 +42,7 @@ def trained(kind: str, folder: Path | None) -> tuple[list[Tensor], dict[str, obj
     net = Net(torch.bfloat16 if low else torch.float32)
     early = torch.optim.SGD(net.parameters(), 0.1)
     model: nn.Module = net
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(net)
     else:
         policy = MixedPrecisionPolicy(torch.bfloat16, None if low else torch.float32)
@@ -52,15 +52,16 @@ def trained(kind: str, folder: Path | None) -> tuple[list[Tensor], dict[str, obj
     said: list[str] = []
     found: dict[str, object] = {"said": said}
     watch = None
-    if folder is not None:
+    alone = kind == "ddp_alone"  # watched on rank 0, as loggers are
+    if folder is not None and (not alone or dist.get_rank() == 0):
         build = Net if kind == "fsdp" else None
         watch = mantissa.Watch(model, optimizer, every=2, folder=folder, build=build, precision="bf16", say=said.append)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for number in range(1, 4 if watch else 3):
+    for number in range(1, 4 if watch and not alone else 3):
         x = torch.rand(4, 4, generator=generator) + 0.1
         if number == 3 and dist.get_rank() == 1:
             x[1, 0] = -50
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "ddp"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind.startswith("ddp")):
             loss = model(x)
         loss.backward()
         try:
