@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +20,16 @@ from recipes.data.text.corpus import Text, TokenizedText, split
 from recipes.data.text.pretrained import LOG_IN, local_path, unreachable
 from trainer.errors import UserError, check_choice, first_line
 
-BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
+BUILDERS = {
+    ".parquet": "parquet",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+}
+_SNIFFED = 1 << 16
+"""Characters of a table by which its form is found."""
 ROWS = ("auto", "lines", "documents")
 """What the rows of a text dataset are; auto: see ``are_lines``."""
 
@@ -122,8 +133,9 @@ class Hub(TokenizedText, ImageSource):
         # The fingerprint follows the files' contents or, for local ones, their modification times.
         source = [self.name, choice, name, self._splits[choice]._fingerprint, empty]
         size = max(len(column), column.data.nbytes)
+        first = f"column {name}, which begins with {(column[0][name] or '')[:30]!r}"
         if empty is not None:
-            note = f"rows are lines: joined, without a token between them (data.rows={self.rows})"
+            note = f"{first}; rows are lines: joined, without a token between them (data.rows={self.rows})"
             text = JoinedRows(column, name, empty)
             return Text(np.array([size]), lambda _: iter([text]), source, range(1), note=note)
 
@@ -132,7 +144,9 @@ class Hub(TokenizedText, ImageSource):
                 yield from ((text or "").splitlines(keepends=True) for text in batch[name])
 
         sizes = np.full(len(column), size // len(column))
-        return Text(sizes, read, source, range(len(column)), note=f"each row a document (data.rows={self.rows})")
+        return Text(
+            sizes, read, source, range(len(column)), note=f"{first}; each row a document (data.rows={self.rows})"
+        )
 
     @cached_property
     def _empty_line(self) -> str | None:
@@ -186,6 +200,7 @@ class Hub(TokenizedText, ImageSource):
             arguments |= {"path": str(path), "revision": None, "cache_dir": str(self.cache_folder / "datasets")}
             if path.is_file():
                 arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
+                arguments |= table_options(path) if arguments["path"] == "csv" else {}
         silent = "" if path else unreachable()
         before = datasets.config.HF_HUB_OFFLINE
         datasets.config.HF_HUB_OFFLINE = before or bool(silent)  # else it tries for half a minute, see ``unreachable``
@@ -202,10 +217,11 @@ class Hub(TokenizedText, ImageSource):
                     "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
                 ) from error
             missing = isinstance(error, datasets.exceptions.DatasetNotFoundError)  # also where it is gated
-            why = first_line(error.__cause__ or error)
-            raise UserError(
-                f"data.name={self.name} cannot be opened: {why}{f' {LOG_IN}' if missing else ''}"
-            ) from error
+            why = first_line(error.__cause__ or error) + (f" {LOG_IN}" if missing else "")
+            if path and isinstance(error.__cause__ or error, UnicodeDecodeError):
+                names = shlex.join(["iconv", "-f", "cp1252", "-t", "utf-8", self.name, "-o", f"utf8-{path.name}"])
+                why = f"it is not UTF-8; write it anew, if it is cp1252, with: {names}"
+            raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
         finally:
             datasets.config.HF_HUB_OFFLINE = before
         return splits
@@ -239,7 +255,9 @@ class Hub(TokenizedText, ImageSource):
             return fitting[0]
         kind = key.removesuffix("_column")
         wrong = f"{len(fitting) or 'no'} columns are" if choice is None else f"{choice} is no column"
-        use = f"set data.{key}={'|'.join(fitting)}" if fitting else f"its columns are {', '.join(dataset.features)}"
+        types = {name: getattr(feature, "dtype", None) or feature for name, feature in dataset.features.items()}
+        found = ", ".join(f"{name} ({of})" for name, of in types.items())
+        use = f"set data.{key}={'|'.join(fitting)}" if fitting else f"its columns are {found}; give a file that has one"
         raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
@@ -260,6 +278,28 @@ class Hub(TokenizedText, ImageSource):
         return numbers
 
 
+def table_options(path: Path) -> dict[str, Any]:
+    """Return how ``datasets`` reads a CSV file: its separator, and names for columns where it has none.
+
+    The separator cuts all rows into the same number of columns, two or more. The first row is data where it has a
+    number, or a value that its column has again.
+    """
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        lines = file.read(_SNIFFED).splitlines(keepends=True)
+        whole = not file.read(1)
+    for separator in ",\t;|":
+        rows = list(filter(None, csv.reader(lines, delimiter=separator)))
+        names, *rows = (rows if whole else rows[:-1]) or [[]]
+        if len(names) > 1 and all(len(row) == len(names) for row in rows):
+            break
+    else:
+        return {}
+    cells = [(name, column) for name, *column in zip(names, *rows, strict=True) if name]
+    has_names = not any(_is_number(name) or name in column for name, column in cells)
+    own = {} if has_names else {"column_names": [f"column_{number + 1}" for number in range(len(names))]}
+    return {"sep": separator, **own}
+
+
 def are_lines(rows: Sequence[str | None]) -> bool:
     """Return whether rows are lines of longer texts: nearly all end with their only line end, and some are blank.
 
@@ -275,12 +315,17 @@ def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
+def _is_number(text: str) -> bool:
+    return text.strip().lstrip("+-").replace(".", "", 1).isdecimal()
+
+
 def _is_class(feature: Any) -> bool:
     return type(feature).__name__ == "ClassLabel"
 
 
 def _may_be_class(feature: Any) -> bool:
-    return _is_class(feature) or _is_text(feature) or "int" in str(getattr(feature, "dtype", ""))
+    kind = str(getattr(feature, "dtype", ""))
+    return _is_class(feature) or _is_text(feature) or any(each in kind for each in ("int", "float", "bool"))
 
 
 class HubImages(DecodedImages):

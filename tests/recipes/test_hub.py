@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import csv
 import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from recipes.data.hub import Hub, are_lines
+from recipes.data.hub import Hub, are_lines, table_options
 from recipes.data.images.augment import View
 from recipes.data.images.pixels import square
 from recipes.data.text.tokens import TokenData
@@ -120,7 +122,7 @@ def article(number: int) -> list[str]:
 def test_the_end_of_rows_that_are_lines_is_held_out(tmp_path: Path) -> None:
     rows = [row for number in range(60) for row in article(number)]
     data = Hub(name=str(write_rows(tmp_path / "wiki.jsonl", rows)), tokenizer="bytes").tokens(None)
-    assert "(the last 0.1 of the text), rows are lines: joined, without a token between them" in data.description
+    assert " = Article [0] = \\n'; rows are lines: joined, without a token between them" in data.description
     text = "".join(rows)
     assert texts(data) == (text[: int(len(text) * 0.9)], text[int(len(text) * 0.9) :])
 
@@ -252,6 +254,41 @@ def test_a_split_or_column_that_is_not_there(stories: Path, options: dict, messa
         Hub(name=str(stories), tokenizer="bytes", **options).tokens(None)
 
 
+REVIEWS = [("a great movie; really", "1"), ("boring, bad", "0"), ('she said "so so"\nand left', "1")] * 30
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_a_table_is_read_by_its_own_separator_and_loses_no_row(
+    ending: str, separator: str, named: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / f"reviews{ending}"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows([("text", "label")] * named + REVIEWS)
+    data = Hub(name=str(path), tokenizer="bytes").tokens(None)
+    assert f"column {'text' if named else 'column_1'}, which begins with 'a great movie; really'" in data.description
+    assert sum(data.text_bytes.values()) == sum(len(text) for text, _ in REVIEWS)
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ("text\na, b\nc\nd, e", {}),  # no table but text
+        ("text\n" + "one\n" * 9, {}),
+        ("id,text\n1,a\n2,b\n", {"sep": ","}),
+        ("1,a\n2,b\n", {"sep": ",", "column_names": ["column_1", "column_2"]}),
+        ("good film,pos\nbad film,neg\nso so,pos\n", {"sep": ",", "column_names": ["column_1", "column_2"]}),
+        (",text\n0,a\n1,b\n", {"sep": ","}),  # as pandas writes it
+        ("text;label\n" + "a, b;1\n" * 40_000, {"sep": ";"}),  # cut within a row
+        ("", {}),
+    ],
+)
+def test_how_a_table_is_read(content: str, read: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    assert table_options(tmp_path / "a.csv") == read
+
+
 def test_columns_that_do_not_fit_are_named(stories: Path, pictures: Path, parquet: Path, tmp_path: Path) -> None:
     two = tmp_path / "two.jsonl"
     two.write_text("\n".join(json.dumps({"title": "t", "body": f"body {i}"}) for i in range(100)))
@@ -259,9 +296,11 @@ def test_columns_that_do_not_fit_are_named(stories: Path, pictures: Path, parque
         Hub(name=str(two)).tokens(None)
     with pytest.raises(UserError, match="no columns are of type text"):
         Hub(name=str(pictures)).tokens(None)
-    with pytest.raises(UserError, match="no columns are of type image; its columns are id, story"):
+    with pytest.raises(
+        UserError, match="no columns are of type image; its columns are id \\(int64\\), story \\(string\\)"
+    ):
         Hub(name=str(stories), label_column="id").images(8)
-    with pytest.raises(UserError, match="no columns are of type label; its columns are picture, animal"):
+    with pytest.raises(UserError, match="no columns are of type label; its columns are picture"):
         Hub(name=str(parquet)).images(8)
 
 
@@ -269,6 +308,13 @@ def test_columns_that_do_not_fit_are_named(stories: Path, pictures: Path, parque
     ("file", "content", "message"),
     [
         ("a.json", b"{not json", "cannot be opened"),
+        (
+            "a.csv",
+            b"text\ncaf\xe9\n",
+            "is not UTF-8; write it anew, if it is cp1252, with: iconv -f cp1252 -t utf-8 .*",
+        ),
+        ("a.csv", b"text,label\n1,2\n3,4\n", "text; its columns are text .int64., label .int64.; give a file that"),
+        ("a.jsonl", b'{"text": ["a"]}\n', "its columns are text .List"),
         ("a.parquet", b"not parquet", "cannot be opened"),
         ("", b"", "cannot be opened"),  # an empty folder
     ],

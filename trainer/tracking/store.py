@@ -76,7 +76,15 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
     """Return the tracking URI to use: see ``configured_uri``, else SQLite's ``mlflow.db`` in the current folder."""
-    return configured_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
+    own = Path.cwd() / "mlflow.db"
+    uri = configured_uri(uri, key) or f"sqlite:///{own.as_posix()}"
+    database = own if uri.endswith(own.as_posix()) else database_file(uri)
+    if database and {"%", "?"} & {*str(database)}:
+        raise UserError(
+            f"MLflow opens no database in {database.parent}, whose name has % or ?; "
+            f"set {key}=sqlite:////another/folder/mlflow.db, or tracking=local"
+        )
+    return uri
 
 
 def store_uri(uri: str | None, recorded: str | None, key: str = "tracking.uri") -> str:
