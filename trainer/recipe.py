@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from mantissa.tensors import random_state, set_random_state
-from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.user_dataset import UserDataset
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -137,6 +137,8 @@ class Recipe:
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
+    known_sum: ClassVar[bool] = False
+    """Whether a test holds that the loss is a sum; else the start compares that of two samples with theirs."""
     architecture: ClassVar[tuple[str, ...]] = ()
     """Fields that the names and shapes of the weights depend on: with ``init_from`` they are those of that run."""
     adjustable: ClassVar[tuple[str, ...]] = ()
@@ -319,6 +321,7 @@ class UserRecipe(Recipe):
     """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
 
     name: ClassVar[str] = "own"
+    known_sum = True  # ``check`` has warned
     model: Any = field(default=None, metadata=NO_OPTION)
     objective: Any = field(default=None, metadata=NO_OPTION)
     train: Any = field(default=None, metadata=NO_OPTION)
@@ -370,7 +373,6 @@ class UserRecipe(Recipe):
     def summary_fields(self, model: Any, datasets: Any) -> dict[str, Any]:
         return {"model": type(model).__name__}
 
-    @torch.no_grad()
     def check(self) -> None:
         """Refuse 16-bit weights, and warn where the summed loss of two samples is not the sum of theirs.
 
@@ -380,26 +382,43 @@ class UserRecipe(Recipe):
         model = self.model if isinstance(self.model, nn.Module) else self.model()
         if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
             raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
-        if len(self.train) < 2:
-            return
-        host = torch.device("cpu")
-        generators, modes = random_state(host), {module: module.training for module in model.modules()}
-        device = next((parameter.device for parameter in model.parameters()), host)
-        samples = self.train.batch([SampleId(index, None) for index in (0, len(self.train) // 2)])
-        try:
-            model.eval()
-            one, other, both = (
-                self.loss(model, {name: tensor[part].to(device) for name, tensor in samples.items()}).loss_sum.item()
-                for part in (slice(1), slice(1, 2), slice(2))
-            )
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            set_random_state(generators, host)
-        if not math.isclose(both, one + other, rel_tol=1e-3, abs_tol=1e-6):
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        found = losses_of_two(self, model, self.train, device)
+        if found and not math.isclose(*found[:2], rel_tol=1e-3, abs_tol=1e-6):
             warnings.warn(
-                f"the summed loss of two samples is {both:.5g} in one batch and {one + other:.5g} one by one, so the "
+                f"the summed loss of two samples is {found[0]:.5g} in one batch and {found[1]:.5g} one by one, so the "
                 "gradient depends on micro_batch_size: return the mean over the batch, or a LossOutput with sums; for "
                 "a mean over tokens, count them with targets=",
                 stacklevel=3,
             )
+
+
+@torch.no_grad()
+def losses_of_two(recipe: Recipe, model: Any, data: Dataset, device: torch.device) -> tuple[float, ...] | None:
+    """Return the loss of two samples in one batch, and one by one: their sum and their mean over the targets.
+
+    None where these say nothing: the loss is random or not finite, targets are no sum, or the model takes no single
+    sample. The model is in evaluation mode; it and the generators stay as they are.
+    """
+    if len(data) < 2:
+        return None
+    samples = data.batch([SampleId(index, None) for index in (0, len(data) // 2)])
+    parts = [{name: tensor[rows] for name, tensor in samples.items()} for rows in (slice(2), slice(1), slice(1, 2))]
+    generators, modes = random_state(device), {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        targets, one, other = map(recipe.count_targets, parts)
+        on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
+        both, *alone = [recipe.loss(model, part).loss_sum.item() for part in on_device]
+        drawn = any(not torch.equal(state, generators[name]) for name, state in random_state(device).items())
+    except UserError:
+        raise
+    except Exception:  # such as of a squeeze, which takes the batch away, too; an error of any batch comes again
+        return None
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        set_random_state(generators, device)
+    if not 0 < targets == one + other or drawn or not math.isfinite(both + sum(alone)):
+        return None
+    return both, sum(alone), (one * alone[0] + other * alone[1]) / targets

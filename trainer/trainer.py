@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
@@ -26,7 +27,7 @@ from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision.kernels import convolves
-from trainer.recipe import LossOutput, UserRecipe
+from trainer.recipe import LossOutput, UserRecipe, losses_of_two
 
 if TYPE_CHECKING:
     from trainer.checkpoint.reader import CheckpointReader
@@ -186,6 +187,28 @@ class Trainer(Generic[Config]):
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+    def check_sum(self) -> None:
+        """Refuse a recipe whose loss is a mean, which training would divide once more. Every rank has to call it.
+
+        Raises:
+            UserError: the loss of two samples is the mean of theirs.
+        """
+        if self.plan.batching.micro_batch_size == 1 or self.recipe.known_sum:
+            return
+        benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # as in ``observe``
+        with torch.compiler.set_stance("force_eager"), self.config.precision.autocast(self.device):
+            found = losses_of_two(self.recipe, self.model, self.datasets.train, self.device)
+        torch.backends.cudnn.benchmark = benchmark
+        both, total, mean = found or (0.0, 0.0, 0.0)
+        means = [each for each in (total / 2, mean) if abs(each) < 0.9 * abs(total)]  # else it may be the sum as well
+        if any(math.isclose(both, each, rel_tol=0.01) for each in means):  # of 16-bit numbers, too
+            error = UserError(
+                f"recipe={self.recipe.name}: the loss of two samples is {both:.5g}, the mean of theirs, but loss_sum "
+                'must be their sum: training divides it by count_targets; compute it with reduction="sum"'
+            )
+            error.shared = True
+            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the training, see ``optim.state.training_state``."""

@@ -95,6 +95,32 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     return found
 
 
+MEAN = """
+import sys
+from recipes.language import LanguageRecipe
+from trainer.run.command import main
+
+summed = LanguageRecipe.loss
+def mean(self, model, batch):
+    output = summed(self, model, batch)
+    return output._replace(loss_sum=output.loss_sum / self.count_targets(batch))
+LanguageRecipe.loss, LanguageRecipe.known_sum = mean, False
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_loss_that_is_a_mean_ends_all_ranks_before_anything_is_written(
+    parallel: str, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "mean.py").write_text(MEAN)
+    process = start(2, f"parallel={parallel}", "precision=bf16", script=str(tmp_path / "mean.py"), fresh=True)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert err.count("error: recipe=gpt2: the loss of two samples is") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_a_run_goes_from_two_processes_to_one_and_back(start: Start, tmp_path: Path) -> None:
     """Saved by FSDP in two parts, resumed on one device, then by DDP, then by FSDP: the same losses as never moved."""
     run = tmp_path / "outputs" / "run"

@@ -118,6 +118,8 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
+            if saved is None:
+                trainer.check_sum()
             with _written(config.output_dir):
                 if folder is None:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
