@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
 from evidence.options import MaxBatchOptions
@@ -19,7 +20,10 @@ def memory(arguments: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     _, overrides = parse(arguments, Overriding, "overrides")
     configs = {label: compose(own) for label, own in combinations(overrides).items()}  # mistakes before any work
-    ledgers = {label or "forecast": forecast(config) for label, config in configs.items()}
+    ledgers = {}
+    for number, (label, config) in enumerate(configs.items(), 1):
+        print(f"forecasting {number} of {len(configs)} …", file=sys.stderr)
+        ledgers[label or "forecast"] = forecast(config)
     print("Forecast of an optimizer step, at its peak, of the model without torch.compile:\n")
     print(_table(ledgers))
     return 0

@@ -30,7 +30,9 @@ def rows(text: str) -> list[dict[str, str]]:
 def test_memory_forecasts_a_line_for_each_combination(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = [*JOB, "batch_size=2048", "compile=default"]
     assert run(memory, None, [*job, "precision=fp32,bf16"]) == 0
-    fp32, bf16 = rows(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert [line for line in err.splitlines() if "of 2" in line] == ["forecasting 1 of 2 …", "forecasting 2 of 2 …"]
+    fp32, bf16 = rows(out)
     assert (fp32["MiB"], bf16["MiB"], fp32["ratio"]) == ("fp32", "bf16", "1.00x")
     assert fp32["weights"] == bf16["weights"] == "1.0"
     assert (fp32["autocast_copies"], bf16["autocast_copies"]) == ("0.0", "0.4")
