@@ -116,7 +116,7 @@ class StepConfig:
         self.data.augmented(self.augment)  # refuses what has no effect
         self.augment.check(self.recipe)
 
-    def set_up(self, hardware: Hardware, convolves: bool = True) -> str:
+    def set_up(self, hardware: Hardware, convolves: bool = False) -> str:
         """Set torch up in this process, and return how 16-bit operands are multiplied, see ``kernels.choose``."""
         chosen = kernels.choose(self.precision.half, self.precision.kernels, hardware, convolves)
         self.precision.apply(chosen)
