@@ -17,8 +17,8 @@ import torch
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import Text, TokenizedText, split
-from recipes.data.text.pretrained import LOG_IN, local_path, unreachable
-from trainer.errors import UserError, check_choice, first_line
+from recipes.data.text.pretrained import local_path, opening
+from trainer.errors import UserError, check_choice
 
 BUILDERS = {
     ".parquet": "parquet",
@@ -194,36 +194,35 @@ class Hub(TokenizedText, ImageSource):
         import datasets
 
         path = self._local_path()
-        hub_id, _, revision = self.name.partition("@")
-        arguments: dict[str, Any] = {"path": hub_id, "name": self.subset, "revision": revision or None}
-        if path:
-            arguments |= {"path": str(path), "revision": None, "cache_dir": str(self.cache_folder / "datasets")}
-            if path.is_file():
-                arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
-                arguments |= table_options(path) if arguments["path"] == "csv" else {}
-        silent = "" if path else unreachable()
+        file = path if path and path.is_file() else None
+        table = table_options(file) if file and BUILDERS[file.suffix] == "csv" else {}
+        remedy = "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
         before = datasets.config.HF_HUB_OFFLINE
-        datasets.config.HF_HUB_OFFLINE = before or bool(silent)  # else it tries for half a minute, see ``unreachable``
-        try:
-            builder = datasets.load_dataset_builder(**arguments)
-            if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
-                builder = datasets.load_dataset_builder(**arguments, sample_by="document")
-            builder.download_and_prepare()
-            splits: Mapping[str, Any] = builder.as_dataset()
-        except Exception as error:  # of datasets, the hub and its HTTP client, and of whatever reads a damaged file
-            if silent:
-                raise UserError(
-                    f"data.name={self.name} is not complete in the local cache, and {silent}; "
-                    "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
-                ) from error
-            missing = isinstance(error, datasets.exceptions.DatasetNotFoundError)  # also where it is gated
-            why = first_line(error.__cause__ or error) + (f" {LOG_IN}" if missing else "")
-            if path and isinstance(error.__cause__ or error, UnicodeDecodeError):
-                names = shlex.join(["iconv", "-f", "cp1252", "-t", "utf-8", self.name, "-o", f"utf8-{path.name}"])
-                why = f"it is not UTF-8; write it anew, if it is cp1252, with: {names}"
-            raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
-        finally:
-            datasets.config.HF_HUB_OFFLINE = before
+        with opening(self.name, f"data.name={self.name}", "cannot be opened", remedy) as place:
+            arguments: dict[str, Any] = {
+                "path": BUILDERS[file.suffix] if file else place["pretrained_model_name_or_path"],
+                "name": self.subset,
+                "data_files": file and str(file),
+                "cache_dir": str(self.cache_folder / "datasets") if path else None,
+                "revision": place["revision"],
+                **table,
+            }
+            datasets.config.HF_HUB_OFFLINE = before or place["local_files_only"]
+            try:
+                builder = datasets.load_dataset_builder(**arguments)
+                if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
+                    builder = datasets.load_dataset_builder(**arguments, sample_by="document")
+                builder.download_and_prepare()
+                splits: Mapping[str, Any] = builder.as_dataset()
+            except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
+                cause = error.__cause__ or error
+                if path and isinstance(cause, UnicodeDecodeError):
+                    names = shlex.join(["iconv", "-f", "cp1252", "-t", "utf-8", self.name, "-o", f"utf8-{path.name}"])
+                    why = f"it is not UTF-8; write it anew, if it is cp1252, with: {names}"
+                    raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
+                raise cause from None
+            finally:
+                datasets.config.HF_HUB_OFFLINE = before
         return splits
 
     def _split(self, key: str, choice: str) -> Any:

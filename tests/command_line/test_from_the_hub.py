@@ -174,7 +174,7 @@ def test_without_the_hub_what_is_not_kept_is_not_asked_for(
     """The libraries would try again and again, for half a minute."""
     if offline:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    why = "HF_HUB_OFFLINE is set" if offline else f"{hub.address} does not answer \\(.*refused.*\\)"
+    why = rf"{hub.address} does not answer \(.*{'HF_HUB_OFFLINE' if offline else 'refused'}.*\)"
     assert re.search(f"=tiny/.* is not complete in the local cache, and {why}; ", run(*options, there=offline, code=2))
     assert not hub.asked
 
@@ -197,7 +197,7 @@ def test_a_damaged_file_of_the_cache_is_named(file: str, run: Run, hub: Hub, hom
     run(*SOURCES["gpt2"])
     (kept,) = home.rglob(f"snapshots/*/{file}")
     kept.resolve().write_bytes(kept.read_bytes()[:100])
-    assert "hf cache rm model/tiny/gpt2 removes a damaged copy" in run(*SOURCES["gpt2"], code=2)
+    assert "hf cache rm removes a damaged copy" in run(*SOURCES["gpt2"], code=2)
 
 
 @pytest.mark.parametrize("options", [SOURCES["gpt2"], SOURCES["text"]])

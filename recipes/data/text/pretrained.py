@@ -12,8 +12,6 @@ from typing import Any
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
 from trainer.errors import UserError, first_line, is_out_of_memory
 
-LOG_IN = "check the id; if it is gated or private, get access on its page, then run hf auth login or set HF_TOKEN"
-
 
 class Pretrained(Tokenizer):
     """A tokenizer that ``AutoTokenizer`` opens, without the special tokens that it would add by itself."""
@@ -69,7 +67,7 @@ def open_tokenizer(name: str, key: str) -> Tokenizer:
 
 @contextmanager
 def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str, Any]]:
-    """Give the arguments of ``from_pretrained`` for a folder or a hub id, and turn its errors into the user's.
+    """Give the arguments of ``from_pretrained`` for a folder or a hub id, and turn errors into the user's.
 
     Where the hub does not answer, an id is opened from the local cache.
 
@@ -86,25 +84,26 @@ def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str
 
     path = local_path(name, key, remedy)
     hub_id, _, revision = name.partition("@")
-    silent = "" if path else unreachable()
+    silent = "" if path else _unreachable(int(time.monotonic() / 60))
     place = {"pretrained_model_name_or_path": str(path or hub_id), "local_files_only": bool(path or silent)}
     try:
         yield place | {"revision": revision or "main"}
     except Exception as error:  # of transformers, the hub and its HTTP client, and of whatever reads a damaged file
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, UserError):
             raise
         if silent:
             raise UserError(f"{key} is not complete in the local cache, and {silent}; {remedy}") from error
         seen: list[BaseException] = [error]
-        while under := seen[-1].__cause__ or seen[-1].__context__:
+        while (under := seen[-1].__cause__ or seen[-1].__context__) and under not in seen:
             seen.append(under)
         http = next((each for each in seen if isinstance(each, HTTPError)), None)
         if http and not isinstance(http, HfHubHTTPError):  # no answer, where transformers speaks of a wrong folder
             raise UserError(f"{key} could not be downloaded ({first_line(http)}); try again") from error
-        if isinstance(http, RepositoryNotFoundError):  # which a gated one is, too
-            remedy = LOG_IN
+        if isinstance(http, RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
+            remedy = "check the id; if it is gated or private, get access on its page, then run hf auth login"
+            remedy += " or set HF_TOKEN"
         elif not path:
-            remedy = f"{remedy}; hf cache rm model/{hub_id} removes a damaged copy"
+            remedy += "; hf cache rm removes a damaged copy"
         raise UserError(f"{key} {failure} ({first_line(error)}); {remedy}") from error
 
 
@@ -122,25 +121,16 @@ def local_path(name: str, key: str, remedy: str) -> Path | None:
     return None
 
 
-def unreachable() -> str:
-    """Return why the hub cannot be asked; empty: it answers.
+@lru_cache
+def _unreachable(minute: int) -> str:
+    """Return why the hub cannot be asked; empty: it answers. Asked once a minute: a try may take ten seconds.
 
     The libraries take what they cached by themselves, but first try for half a minute, with some files.
     """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    return _silent(constants.ENDPOINT, int(time.monotonic() / 60))
-
-
-@lru_cache
-def _silent(endpoint: str, minute: int) -> str:
-    """Ask once a minute: without a network, each try may take all of its time."""
     from huggingface_hub import constants, get_session
 
     try:
-        get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)  # an error status is an answer, too
-    except Exception as error:  # of the hub's HTTP client
-        return f"{endpoint} does not answer ({first_line(error)})"
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)  # an error status is an answer
+    except Exception as error:  # of the hub's HTTP client; also where HF_HUB_OFFLINE is set
+        return f"{constants.ENDPOINT} does not answer ({first_line(error)})"
     return ""
