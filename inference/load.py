@@ -4,6 +4,7 @@ they open to.
 
 from __future__ import annotations
 
+import shlex
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,7 @@ def _of_run(given: str, run: RunFolder) -> Exported:
         if recorded.get("checkpoint.enabled") is False:
             remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"
         else:
-            remedy = f"it has not ended; finish it with:\n  python scripts/train.py resume={run.path}"
+            command = shlex.join(["python", "scripts/train.py", f"resume={run.path}"])
+            remedy = f"it has not ended; finish it with:\n  {command}"
         raise UserError(f"run={given} has no weights in {best}: {remedy}")
     return Exported(given, best, config, run, str(recorded.get("recipe")))

@@ -6,7 +6,9 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
 from mantissa.finding import Finding
-from mantissa.formats import format_name
+from mantissa.formats import computing_in, format_name
 from mantissa.ledger import MemoryLedger
 from mantissa.loop import Loss, step_of_loop
 from mantissa.step import Replay, Step
@@ -89,7 +91,8 @@ def examine(
     Args:
         model: as it trains now (in ``train()`` or ``eval()``), with its weights. What ``torch.compile`` made of it is
             examined eagerly first.
-        loss: called as ``loss(model, batch)``; returns the mean loss, a scalar. It enters no autocast.
+        loss: called as ``loss(model, batch)``; returns the mean loss, a scalar. Where it enters autocast itself, that
+            says the precision.
         batches: the first one is the step that is examined (the first ``accumulate``), the rest are the steps
             after it. Tensors on the model's device, in nested dicts, tuples and lists.
         precision: what training uses. ``bf16`` and ``fp16``: torch.autocast; ``bf16_pure`` and ``fp16_pure``: weights,
@@ -133,13 +136,23 @@ def examine(
         known = {id(parameter) for parameter in model.parameters()}
         if not any(id(weight) in known for weight in changed_by(optimizer)):
             raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner  # of a wrapper, such as accelerate's or Lightning's
     before = random_state(next(model.parameters()).device)
-    step = step_of_loop(model, loss, batches, precision, optimizer, scale, fixed_scale, accumulate, number, generators)
+    options = optimizer, scale, fixed_scale, accumulate, number, generators
+    of_loop = partial(step_of_loop, model, loss, batches)
+    step = of_loop(precision, *options)
     if optimizer is None:
         checks = [check for check in checks if check not in ("updates", "state")]
     try:
         with torch.enable_grad():
-            return Report(diagnose(take(step, failed), tuple(checks), budget_s, say=say))
+            taken = take(step, failed)
+            if taken.own_autocast and step.format.half_weights is None:
+                own = computing_in(taken.own_autocast, torch.float32)
+                taken = take(of_loop(own, *options, True), failed)
+                if own != precision:
+                    taken.notes.append(f"the loss or the model enters autocast itself: precision={own!r} is examined")
+            return Report(diagnose(taken, tuple(checks), budget_s, say=say))
     finally:
         set_random_state(before, step.device)
 
@@ -157,16 +170,18 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     """
     taken = TakenStep(step, began=began, failed=failed)
     passes = step.as_run()
-    ledger = MemoryLedger(passes.model, passes.optimizer)
-    try:
-        with ledger:
-            found = passes.run_with_backoff()
-    except UsageError:
-        raise
-    except Exception:  # the format sweep says what it is
+    found, ledger = None, MemoryLedger(passes.model, passes.optimizer)
+    for mode in (ledger, nullcontext()):  # in no mode, where an operator does not run in one
+        try:
+            with mode:
+                found = found or passes.run_with_backoff()
+        except UsageError:
+            raise
+        except Exception:  # the format sweep says what it is
+            continue
+    taken.memory_bytes, taken.own_autocast = ledger.report().peak_bytes, passes.own_autocast
+    if found is None:
         return taken
-    finally:
-        taken.memory_bytes = ledger.report().peak_bytes
     step.changes_batches = passes.changed
     if step.first_samples()[0] is not step.microbatches[0]:
         step.cuts = _takes_fewer_samples(passes)

@@ -200,7 +200,7 @@ class MemoryLedger(TorchDispatchMode):
             if block is None:
                 copied = inputs[0] if func is torch.ops.aten._to_copy.default else None
                 self._add(tensor, self._category_of_new(tensor, copied), str(func))
-            elif (grown := tensor.untyped_storage().nbytes() - block.bytes) and self._counts(tensor):
+            elif self._counts(tensor) and (grown := tensor.untyped_storage().nbytes() - block.bytes):
                 block.bytes += grown
                 self._events.append((grown, block, self._phase))
         return result

@@ -51,8 +51,11 @@ def step_of_loop(
     accumulate: int = 1,
     number: int = 1,
     generators: dict[str, Tensor] | None = None,
+    enters_autocast: bool = False,
 ) -> Step:
     """Copy what a step of a loop that somebody else wrote starts from; the arguments are those of ``mantissa.examine``.
+
+    ``enters_autocast``: whether the loss does so itself, so that nothing is entered around it.
 
     Raises:
         FormatError: the model or the optimizer cannot be copied, and how to make it so.
@@ -82,7 +85,7 @@ def step_of_loop(
     return Step(
         number=number,
         format=format,
-        build=_builder(copied, own, loss, precision, device),
+        build=_builder(copied, own, loss, precision, device, enters_autocast),
         batches=following,
         device=device,
         microbatches=steps[0],
@@ -106,25 +109,33 @@ def step_of_loop(
 
 
 def _builder(
-    original: nn.Module, trains: torch.optim.Optimizer | None, loss: Loss, precision: str, device: torch.device
+    original: nn.Module,
+    trains: torch.optim.Optimizer | None,
+    loss: Loss,
+    precision: str,
+    device: torch.device,
+    enters_autocast: bool,
 ) -> Build:
     """Return what copies a model with its optimizer once more, for a format."""
 
     def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool) -> Built:
         model, own = _copy(original, trains)
-        row = FORMATS[format]
+        row, in_half = FORMATS[format], next(original.parameters()).dtype.itemsize == 2
         half = row.half_weights
         if not as_run or format != precision:
             cast_training(model, own, row.weights)
         keep_fp32(model, fp32_modules, device.type, half)
-        if half is not None:
-            cast_inputs(model, half)
+        if half is not None or (in_half and not as_run and row.autocast is None):
+            cast_inputs(model, row.weights)  # such as the model's own, which the batches fit
         lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
         optimizer = own if own is not None else torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay
 
         def loss_of(batch: Batch) -> Tensor:
             assert isinstance(batch, LoopBatch)
+            before = [weight.grad is None for weight in model.parameters()]
             found = loss(model, batch.whole())
+            if before != [weight.grad is None for weight in model.parameters()]:
+                raise UsageError("loss(model, batch) calls backward itself; let it only return the loss")
             if not isinstance(found, Tensor) or found.numel() != 1:
                 tensor = isinstance(found, Tensor)
                 what = f"a tensor of shape {list(found.shape)}" if tensor else f"a {type(found).__name__}"
@@ -133,8 +144,9 @@ def _builder(
 
         def autocast() -> AbstractContextManager[Any]:
             contexts = ExitStack()
+            enters = row.autocast is not None and not enters_autocast
             contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
-            contexts.enter_context(torch.autocast(device.type, dtype=row.autocast, enabled=row.autocast is not None))
+            contexts.enter_context(torch.autocast(device.type, dtype=row.autocast, enabled=enters))
             if fp32_ops:
                 contexts.enter_context(OperatorPolicy(device.type, dict.fromkeys(fp32_ops, torch.float32), half))
             return contexts

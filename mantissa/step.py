@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -328,6 +329,9 @@ class Replay:
         """Context in which the optimizer steps; None: that of the replay."""
         self.changed = False
         """Whether the loss has changed a batch that it was given."""
+        self.own_autocast: torch.dtype | None = None
+        """Dtype of the autocast that the loss, or the model, enters itself; None: none."""
+        self._as_run, self._in_loss = as_run and format is step.format, False
         self._wide: torch.dtype | None = None
         self._states = _states(built.model)
         self._own = set(map(id, built.model.parameters()))
@@ -429,7 +433,11 @@ class Replay:
         """Return the loss of one microbatch in the format, a scalar in the dtype in which it was computed."""
         given = map_tensors(batch, torch.clone) if self.step.changes_batches else batch
         with self.autocast():
-            loss = self.built.loss(given)
+            self._in_loss = True
+            try:
+                loss = self.built.loss(given)
+            finally:
+                self._in_loss = False
         self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
         return loss
 
@@ -500,7 +508,27 @@ class Replay:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return what the passes run in: the redirection of casts, where they are a wider reference."""
+        """Return what the passes run in: the redirection of casts, where they are a wider reference.
+
+        Autocast that the code enters itself is noted, and is that of the format.
+        """
+        enter, half, kind = torch.autocast.__enter__, self.format.half, self.step.device.type
+
+        def enter_own(own: Any) -> Any:
+            if not own._enabled or own.device != kind:
+                return enter(own)
+            if self._in_loss:
+                self.own_autocast = self.own_autocast or own.fast_dtype
+            if self._as_run:
+                return enter(own)
+            with patch.multiple(own, _enabled=half is not None, fast_dtype=half or own.fast_dtype):
+                return enter(own)
+
+        with patch.object(torch.autocast, "__enter__", enter_own), self._redirection():
+            yield
+
+    @contextmanager
+    def _redirection(self) -> Iterator[None]:
         if self._wide is None:
             yield
             return

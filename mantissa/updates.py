@@ -108,6 +108,8 @@ class _Sample(NamedTuple):
     """Gradient as backward left it, with the loss scale, fp32."""
     state: dict[str, Any]
     group: dict[str, Any]
+    rows: Tensor | None
+    """Indices of the rows that a sparse gradient has, which are sampled alone."""
 
 
 class UpdateMeter:
@@ -180,7 +182,9 @@ class UpdateMeter:
         self._samples = [
             (each, self._sample(each, gradient, groups[each.parameter]))
             for each in self._tracked
-            if measurable(gradient := each.parameter.grad) and each.parameter in groups
+            if (gradient := each.parameter.grad) is not None
+            and (measurable(gradient) or gradient.layout == torch.sparse_coo)
+            and each.parameter in groups
         ]
         self._factor = factor
         self._largest = self._peak()
@@ -206,18 +210,23 @@ class UpdateMeter:
 
     def _peak(self) -> Tensor:
         gradients = [local(each.parameter.grad) for each in self._tracked if measurable(each.parameter.grad)]
+        gradients = [gradient for gradient in gradients if gradient.numel()]
         if self._half is not torch.float16 or not gradients:
-            return torch.zeros((), device=gradients[0].device if gradients else None)
-        norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
+            return torch.zeros((), device=self._tracked[0].weight.device)
+        norms = torch._foreach_norm(gradients, math.inf)
         return torch.stack([norm.float() for norm in norms]).max()
 
     def _sample(self, tracked: _Tracked, gradient: Tensor, group: dict[str, Any]) -> _Sample:
-        state = self._optimizer.state.get(tracked.parameter, {})
+        state, rows, shape = self._optimizer.state.get(tracked.parameter, {}), None, tracked.weight.shape
+        if gradient.layout == torch.sparse_coo:
+            gradient = gradient.coalesce()
+            rows, gradient = gradient.indices(), gradient.values()
         return _Sample(
-            self._elements(tracked.weight).clone(),
+            self._elements(tracked.weight, rows).clone(),
             self._elements(gradient).to(torch.float32, copy=True),
-            {key: self._sampled_state(key, value, tracked.weight.shape) for key, value in state.items()},
+            {key: self._sampled_state(key, value, shape, rows) for key, value in state.items()},
             group,
+            rows,
         )
 
     def _intended(self, norm: Tensor | None) -> list[Tensor]:
@@ -228,11 +237,14 @@ class UpdateMeter:
         groups: dict[int, dict[str, Any]] = {}
         for _, sample in self._samples:
             copy = nn.Parameter(sample.weight.to(torch.float32, copy=True))
-            copy.grad = sample.gradient.clone() if self._factor is None else sample.gradient * self._factor
+            gradient = sample.gradient.clone() if self._factor is None else sample.gradient * self._factor
+            copy.grad = gradient if sample.rows is None else gradient.to_sparse()
             groups.setdefault(id(sample.group), sample.group | {"params": []})["params"].append(copy)
             copies.append(copy)
         if self._clip is not None:
             self._clip.apply([copy.grad for copy in copies], norm)
+        if not copies:
+            return []
         replica = type(self._optimizer)(list(groups.values()))  # type: ignore[call-arg]
         pairs = [(copy, sample) for copy, (_, sample) in zip(copies, self._samples, strict=True)]
         replica.state.update({copy: sample.state for copy, sample in pairs if sample.state})
@@ -240,14 +252,14 @@ class UpdateMeter:
         return [copy.detach() - sample.weight for copy, sample in pairs]
 
     def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor) -> Tensor:
-        after = self._elements(tracked.weight)
+        after = self._elements(tracked.weight, sample.rows)
         changed, moving = after != sample.weight, intended != 0
         real = after.float() - sample.weight.float()
         nothing = intended.new_zeros(())
         has_gradient = sample.gradient != 0
         state = self._optimizer.state.get(tracked.parameter, {})
         moments = [state[key] for key in _SECOND_MOMENTS if key in state and state[key].dtype.itemsize <= 2]
-        moment_zero = ((self._elements(moments[0]) == 0) & has_gradient).sum() if moments else nothing
+        moment_zero = ((self._elements(moments[0], sample.rows) == 0) & has_gradient).sum() if moments else nothing
         in_half = flushed = nothing
         if self._half is not None and tracked.in_half:
             in_half = torch.full_like(nothing, len(intended))
@@ -264,23 +276,24 @@ class UpdateMeter:
         )
         return torch.stack([count.float() for count in counts])
 
-    def _elements(self, tensor: Tensor) -> Tensor:
+    def _elements(self, tensor: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return some elements of this rank's part of a tensor, at even distances, 1-D.
 
         The distance has no factor in common with the size, so that the sample is not taken from a few columns only.
         """
-        flat = local(tensor.detach()).reshape(-1)  # copies only what is not contiguous, as in channels_last
+        own = local(tensor.detach()) if rows is None else tensor.detach()[tuple(rows)]
+        flat = own.reshape(-1)  # copies only what is not contiguous, as in channels_last
         distance = math.ceil(len(flat) / self._size)
         while distance > 1 and math.gcd(distance, len(flat)) > 1:
             distance += 1
         return flat[:: max(1, distance)]
 
-    def _sampled_state(self, key: str, value: Any, shape: torch.Size) -> Any:
+    def _sampled_state(self, key: str, value: Any, shape: torch.Size, rows: Tensor | None) -> Any:
         """Return the sampled elements of a tensor of the parameter's shape in fp32, a copy of anything else."""
         if not isinstance(value, Tensor):
             return value
         if key != "step" and value.shape == shape:
-            return self._elements(value).to(torch.float32, copy=True)
+            return self._elements(value, rows).to(torch.float32, copy=True)
         return value.clone()
 
 

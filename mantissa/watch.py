@@ -33,6 +33,8 @@ SKIPS = 10
 """Steps that a loss scaler skips one after another before that is a failure."""
 _NEAR = 1.0
 """Bits below the largest number of a dtype that are worth a warning."""
+_FAR = 40.0
+"""Bits to overflow or underflow from which on they say nothing; fp16 has 40 in all."""
 
 
 Kept = tuple[Tensor, Tensor, int]
@@ -507,7 +509,8 @@ class Watch:
             ("bits to underflow, ", lambda each: each.underflow),
         ):
             first, last = values(self.history[0]), values(self.history[-1])
-            names = sorted(last, key=last.__getitem__)[:3] if "bits" in text else list(last)
+            near = [name for name in sorted(last, key=last.__getitem__)[:3] if last[name] < _FAR]
+            names = near if "bits" in text else list(last)
             rows += [[f"{text}{name}", f"{first.get(name, math.nan):.4g}", f"{last[name]:.4g}"] for name in names]
         return f"{self.number} steps, {self.skipped} skipped\n{columns(rows)}"
 

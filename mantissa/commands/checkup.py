@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -198,7 +199,7 @@ def main(arguments: list[str]) -> int:
         print(file=sys.stderr)
         print(f"\n{name}: {report}")
         if folder is not None:
-            page = report.write(folder / name, f"python -m mantissa checkup {' '.join(arguments)}")
+            page = report.write(folder / name, shlex.join(["python", "-m", "mantissa", "checkup", *arguments]))
             print(f"report {page}")
     print(f"\n{table(reports)}")
     return max(report.diagnosis.exit_code for report in reports.values())

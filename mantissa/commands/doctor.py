@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 import sys
 from importlib import import_module
 
@@ -54,6 +55,6 @@ def main(arguments: list[str]) -> int:
     )
     print(file=sys.stderr)
     print(report)
-    page = report.write(folder, f"python -m mantissa doctor {' '.join(arguments)}")
+    page = report.write(folder, shlex.join(["python", "-m", "mantissa", "doctor", *arguments]))
     print(f"report {page}")
     return report.diagnosis.exit_code

@@ -34,6 +34,8 @@ _HEADROOM = 2.0
 """Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
 _LEAST_SECONDS = 0.005
 """Of a step whose time is compared: that of a shorter one is noise."""
+_NOISE = 0.3
+"""Width of an interval on both sides of 0 from which on the time says nothing."""
 _PAIRS = 7
 """Timed steps with and without the islands, after one of each that is not timed."""
 
@@ -191,6 +193,8 @@ def measure_cost(step: Step, islands: Islands) -> str:
         if min(seconds) < _LEAST_SECONDS:
             return memory
         ratios.append(seconds[1] / seconds[0] - 1)
+    if min(ratios) < 0 < max(ratios) and max(ratios) - min(ratios) > _NOISE:
+        return memory
     return f"{statistics.median(ratios):+.0%} time [{min(ratios):+.0%}, {max(ratios):+.0%}], {memory}"
 
 

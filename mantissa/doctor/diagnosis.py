@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin, name_overflows
 from mantissa.doctor.compiled import compiled_trials
@@ -47,6 +49,7 @@ from mantissa.finding import (
     CRASH,
     DIVERGENCE,
     DOMAIN,
+    DTYPE,
     ERROR,
     EXAMINATION,
     EXCEPTION,
@@ -88,6 +91,8 @@ class TakenStep:
     """Duration of the step."""
     memory_bytes: int = 0
     """Peak of its memory, with the weights and the optimizer's state."""
+    own_autocast: torch.dtype | None = None
+    """See ``Replay``."""
     updates: dict[str, Counts] = field(default_factory=dict)
     """Effects of rounding on each parameter's update; empty where 16-bit weights are not all that is kept."""
     no_updates: str = ""
@@ -150,8 +155,8 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Whether the step is finite, and nothing is found so far."""
-        return self.finite and not self.findings
+        """Whether the step is finite, and nothing is found so far but formats that were not asked for."""
+        return self.finite and all(finding.kind == DTYPE for finding in self.findings)
 
     def is_ok(self, format: str) -> bool:
         """Return whether the sweep has a format, and the step is finite in it."""

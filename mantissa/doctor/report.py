@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,8 @@ from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
 from mantissa.page import Plot, Report, Section, measured_on
 
 VERDICT = "verdict.json"
+_DIFFERENT = 0.01
+"""Share of the largest loss by which those of the formats differ, where they are shown."""
 
 
 def opening(replay: TakenStep) -> str:
@@ -32,7 +35,9 @@ def opening(replay: TakenStep) -> str:
 def lines(diagnosis: Diagnosis) -> list[str]:
     """Return the diagnosis as text."""
     replay, found = diagnosis.taken, diagnosis.range
-    text = [" · ".join(trial.text() for trial in diagnosis.sweep)] if diagnosis.sweep else []
+    losses = [trial.loss for trial in diagnosis.sweep if math.isfinite(trial.loss)]
+    differ = bool(losses) and max(losses) - min(losses) > _DIFFERENT * max(map(abs, losses))
+    text = [" · ".join(trial.text(differ) for trial in diagnosis.sweep)] if diagnosis.sweep else []
     for finding in diagnosis.findings:
         text += finding.lines()
     if found is not None and found.highest is not None:

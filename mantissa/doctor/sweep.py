@@ -56,13 +56,14 @@ class FormatTrial:
         self.status = BREAKS if self.nonfinite else OK
         return passes
 
-    def text(self) -> str:
-        """Return the format with its status, such as ``fp16+scaler 65536 ok at 8192``."""
+    def text(self, with_loss: bool = False) -> str:
+        """Return the format with its status, such as ``fp16+scaler 65536 ok at 8192``, and maybe its loss."""
         if self.status == LEFT_OUT:
             return f"{self.name} {self.why}"
         name = f"{self.name} {self.scales[0]:.10g}" if self.name.endswith(SCALER) else self.name
         lower = f" at {self.scale:.10g}" if self.status == OK and self.scale != self.scales[0] else ""
-        return f"{name} {self.status}{lower}"
+        loss = f" (loss {self.loss:.4g})" if with_loss and self.status == OK else ""
+        return f"{name} {self.status}{lower}{loss}"
 
 
 def format_sweep(step: Step) -> list[FormatTrial]:

@@ -20,7 +20,7 @@ import mantissa
 from mantissa.__main__ import main
 from mantissa.doctor.diagnosis import HEALTHY
 from mantissa.errors import FormatError, UsageError
-from mantissa.finding import BACKWARD, ERROR, FORWARD, INPUT, MOMENT, OVERFLOW
+from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW
 from mantissa.tensors import random_state
 from tests.helpers import same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, sgd, with_value
@@ -394,3 +394,127 @@ def test_what_does_not_fit_beside_a_step_is_left_out(monkeypatch: pytest.MonkeyP
         *("fp64", "modules", "whole gradients")
     ]
     assert report.verdict == "INCOMPLETE"
+
+
+def overflowing() -> nn.Module:
+    return Own(lambda own, x: torch.sin(x * 3e6))
+
+
+def entering(dtype: torch.dtype) -> Callable[[nn.Module, Batch], Tensor]:
+    @torch.autocast("cpu", dtype=dtype)
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return error(model, batch)
+
+    return loss
+
+
+class Entering(Own):
+    """A model whose forward enters autocast itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("build", "loss"),
+    [
+        (overflowing, entering(torch.float16)),
+        (lambda: Entering(lambda own, x: torch.sin(x * 3e6)), error),
+        (lambda: Entering(lambda own, x: checkpoint(torch.sin, x * 3e6, use_reentrant=False)), error),
+    ],
+)
+def test_autocast_of_the_loss_itself_says_the_precision(
+    build: Callable[[], nn.Module], loss: Callable[[nn.Module, Batch], Tensor], precision: str
+) -> None:
+    report = mantissa.examine(build(), loss, regression(), precision)
+    assert [(trial.name, trial.status) for trial in report.diagnosis.sweep][:4] == [
+        *(("fp64", "ok"), ("fp32", "ok"), ("bf16", "ok"), ("fp16", "BREAKS"))
+    ]
+    finding = report.findings[0]
+    assert (finding.kind, finding.format) == (OVERFLOW, "fp16"), str(report)
+    assert any("bfloat16" in cure for cure in finding.cure), str(report)
+    said = "note: the loss or the model enters autocast itself: precision='fp16' is examined"
+    assert (said in str(report).splitlines()) == (precision != "fp16")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+def test_a_healthy_loss_with_its_own_autocast_is_healthy(precision: str) -> None:
+    report = mantissa.examine(Own(), entering(torch.bfloat16), regression(), precision)
+    assert (report.verdict, report.diagnosis.budget.left_out) == (HEALTHY, []), str(report)
+
+
+@pytest.mark.parametrize("returned", [lambda loss: loss, Tensor.detach, Tensor.item])
+def test_a_loss_that_calls_backward_is_said_to_be_so(returned: Callable[[Tensor], Any]) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Any:
+        found = error(model, batch)
+        found.backward()
+        return returned(found)
+
+    with pytest.raises(UsageError, match="calls backward itself; let it only return the loss"):
+        mantissa.examine(Own(), loss, regression())
+
+
+def test_weights_in_16_bits_hide_no_other_fault() -> None:
+    model = Own(lambda own, x: own.get_submodule("extra")(x + 1000) - own.get_submodule("extra")(0 * x + 1000))
+    model.extra = nn.Linear(32, 32)
+    batches = [{"x": batch["x"].bfloat16(), "y": batch["y"].bfloat16()} for batch in regression()]
+    report = mantissa.examine(model.bfloat16(), error, batches, "bf16")
+    assert {finding.kind for finding in report.findings} == {DTYPE, ERROR}, str(report)
+    assert [trial.status for trial in report.diagnosis.sweep] == ["ok", "ok", "ok"]
+
+
+class Looking(nn.Module):
+    """A sparse embedding and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer = nn.Embedding(50, 16, sparse=True), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.table((x[:, :4].abs() * 20).long().clamp(max=49))).mean(1).squeeze(-1)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another one, as accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), 1e-5),
+        lambda model: torch.optim.SparseAdam([model.table.weight], 1e-5),
+        lambda model: torch.optim.Adagrad([model.table.weight], 1e-5),
+        lambda model: Wrapped(torch.optim.SGD(model.parameters(), 1e-5)),
+    ],
+)
+def test_lost_updates_of_sparse_gradients_are_found(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = Looking()
+    checks = ["formats", "updates"]
+    report = mantissa.examine(model, error, regression(), "bf16_pure", optimizer(model), checks=checks)
+    assert "table" in [finding.place for finding in report.findings if finding.kind == LOST], str(report)
+    assert report.diagnosis.budget.left_out == []
+
+
+def test_updates_that_are_not_measured_are_not_healthy() -> None:
+    class Lamb(torch.optim.SGD):
+        """One that treats elements together, by its name."""
+
+    model = Own()
+    report = mantissa.examine(model, error, regression(), "bf16_pure", Lamb(model.parameters(), 1e-1))
+    left_out = report.diagnosis.budget.left_out
+    assert (report.verdict, left_out) == ("INCOMPLETE", ["updates (Lamb treats elements together)"]), str(report)
