@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> int:
         return 0
     sys.path.insert(0, "")  # the user's modules, as `python script.py` finds them
     try:
+        if "torch" not in sys.modules:
+            print("loading torch …", file=sys.stderr, flush=True)
         return int(import_module(f"mantissa.commands.{name}").main(rest))
     except (UsageError, FormatError) as error:
         print(error, file=sys.stderr)

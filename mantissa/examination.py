@@ -146,6 +146,7 @@ def examine(
         checks = [check for check in checks if check not in ("updates", "state")]
     try:
         with torch.enable_grad():
+            say("step")
             taken = take(step, failed)
             if taken.own_autocast and step.format.half_weights is None:
                 own = computing_in(taken.own_autocast, torch.float32)

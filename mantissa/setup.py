@@ -321,7 +321,9 @@ def _products(first: FirstStep, format: Format | None, rows: dict[str, str]) -> 
     rows["fp32 products"] = ", ".join(f"{name} {value}" for name, value in fp32_flags(kind).items()) or "not known"
     asked = getattr(getattr(first.model, "config", None), "_attn_implementation", None)
     enabled = [name for name in _SDPA if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
-    rows["attention"] = f"sdpa may use {', '.join(enabled)}" + (f"; the model's config: {asked}" if asked else "")
+    kernels = f"sdpa may use {', '.join(enabled)}" if kind == "cuda" else ""  # elsewhere the switches mean nothing
+    if said := "; ".join(filter(None, [kernels, asked and f"the model's config: {asked}"])):
+        rows["attention"] = said
     yield from flags_differ(kind, first.model, format)
 
 

@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
     """Examine a step of a run, or of a run to be; return the exit code of its verdict."""
     options, overrides = parse(arguments, DoctorOptions, "overrides")
     checks = CHECKS if "all" in options.check else tuple(options.check)
+    print("building the model and taking the step …", file=sys.stderr)
     try:
         if options.resume:
             taken, config = of_run(options.resume, overrides, options.step)

@@ -193,9 +193,15 @@ def measure_cost(step: Step, islands: Islands) -> str:
         if min(seconds) < _LEAST_SECONDS:
             return memory
         ratios.append(seconds[1] / seconds[0] - 1)
-    if min(ratios) < 0 < max(ratios) and max(ratios) - min(ratios) > _NOISE:
-        return memory
-    return f"{statistics.median(ratios):+.0%} time [{min(ratios):+.0%}, {max(ratios):+.0%}], {memory}"
+    return ", ".join(filter(None, [more_time(ratios), memory]))
+
+
+def more_time(shares: list[float]) -> str:
+    """Return the median share of time in words, with the range; empty: it is noise."""
+    low, high = min(shares), max(shares)
+    if low < 0 < high and high - low > _NOISE:
+        return ""
+    return f"{statistics.median(shares):+.0%} time [{low:+.0%}, {high:+.0%}]"
 
 
 def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_on: Callable[[], bool]) -> None:

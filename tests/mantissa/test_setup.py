@@ -113,7 +113,7 @@ def test_what_is_as_requested_differs_in_nothing(precision: str | None, options:
     found = taken(precision, **options)
     assert found.differences == []
     assert f"requested: {precision or 'not stated'}" in str(found)
-    assert {"weights", "gradients", "optimizer state", "autocast", "attention", "fp8"} <= found.effective.keys()
+    assert {"weights", "gradients", "optimizer state", "autocast", "fp8"} <= found.effective.keys()
 
 
 def freed(net: Net) -> None:

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from evidence.doctor.command import main
 from evidence.doctor.replay import _go_to
 from mantissa.doctor import budget
+from recipes.bignet import BigNet
 from tests.helpers import compose
+from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json
+from trainer.recipe import LossOutput
 from trainer.run.start import train
 
 BIGNET = (
@@ -185,3 +189,19 @@ def test_a_step_that_raises_while_it_is_replayed_is_the_one_that_is_examined() -
 
     trainer: Any = SimpleNamespace(step=0, batches=lambda: iter([[]] * 5), train_step=raising)
     assert _go_to(trainer, 4, None) == ("the beginning", 1)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_format_that_raises_is_found(step: int, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(self: BigNet, model: nn.Module, batch: Batch) -> LossOutput:
+        masked = model(batch["x"]).masked_fill(batch["y"] > 0, -1e9)
+        return LossOutput(masked.float().sum(), {})
+
+    monkeypatch.setattr(BigNet, "loss", loss)
+    given = (*BIGNET, "precision=fp16", f"output_dir={tmp_path}", "check=formats,islands", f"step={step}")
+    code, lines = said(*given)
+    assert code == 7
+    assert any(line.startswith("FOUND exception, forward: ") for line in lines), lines
+    assert any("masked_fill" in line and "test_command.py" in line for line in lines), lines
+    assert any(line.startswith("  cure: ") for line in lines), lines
+    assert any(line.startswith("note: step 1 already raises") for line in lines) == (step == 3), lines

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +28,7 @@ from mantissa.doctor.diagnosis import HEALTHY
 from mantissa.errors import FormatError, UsageError
 from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW
 from mantissa.tensors import random_state
-from tests.helpers import same_bits
+from tests.helpers import PROJECT, same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, sgd, with_value
 
 
@@ -518,3 +524,27 @@ def test_updates_that_are_not_measured_are_not_healthy() -> None:
     report = mantissa.examine(model, error, regression(), "bf16_pure", Lamb(model.parameters(), 1e-1))
     left_out = report.diagnosis.budget.left_out
     assert (report.verdict, left_out) == ("INCOMPLETE", ["updates (Lamb treats elements together)"]), str(report)
+
+
+def test_losses_are_shown_where_those_of_the_formats_differ() -> None:
+    model = Own(lambda own, x: x + 3e3 - 3e3)
+    sweep = str(mantissa.examine(model, error, regression(), "fp16", checks=["formats"])).splitlines()[1]
+    assert re.fullmatch(r"(\S+( 65536)? ok \(loss [\d.]+\)( · |$))+", sweep), sweep
+    sweep = str(mantissa.examine(Own(), error, regression(), "fp16", checks=["formats"])).splitlines()[1]
+    assert sweep == "fp64 ok · fp32 ok · bf16 ok · fp16 ok · fp16+scaler 65536 ok"
+
+
+def test_a_command_that_is_printed_can_be_pasted(tmp_path: Path) -> None:
+    """And the first line comes before torch is loaded."""
+    (tmp_path / "mine.py").write_text("from tests.mantissa.doctor.faults import Own, error, regression\n\n\n" + MINE)
+    given = ["doctor", "mine:made", "--report", str(tmp_path / "my report")]
+    command = [sys.executable, "-m", "mantissa", *given]
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)}, capture_output=True)
+    assert (ended.returncode, ended.stderr.decode().splitlines()[0]) == (0, "loading torch …"), ended.stderr
+    written = json.loads((tmp_path / "my report" / "verdict.json").read_text())["command"]
+    assert shlex.split(written)[1:] == command[1:]
+
+
+MINE = """def made():
+    return Own(), error, regression()
+"""
