@@ -24,9 +24,8 @@ from mantissa.finding import Finding
 from mantissa.formats import computing_in, format_name
 from mantissa.ledger import MemoryLedger
 from mantissa.loop import Loss, step_of_loop
-from mantissa.step import Replay, Step
+from mantissa.step import Step
 from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state
-from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
 _REPEATED = 0.05
@@ -185,7 +184,10 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
         return taken
     step.changes_batches = passes.changed
     if step.first_samples()[0] is not step.microbatches[0]:
-        step.cuts = _takes_fewer_samples(passes)
+        try:
+            passes.forward()
+        except Exception:  # of any kind: that of the loss
+            step.cuts = False
     if not found.gradients:
         raise UsageError(
             "the loss gives no parameter a gradient: let it use the model that it is called with, detach nothing, and "
@@ -207,35 +209,10 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     taken.grad_norm = _size(gradients) * found.correction / passes.scale if gradients else math.nan
     if not taken.skipped:
         step.scale = passes.scale  # to which a scaler backs off at this step
-        if step.trains and step.format.only_half:  # others lose none
-            taken.updates, taken.no_updates = _updates(passes, found.correction)
     return taken
-
-
-def _takes_fewer_samples(passes: Replay) -> bool:
-    try:
-        passes.forward()
-    except Exception:  # of any kind: that of the loss
-        return False
-    return True
 
 
 def _size(gradients: Iterable[Tensor]) -> float:
     """Return the norm of all that are not sparse; 0: there are none."""
     dense = [in_dtype(gradient, torch.float32) for gradient in gradients if not gradient.is_sparse]
     return torch.stack([torch.linalg.vector_norm(gradient) for gradient in dense]).norm().item() if dense else 0.0
-
-
-def _updates(passes: Replay, correction: float) -> tuple[dict[str, Counts], str]:
-    """Return what rounding does to the update for which a replay stands ready, and why it is not known."""
-    name = type(passes.optimizer).__name__
-    if not is_elementwise(name):
-        return {}, f"{name} treats elements together"
-    built = passes.built
-    try:
-        meter = UpdateMeter(passes.model, passes.optimizer, passes.format.half, passes.masters, built.clip)
-        built.prepare(passes.step.number, 1.0, False)
-        passes.update(correction, meter)
-        return meter.results(), ""
-    except Exception as error:  # an optimizer that cannot be copied, or does not treat each element alone
-        return {}, f"{name}: {error}"

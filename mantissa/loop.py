@@ -85,7 +85,7 @@ def step_of_loop(
     return Step(
         number=number,
         format=format,
-        build=_builder(copied, own, loss, precision, device, enters_autocast),
+        build=_builder(copied, own, loss, precision, enters_autocast),
         batches=following,
         device=device,
         microbatches=steps[0],
@@ -109,23 +109,18 @@ def step_of_loop(
 
 
 def _builder(
-    original: nn.Module,
-    trains: torch.optim.Optimizer | None,
-    loss: Loss,
-    precision: str,
-    device: torch.device,
-    enters_autocast: bool,
+    original: nn.Module, trains: torch.optim.Optimizer | None, loss: Loss, precision: str, enters_autocast: bool
 ) -> Build:
     """Return what copies a model with its optimizer once more, for a format."""
 
     def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool) -> Built:
         model, own = _copy(original, trains)
-        row, in_half = FORMATS[format], next(original.parameters()).dtype.itemsize == 2
-        half = row.half_weights
+        row, first = FORMATS[format], next(original.parameters())
+        half, device = row.half_weights, first.device
         if not as_run or format != precision:
             cast_training(model, own, row.weights)
         keep_fp32(model, fp32_modules, device.type, half)
-        if half is not None or (in_half and not as_run and row.autocast is None):
+        if half is not None or (first.dtype.itemsize == 2 and not as_run and row.autocast is None):
             cast_inputs(model, row.weights)  # such as the model's own, which the batches fit
         lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
         optimizer = own if own is not None else torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay

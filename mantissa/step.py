@@ -432,12 +432,11 @@ class Replay:
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of one microbatch in the format, a scalar in the dtype in which it was computed."""
         given = map_tensors(batch, torch.clone) if self.step.changes_batches else batch
+        self._in_loss = False
         with self.autocast():
             self._in_loss = True
-            try:
-                loss = self.built.loss(given)
-            finally:
-                self._in_loss = False
+            loss = self.built.loss(given)
+            self._in_loss = False
         self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
         return loss
 
@@ -524,21 +523,13 @@ class Replay:
             with patch.multiple(own, _enabled=half is not None, fast_dtype=half or own.fast_dtype):
                 return enter(own)
 
-        with patch.object(torch.autocast, "__enter__", enter_own), self._redirection():
+        with ExitStack() as contexts:
+            contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_own))
+            if self._wide is not None:
+                contexts.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._wide)
+                contexts.enter_context(Widened(self._wide))
             yield
-
-    @contextmanager
-    def _redirection(self) -> Iterator[None]:
-        if self._wide is None:
-            yield
-            return
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(self._wide)
-        try:
-            with Widened(self._wide):
-                yield
-        finally:
-            torch.set_default_dtype(default)
 
     def widened(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a batch as this replay takes it."""

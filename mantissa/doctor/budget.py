@@ -74,7 +74,8 @@ class Budget:
                     raise
                 self.left_out.append(f"{part} (out of memory)")
             elif _is_the_models(error):
-                self.left_out.append(f"{part} ({described(error)})")
+                known = isinstance(error, FormatError | UsageError)
+                self.left_out.append(f"{part} ({error if known else described(error)})")
             else:
                 self.crashes[part] = traceback.format_exc()
             return None

@@ -44,6 +44,7 @@ from mantissa.doctor.sweep import (
     overflow_of_sum,
 )
 from mantissa.doctor.training import REPLAYS, divergence, steps_to_train
+from mantissa.errors import FormatError
 from mantissa.finding import (
     BACKWARD,
     CRASH,
@@ -67,7 +68,7 @@ from mantissa.finding import (
 from mantissa.formats import FORMATS
 from mantissa.step import Batch, Replay, Step
 from mantissa.tensors import finite
-from mantissa.updates import Counts, judge
+from mantissa.updates import UpdateMeter, is_elementwise, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 CRASHED, INCOMPLETE = "CRASHED", "INCOMPLETE"
@@ -93,10 +94,6 @@ class TakenStep:
     """Peak of its memory, with the weights and the optimizer's state."""
     own_autocast: torch.dtype | None = None
     """See ``Replay``."""
-    updates: dict[str, Counts] = field(default_factory=dict)
-    """Effects of rounding on each parameter's update; empty where 16-bit weights are not all that is kept."""
-    no_updates: str = ""
-    """Why some are not known; empty: all are."""
     folder: Path | None = None
     """Folder of the run; None: a check-up before a run."""
     failed: bool = False
@@ -158,6 +155,11 @@ class Diagnosis:
         """Whether the step is finite, and nothing is found so far but formats that were not asked for."""
         return self.finite and all(finding.kind == DTYPE for finding in self.findings)
 
+    @property
+    def loses_updates(self) -> bool:
+        """Whether the step is finite, and updates of it that are too small are lost."""
+        return self.finite and self.step.trains and self.step.format.only_half
+
     def is_ok(self, format: str) -> bool:
         """Return whether the sweep has a format, and the step is finite in it."""
         return any(trial.name == format and trial.status == OK for trial in self.sweep)
@@ -196,8 +198,6 @@ class Check:
     """Memory that it needs, in those of a step."""
     seconds: Callable[[Diagnosis], float] = lambda result: 0
     """Time that it takes."""
-    free: bool = False
-    """Whether it costs nothing, so that it is made without time left, too."""
     part: str = ""
     """Name of the part where a check has several; empty: that of the check."""
 
@@ -220,14 +220,12 @@ def diagnose(
     result = Diagnosis(taken, budget, notes=list(taken.notes))
     checks = CHECKS if checks is None else checks
     result.not_asked = [name for name in CHECKS if name not in checks]
-    if taken.no_updates and "updates" in checks:
-        budget.left_out.append(f"updates ({taken.no_updates})")
     if SWEEP in checks or not taken.finite:
         _sweep(result)
     for check in _CHECKS:
         if check.name in checks and check.applies(result):
             costs = check.memories * taken.memory_bytes, check.seconds(result)
-            budget.run(check.part or check.name, partial(check.run, result), *costs, always=check.free)
+            budget.run(check.part or check.name, partial(check.run, result), *costs)
     _judge(result)
     return result
 
@@ -401,9 +399,18 @@ def _wrong_gradients(result: Diagnosis) -> None:
 
 def _updates(result: Diagnosis) -> None:
     """Judge what rounding does to the updates, and try weights in fp32."""
-    step = result.step
-    found = judge(result.taken.updates, step.format)
-    for group in step.as_run().optimizer.param_groups if step.format.only_half else ():
+    step, passes = result.step, result.step.as_run()
+    name = type(passes.optimizer).__name__
+    if not is_elementwise(name):
+        raise FormatError(f"{name} treats elements together")
+    try:
+        meter = UpdateMeter(passes.model, passes.optimizer, passes.format.half, passes.masters, passes.built.clip)
+        passes.built.prepare(step.number, 1.0, False)
+        passes.update(passes.run().correction, meter)
+    except Exception as error:  # an optimizer that cannot be copied, or does not treat each element alone
+        raise FormatError(f"{name}: {error}") from error
+    found = judge(meter.results(), step.format)
+    for group in passes.optimizer.param_groups:
         decay = float(group["lr"] * group.get("weight_decay", 0.0))
         if (
             group.get("decoupled_weight_decay")
@@ -550,7 +557,7 @@ _CHECKS = (
     Check("range", lambda result: result.runs and (result.is_ok(FP32) if result.sweep else result.finite), _range),
     Check("modules", lambda result: result.sound, _module_errors, memories=2),
     Check("modules", lambda result: result.sound, _wrong_gradients, memories=2, part="whole gradients"),
-    Check("updates", lambda result: bool(result.taken.updates), _updates, free=True),
+    Check("updates", lambda result: result.loses_updates, _updates),
     Check("state", lambda result: result.finite, lambda result: result.add(state_updates(result.step))),
     Check(
         "divergence",
