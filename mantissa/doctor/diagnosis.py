@@ -383,7 +383,7 @@ def _module_errors(result: Diagnosis) -> None:
     result.modules = result.add(found)
     if not found.rows:
         result.budget.left_out += found.notes or ["modules (no module computes)"]
-    for finding in (each for each in result.findings if not each.module):  # which no island can cure
+    for finding in (each for each in found.findings if not each.module):  # which no island can cure
         memory_bytes = 2 * result.taken.memory_bytes
         if wrong := result.budget.run("whole gradients", lambda: wrong_gradients(step), memory_bytes):
             result.locate(finding, wrong.fixed_by)
