@@ -24,6 +24,7 @@ class BigNet(Recipe):
 
     name: ClassVar[str] = "bignet"
     unit: ClassVar[str] = "samples"
+    known_sum = True
     architecture: ClassVar[tuple[str, ...]] = ("layers", "width")
     layers: int = 20
     """Linear layers."""

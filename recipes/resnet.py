@@ -32,6 +32,7 @@ class ResNet(Recipe):
     name: ClassVar[str] = "resnet"
     unit: ClassVar[str] = "images"
     mixes_images: ClassVar[bool] = True
+    known_sum = True
     fine_tuning_lr: ClassVar[float | None] = 0.1  # Kornblith et al. 2019: SGD at about 0.01, where training takes 0.1
     architecture: ClassVar[tuple[str, ...]] = ("arch",)
     adjustable: ClassVar[tuple[str, ...]] = ("image_size", "mean", "std")

@@ -402,11 +402,12 @@ def losses_of_two(recipe: Recipe, model: Any, data: Dataset, device: torch.devic
     """
     if len(data) < 2:
         return None
-    samples = data.batch([SampleId(index, None) for index in (0, len(data) // 2)])
-    parts = [{name: tensor[rows] for name, tensor in samples.items()} for rows in (slice(2), slice(1), slice(1, 2))]
     generators, modes = random_state(device), {module: module.training for module in model.modules()}
     model.eval()
     try:
+        samples = data.batch([SampleId(index, 0) for index in (0, len(data) // 2)])
+        set_random_state(generators, device)  # some data are augmented with them
+        parts = [{name: tensor[rows] for name, tensor in samples.items()} for rows in (slice(2), slice(1), slice(1, 2))]
         targets, one, other = map(recipe.count_targets, parts)
         on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
         both, *alone = [recipe.loss(model, part).loss_sum.item() for part in on_device]

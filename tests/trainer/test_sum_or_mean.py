@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.helpers import Arrays, NoData, same_bits, start, trainer_of
 from trainer.config.schema import Config
-from trainer.data.contract import Batch, Datasets
+from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision.modes import Precision
@@ -119,6 +120,27 @@ def test_of_single_samples_the_mean_is_the_sum_and_nothing_is_changed_by_looking
     assert torch.equal(torch.get_rng_state(), before)
     assert same_bits(dict(trainer.model.state_dict()), dict(other.model.state_dict()))
     assert all(module.training for module in trainer.model.modules())
+
+
+class Augmented(Arrays):
+    """Which draws from torch's generator, and needs a seed, as a recipe's own training data may."""
+
+    uses_global_generator = True
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        assert all(isinstance(sample.seed, int) for sample in samples)
+        torch.rand(3)
+        return super().batch(samples)
+
+
+@pytest.mark.parametrize("how", ["sum", "mean over samples"])
+def test_training_data_that_are_augmented_at_random_are_looked_at_too(how: str) -> None:
+    trainer = start(config(how))
+    trainer.datasets = replace(trainer.datasets, train=Augmented(**trainer.datasets.train.tensors))
+    before = torch.get_rng_state()
+    with pytest.raises(UserError) if how in MEANS else nullcontext():
+        trainer.check_sum()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 SMALL = ("batch_size=4", "steps=2", "eval_samples=8")

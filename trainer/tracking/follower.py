@@ -150,12 +150,10 @@ class Follower(threading.Thread):
                 self._problem = error
             self._failures += 1
             silent = failed and self._run.run_id is None  # a server that has never answered
-            failed = True
-            if ending and (silent or isinstance(self._problem, UserError)):
+            failed, mistake = True, isinstance(self._problem, UserError)
+            if ending and (silent or mistake):
                 return  # no patience mends this
-            if (
-                self._failures == 2 or isinstance(self._problem, UserError)
-            ) and not ending:  # one failure alone is common: another run may be setting up a store
+            if not ending and (mistake or self._failures == 2):  # one alone is common: another run may set a store up
                 self._warn(first_line(self._problem))
             pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_S)
             if (self._given_up if ending else self._ending).wait(pause_s):
