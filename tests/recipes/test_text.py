@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import lzma
 import re
 import subprocess
 import tracemalloc
@@ -241,6 +238,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(
             b"PK\x03\x04\x14\0\x06\0word/document.xml",
             "is a zip archive, as .docx, .odt and .epub are; save it as plain text",
         ),
+        (b"BZh91AY&SY\xaa", "is compressed; unpack it"),
         (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3", "is a PDF; make text of it with: pdftotext "),
         (
             "Привет, мир. Как дела?".encode("cp1251"),
@@ -260,13 +258,9 @@ def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, mes
 PLAIN = "A line of plain text, with numbers 1 2 3.\n" * 40
 LETTERS = PLAIN + "naïve café, “quoted” and it’s\n" + PLAIN
 REMEDIES = {
-    "a file of gzip": (gzip.compress(PLAIN.encode()), PLAIN),
-    "a file of xz": (lzma.compress(PLAIN.encode()), PLAIN),
-    "a file of bzip2": (bz2.compress(PLAIN.encode()), PLAIN),
     "utf-16": (LETTERS.encode("utf-16"), LETTERS),
     "utf-16-le without a mark": (LETTERS.encode("utf-16-le"), LETTERS),
     "utf-16-be without a mark": (PLAIN.encode("utf-16-be"), PLAIN),
-    "utf-32": (LETTERS.encode("utf-32"), LETTERS),
     "Windows": (LETTERS.encode("cp1252"), LETTERS),
     "Latin-1": (LETTERS.replace("“quoted”", "").replace("’", "").encode("latin-1"), None),
     "a bad byte in UTF-8": ((LETTERS + "é").encode()[:-1] + b"\n" + PLAIN.encode(), LETTERS + "\n" + PLAIN),
@@ -327,7 +321,7 @@ def test_a_cache_folder_that_cannot_be_written(file: Path) -> None:
 def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     for name, override in (("data.tokenizer", None), ("init_from", "nobody/nothing")):
-        with pytest.raises(UserError, match=rf"{name}=nobody/nothing is not in .* cannot be reached; data.tokenizer"):
+        with pytest.raises(UserError, match=rf"{name}=nobody/nothing is not complete in the local cache, and .* does not answer"):
             TextFiles(path=str(file), tokenizer="bpe" if override else "nobody/nothing").tokens(override)
     for name in ("./nowhere", "/no/such/tokenizer", "a/b/c"):
         with pytest.raises(UserError, match=f"data.tokenizer={name}: there is no such file or folder"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import shlex
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.files import read_object
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz")
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Of files of weights."""
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """What DDP, torch.compile, FSDP and activation checkpointing insert into names."""
@@ -27,11 +27,8 @@ _AVERAGED = re.compile(r"(^|[._])ema|ema($|[._])|averag|shadow|swa")
 _ELSE = {
     b"version https://git-lfs": "is a pointer of Git LFS; get the file itself with git lfs pull",
     b"<": "is a web page; download the file itself (on the hub its address has /resolve/, not /blob/)",
-    b"\x89HDF": "is of Keras; torch cannot read it",
-    b"\x1f\x8b": "is compressed; unpack it",
-    b"GGUF": "is of llama.cpp; give the model's safetensors",
 }
-"""How files begin that hold no weights of torch."""
+"""How files begin that were downloaded in the place of weights."""
 _SAVE = 'write the weights with torch.save(model.state_dict(), "weights.pth")'
 
 
@@ -188,7 +185,7 @@ def _files(path: Path, key: str) -> list[Path]:
     if len(found) == 1:
         return found
     if (folder / ".metadata").is_file():
-        make = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth"
+        make = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(folder))} weights.pth"
         raise UserError(f"{key} is a checkpoint of torch.distributed; make one file of it: {make}")
     holds = ", ".join(file.name for file in found or sorted(folder.iterdir())) or "it is empty"
     raise UserError(f"{key} holds {'several files' if found else 'no file'} of weights ({holds:.200}); give the file")
@@ -208,21 +205,14 @@ def _content(file: Path, key: str) -> Any:
                 raise UserError(f"{key} {what}")
         if start[8:9] == b"{":
             return load_file(file)
-        if not start.startswith(b"PK"):
-            return _load(file)
-        members = zipfile.ZipFile(file).namelist()
-        if any(name.endswith("/constants.pkl") for name in members):
+        if zipfile.is_zipfile(file) and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist()):
             raise UserError(f"{key} is a program of TorchScript; {_SAVE}, of torch.jit.load({file.name!r})")
-        if members[0].endswith(".npy"):
-            return {name: torch.from_numpy(array) for name, array in np.load(file).items()}
-        if not any(name.endswith("data.pkl") for name in members):
-            raise UserError(f"{key} is a zip file of other things ({', '.join(members[:3])}); give the file of weights")
         return _load(file)
     except OSError as error:
         raise UserError(f"{key} cannot be read ({error.strerror}); give a file of weights") from error
     except UserError:
         raise
-    except Exception as error:  # of pickle, zipfile, safetensors or numpy
+    except Exception as error:  # of pickle, torch or safetensors
         size = f"{file.stat().st_size:,} bytes"
         raise UserError(
             f"{key} is no file of weights, or is damaged ({size}); copy or download it again, or {_SAVE}"

@@ -6,18 +6,13 @@ import shlex
 from pathlib import Path
 
 _KINDS = {
-    b"\x1f\x8b": "is compressed; unpack it with: gunzip < {0} > {0}.txt",
-    b"BZh": "is compressed; unpack it with: bunzip2 < {0} > {0}.txt",
-    b"\xfd7zXZ": "is compressed; unpack it with: unxz < {0} > {0}.txt",
-    b"(\xb5/\xfd": "is compressed; unpack it with: unzstd < {0} > {0}.txt",
+    **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"(\xb5/\xfd"), "is compressed; unpack it"),
     b"PK\x03\x04": "is a zip archive, as .docx, .odt and .epub are; save it as plain text, or unpack it: unzip {0}",
     b"%PDF": "is a PDF; make text of it with: pdftotext {0} {0}.txt",
-    b"\xff\xfe\0\0": "is UTF-32; set data.encoding=utf-32",
-    b"\0\0\xfe\xff": "is UTF-32; set data.encoding=utf-32",
     b"\xff\xfe": "is UTF-16; set data.encoding=utf-16",
     b"\xfe\xff": "is UTF-16; set data.encoding=utf-16",
 }
-"""By the first bytes of a file; the longer ones come first."""
+"""By the first bytes of a file."""
 _SAMPLE = 1 << 20
 _AROUND = 12
 """Bytes before and after a wrong one that are shown."""
