@@ -93,13 +93,8 @@ def read(arguments: Sequence[str]) -> CommandLine:
         if override is None:
             argument = _quoted_text(argument, override)
             override = _parsed(argument)
-        if override is not None and isinstance(chosen := override.value(), Glob):
-            key = override.key_or_group
-            argument = f"{key}={','.join(chosen.filter(choices(key)))}"
-            if argument.endswith("="):
-                found = f" ({', '.join(choices(key))})" if choices(key) else ""
-                raise UserError(f"{override.input_line}: no choice of {key} has such a name{found}")
-            override = _parsed(argument)
+        if override is not None and isinstance(override.value(), Glob):
+            raise UserError(f"{argument}: write the values, separated by commas")
         if override is None or argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
         readable.append(argument)

@@ -80,12 +80,6 @@ def test_a_name_that_looks_like_a_number_stays_as_it_is(name: str) -> None:
         assert [compose(each).name for each in combinations([f"run_name={name},b"]).values()] == [name, "b"]
 
 
-def test_globs_choose_among_the_choices_of_a_group() -> None:
-    assert list(combinations(["clip=glob(*)"])) == ["none", "norm", "value"]
-    assert list(combinations(["clip=glob([n*],exclude=norm)"])) == [""]
-    assert compose(["clip=glob(norm)"]).clip.kind == "norm"
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_quoted_text_is_read_as_it_was(text: str) -> None:
     override = OverridesParser.create().parse_override(f"key={quoted(text)}")
