@@ -36,7 +36,7 @@ train() {  # NAME SECONDS OVERRIDE…
 gpt2="recipe=gpt2 recipe.size=124M recipe.context=1024 batch_size=32 micro_batch_size=32"
 resnet="recipe=resnet recipe.arch=resnet50 recipe.image_size=224 data.samples=1024 optimizer=sgd precision=bf16"
 steps="steps=60 eval_every=60"
-traced="profiler=torch profiler.record_shapes=false steps=12"
+traced="profiler=torch steps=12"
 gate="bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32 or (compiled_gradients and cuda)"
 
 stage gate 240 -m pytest tests/gpu -q -W default -k "$gate" || { echo "the gate failed: mend that first"; exit 1; }

@@ -11,7 +11,7 @@ import pytest
 from mantissa.formats import FORMATS
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import EarlyStopping
-from trainer.data.loader import Batching, Loader, PinnedLoader
+from trainer.data.loader import Batching, Loader
 from trainer.errors import UserError
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.optimizer import Optimizer
@@ -31,7 +31,6 @@ ROWS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Batching, {"batch_size": 4, "micro_batch_size": 0}, r"micro_batch_size=0"),
     (Loader, {"workers": -1}, r"loader.workers=-1"),
     (Loader, {"workers": "many"}, r"loader.workers=many"),
-    (PinnedLoader, {"prefetch": 0}, r"loader.prefetch=0"),
     (ExponentialMovingAverage, {"decay": 0.0}, r"ema.decay=0.0 must be above 0 and below 1"),
     (ExponentialMovingAverage, {"decay": 1.0}, r"ema.decay=1.0 must be above 0 and below 1"),
     (Optimizer, {"name": "AdmW"}, r"optimizer.name=AdmW is not in torch.optim; did you mean 'Adam"),

@@ -248,17 +248,11 @@ class PinnedLoader(Loader):
     """``loader=pinned``: page-locked host memory (with a GPU), persistent workers, prefetching (see ``batches``)."""
 
     kind: ClassVar[str] = "pinned"
-    prefetch: int = 4
-    """Microbatches that each worker prefetches."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("loader.prefetch", self.prefetch)
 
     def _options(self, hardware: Hardware) -> dict[str, object]:
         options: dict[str, object] = {"pin_memory": hardware.kind.pinned}
         if self.workers:
-            options |= {"persistent_workers": True, "prefetch_factor": self.prefetch}
+            options |= {"persistent_workers": True, "prefetch_factor": 4}
         return options
 
 

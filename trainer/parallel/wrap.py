@@ -193,8 +193,6 @@ class DDP(SeveralProcesses):
     """``parallel=ddp``: every process holds the whole model; gradients are summed while backward runs."""
 
     kind: ClassVar[str] = "ddp"
-    bucket_mb: int = 25
-    """Size of DDP's gradient buckets, in MiB."""
 
     def wrap(self, model: nn.Module, blocks: list[nn.Module], device: torch.device, precision: Precision) -> nn.Module:
         ddp: Any = _Replica
@@ -202,7 +200,6 @@ class DDP(SeveralProcesses):
         replica: nn.parallel.DistributedDataParallel = ddp(
             model,
             device_ids=[device] if device.type != "cpu" else None,
-            bucket_cap_mb=self.bucket_mb,
             gradient_as_bucket_view=True,
             # Training does not read buffers (batch norm's running statistics); evaluation and saving use rank 0's.
             **{newer if newer in inspect.signature(ddp).parameters else "broadcast_buffers": False},

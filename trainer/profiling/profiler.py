@@ -62,8 +62,7 @@ class _TorchSession(Session):
                 self._device,
                 schedule=torch.profiler.schedule(wait=0, warmup=config.warmup, active=config.active, repeat=1),
                 on_trace_ready=self._write,
-                record_shapes=config.record_shapes,
-                with_stack=config.with_stack,
+                record_shapes=True,
             )
             synchronise(self._device)  # kernels of the steps before would land in the window
             self._profile.start()
@@ -173,10 +172,6 @@ class TorchProfiler(Profiler):
     """Steps to trace and discard, at least 1, because the tracer is slow at first."""
     active: int = 3
     """Steps to record."""
-    record_shapes: bool = True
-    """Record the shapes of the operators' inputs."""
-    with_stack: bool = False
-    """Record the Python source line of every operator: a much larger trace and slower steps."""
 
     def __post_init__(self) -> None:
         check_number("profiler.wait", self.wait, 0)

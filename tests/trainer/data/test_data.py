@@ -91,7 +91,7 @@ def test_microbatches_change_no_sample(micro_batch_size: int, loader: Loader) ->
     assert flat(steps) == flat(stream(Loader(0), Batching(8, 8)))
 
 
-@pytest.mark.parametrize("loader", [Loader(2), PinnedLoader(2, prefetch=1)], ids=["plain", "pinned"])
+@pytest.mark.parametrize("loader", [Loader(2), PinnedLoader(2)], ids=["plain", "pinned"])
 def test_workers_change_no_sample(loader: Loader) -> None:
     """Forty steps, so that each worker has many."""
     assert flat(stream(loader, Batching(4, 2), count=40)) == flat(stream(Loader(0), Batching(4, 2), count=40))
