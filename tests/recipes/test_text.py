@@ -321,7 +321,9 @@ def test_a_cache_folder_that_cannot_be_written(file: Path) -> None:
 def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     for name, override in (("data.tokenizer", None), ("init_from", "nobody/nothing")):
-        with pytest.raises(UserError, match=rf"{name}=nobody/nothing is not complete in the local cache, and .* does not answer"):
+        with pytest.raises(
+            UserError, match=rf"{name}=nobody/nothing is not complete in the local cache, and .* does not answer"
+        ):
             TextFiles(path=str(file), tokenizer="bpe" if override else "nobody/nothing").tokens(override)
     for name in ("./nowhere", "/no/such/tokenizer", "a/b/c"):
         with pytest.raises(UserError, match=f"data.tokenizer={name}: there is no such file or folder"):

@@ -185,7 +185,9 @@ def _files(path: Path, key: str) -> list[Path]:
     if len(found) == 1:
         return found
     if (folder / ".metadata").is_file():
-        make = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(folder))} weights.pth"
+        make = (
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(folder))} weights.pth"
+        )
         raise UserError(f"{key} is a checkpoint of torch.distributed; make one file of it: {make}")
     holds = ", ".join(file.name for file in found or sorted(folder.iterdir())) or "it is empty"
     raise UserError(f"{key} holds {'several files' if found else 'no file'} of weights ({holds:.200}); give the file")
@@ -205,7 +207,9 @@ def _content(file: Path, key: str) -> Any:
                 raise UserError(f"{key} {what}")
         if start[8:9] == b"{":
             return load_file(file)
-        if zipfile.is_zipfile(file) and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist()):
+        if zipfile.is_zipfile(file) and any(
+            name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist()
+        ):
             raise UserError(f"{key} is a program of TorchScript; {_SAVE}, of torch.jit.load({file.name!r})")
         return _load(file)
     except OSError as error:
