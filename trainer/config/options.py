@@ -15,7 +15,7 @@ from omegaconf.errors import ValidationError
 
 from trainer.config.text import listed, make_printable, unquoted, values_of
 from trainer.errors import RunError, UserError, nearest, redacted
-from trainer.parallel.world import check_launch, launched_processes
+from trainer.parallel.world import UNSET, check_launch, launched_processes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -124,7 +124,7 @@ def parse(
     if "parallel" in getattr(options, "fixed", ()):
         check_launch()
         if launched_processes():
-            raise UserError("each run has one process; leave out torchrun")
+            raise UserError(f"each run has one process; leave out torchrun, or, {UNSET}")
     if others == "overrides":
         check_keys(rest, options)
     return options(**values | given), rest

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process, beside ``WORLD_SIZE``."""
+UNSET = "for one process: unset RANK WORLD_SIZE"
+"""The remedy where a job that has ended left them in the environment."""
 _TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 """Where other launchers say how many processes they have started; within an interactive shell it is one."""
 
@@ -46,7 +48,7 @@ def check_launch() -> None:
     wrong = f"without {', '.join(missing)}" if missing else f"with RANK={numbers[0]}"
     raise UserError(
         f"WORLD_SIZE={size} is set {wrong}, so this process cannot join the others; start it with torchrun, "
-        "which sets all of them, or, for one process: unset RANK WORLD_SIZE"
+        f"which sets all of them, or, {UNSET}"
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -18,10 +22,12 @@ from mantissa.formats import STOCHASTIC
 from trainer.errors import Interrupted, RunError, UserError, check_range
 from trainer.hardware import DEVICE_KINDS, best_type, kind_of
 from trainer.parallel.shards import shard_again
-from trainer.parallel.world import World, check_launch, launched_local_rank, launched_processes, tasks_alone
+from trainer.parallel.world import UNSET, World, check_launch, launched_local_rank, launched_processes, tasks_alone
 from trainer.precision.modes import Precision
 
 T = TypeVar("T")
+_TELLS_AFTER_S = 2.0
+"""Seconds after which a process that waits for the others of its job says so."""
 
 
 @dataclass
@@ -43,7 +49,7 @@ class Parallel:
         if (processes := launched_processes()) > 1:
             raise UserError(
                 f"torchrun started {processes} processes, and parallel=single uses one; "
-                "set parallel=ddp or parallel=fsdp, or start it with python"
+                f"set parallel=ddp or parallel=fsdp, or, {UNSET}"
             )
         return World()
 
@@ -91,12 +97,13 @@ class ProcessWorld(World):
                 device = torch.device(device_type, launched_local_rank()[0])
                 backend = f"cpu:gloo,{device_type}:{kind_of(device).collectives}"
             timeout = timedelta(seconds=timeout_s)
-            # A restarted job can use the same store, which still holds the addresses of the earlier processes.
-            meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", meeting)
-            dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device
-            )
+            with _waiting(timeout):
+                meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+                # A restarted job can use the same store, which still holds the addresses of the earlier processes.
+                store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", meeting)
+                dist.init_process_group(
+                    backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device
+                )
         self._writers: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def all_reduce_sums(self, *values: int) -> list[int]:
@@ -150,6 +157,26 @@ class ProcessWorld(World):
         results: list[T] = []
         self.run_on_main(lambda: results.append(work()))  # a result that stays on rank 0 need not be picklable
         return results[0] if self.is_main else work()
+
+
+@contextmanager
+def _waiting(limit: timedelta) -> Iterator[None]:
+    """Say for whom this process waits, unless they come at once: a job that has ended may have left its variables.
+
+    Meanwhile Ctrl-C ends the process, because torch would wait on after a handler of Python's.
+    """
+    address, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    line = f"waiting up to {limit} h for all {size} processes at {address}:{port}; Ctrl-C ends this; or, {UNSET}"
+    timer = threading.Timer(_TELLS_AFTER_S, partial(print, line, file=sys.stderr, flush=True))
+    numbers = [signal.SIGINT] * (threading.current_thread() is threading.main_thread())  # others may not set handlers
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @dataclass

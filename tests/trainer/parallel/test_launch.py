@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
+import signal
+import sys
+import threading
+from typing import Any
 
 import pytest
 
 from trainer.errors import UserError
-from trainer.parallel import world
+from trainer.parallel import world, wrap
 from trainer.parallel.wrap import DDP, Parallel
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -79,7 +84,7 @@ def test_several_processes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world.check_launch()
     assert world.launched_processes() == 8
     assert not world.tasks_alone()
-    with pytest.raises(UserError, match="torchrun started 8 processes, and parallel=single uses one"):
+    with pytest.raises(UserError, match=r"started 8 processes, and parallel=single uses one.*unset RANK WORLD_SIZE"):
         Parallel().world("cpu")
 
 
@@ -96,3 +101,31 @@ def test_what_is_missing_is_named_at_once_and_the_remedy_helps(
     for name in unset.split():
         monkeypatch.delenv(name, raising=False)
     assert Parallel().world("cpu").size == 1
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_a_process_says_for_whom_it_waits_and_how_to_end_that(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that a job has left are like those of a job whose other processes are late."""
+    given(monkeypatch, SEVERAL[case])
+    told, handlers = threading.Event(), [signal.getsignal(signal.SIGINT)]
+
+    class Told(io.StringIO):
+        def flush(self) -> None:
+            told.set()
+
+    def rendezvous(*_: Any, **__: Any) -> Any:
+        assert told.wait(60)
+        handlers.append(signal.getsignal(signal.SIGINT))
+        raise UserError("nobody came")
+
+    monkeypatch.setattr(sys, "stderr", shown := Told())
+    monkeypatch.setattr(wrap, "_TELLS_AFTER_S", 0.0)
+    monkeypatch.setattr(wrap.dist, "rendezvous", rendezvous)
+    with pytest.raises(UserError, match="nobody came"):
+        DDP(timeout_s=90).world("cpu")
+    assert shown.getvalue() == (
+        "waiting up to 0:01:30 h for all 8 processes at 127.0.0.1:29500; Ctrl-C ends this; "
+        "or, for one process: unset RANK WORLD_SIZE\n"
+    )
+    assert handlers[1] == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == handlers[0]
