@@ -18,7 +18,7 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import Text, TokenizedText, split
 from recipes.data.text.pretrained import local_path, opening
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, first_line
 
 BUILDERS = {
     ".parquet": "parquet",
@@ -139,6 +139,9 @@ class Hub(TokenizedText, ImageSource):
             text = JoinedRows(column, name, empty)
             return Text(np.array([size]), lambda _: iter([text]), source, range(1), note=note)
 
+        if none := column.data.column(name).null_count:
+            first += f", {none:,} of {len(column):,} rows are empty or a word for it, such as NA, and left out"
+
         def read(rows: Sequence[int]) -> Iterator[list[str]]:
             for batch in column.select(rows).iter(1000):
                 yield from ((text or "").splitlines(keepends=True) for text in batch[name])
@@ -192,10 +195,13 @@ class Hub(TokenizedText, ImageSource):
             UserError: there is no such dataset or subset, it cannot be read, or there is no network.
         """
         import datasets
+        from pyarrow import ArrowInvalid
 
         path = self._local_path()
         file = path if path and path.is_file() else None
         table = table_options(file) if file and BUILDERS[file.suffix] == "csv" else {}
+        if table and self.text_column:
+            table["converters"] = {self.text_column: str}  # else its type is that of the first rows
         remedy = "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
         before = datasets.config.HF_HUB_OFFLINE
         with opening(self.name, f"data.name={self.name}", "cannot be opened", remedy) as place:
@@ -220,6 +226,9 @@ class Hub(TokenizedText, ImageSource):
                     names = shlex.join(["iconv", "-f", "cp1252", "-t", "utf-8", self.name, "-o", f"utf8-{path.name}"])
                     why = f"it is not UTF-8; write it anew, if it is cp1252, with: {names}"
                     raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
+                if table and isinstance(cause, ArrowInvalid) and not self.text_column:
+                    why = f"a column has text after thousands of rows without any ({first_line(cause)})"
+                    raise UserError(f"data.name={self.name}: {why}; name the text's: data.text_column=…") from error
                 raise cause from None
             finally:
                 datasets.config.HF_HUB_OFFLINE = before

@@ -271,6 +271,27 @@ def test_a_table_is_read_by_its_own_separator_and_loses_no_row(
     assert sum(data.text_bytes.values()) == sum(len(text) for text, _ in REVIEWS)
 
 
+LATE = "id,text\n" + "".join(f"{n},{n}\n" for n in range(12_000)) + "".join(f"{n},tale {n}\n" for n in range(9000))
+GAPS = "id,text\n" + "".join(f"{n},{text}\n" for n, text in enumerate(["a tale", "NA", "", "None", "another"] * 20))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of datasets, which opens the table
+def test_text_that_a_table_has_later_or_not_at_all_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(LATE)
+    with pytest.raises(UserError, match=r"text after thousands of rows without any .*; name .* data\.text_column=…"):
+        Hub(name=str(path), tokenizer="bytes").tokens(None)
+    data = Hub(name=str(path), tokenizer="bytes", text_column="text").tokens(None)
+    assert sum(data.text_bytes.values()) == len(LATE) - len("id,text\n") - 2 * 21_000 - _digits(12_000) - _digits(9000)
+    path.write_text(GAPS)
+    said = Hub(name=str(path), tokenizer="bytes").tokens(None).description
+    assert "begins with 'a tale', 60 of 100 rows are empty or a word for it, such as NA, and left out; each row" in said
+
+
+def _digits(count: int) -> int:
+    return sum(len(str(number)) for number in range(count))
+
+
 @pytest.mark.parametrize(
     ("content", "read"),
     [
