@@ -1,12 +1,13 @@
 """Find the fastest setting of a recipe on this machine: ``python scripts/advise.py recipe=gpt2 budget_minutes=5``.
 
-  budget_minutes=5   time for all measurements, about
+  budget_minutes=5   time for all measurements; what would take longer is left out, or ended
 All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
 
 Tried are the precisions that this hardware computes fast, torch.compile, microbatches, forms of attention and of the
 loss, the order of images in memory, the optimizer's kernel, threads on a CPU. Each change runs in a fresh process and
 takes turns with train.py's default; those that help are combined. The doctor examines a step of the fastest setting,
-and six pairs of fresh processes time it against the default: that ratio is what is reported.
+and six pairs of fresh processes (three at least, where time is short) time it against the default: that ratio is what
+is reported.
 
 Whether it trains as well as the default is for scripts/compare.py to test; the command is printed at the end. Writes
 the answer, its commands and a picture to <output_dir>/advice/<recipe>.

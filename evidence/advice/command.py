@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
             space,
             steps,
             60 * options.budget_minutes,
-            lambda candidate, blocks: time_candidate(candidate, blocks, common, folder),
+            lambda candidate, blocks, limit_s: time_candidate(candidate, blocks, limit_s, common, folder),
             lambda entry: check(overrides_of(common, entry.candidate), hardware, folder),
             say,
             time.monotonic,

@@ -15,9 +15,9 @@ from trainer.errors import RunError, first_line
 
 BLOCKS, FINAL_BLOCKS = 10, 15
 """Blocks of steps in a process: in the search, and in the pairs that confirm."""
-PAIRS = 6
-"""Number of pairs of fresh processes that confirm the winner. Nothing that they measure changes it: otherwise the
-interval would be too narrow."""
+PAIRS, LEAST_PAIRS = 6, 3
+"""Number of pairs of fresh processes that confirm the winner, and where the budget has no time for all of them. Nothing
+that they measure changes the winner or their number: otherwise the interval would be too narrow."""
 RENEW_S = 60.0
 """Seconds after which the default is timed again, so that candidates and default see the same load."""
 HELPS = 1.02
@@ -75,8 +75,8 @@ class Search:
     steps: int
     """Number of optimizer steps of the user's run, over which compile time counts."""
     budget_s: float
-    time: Callable[[Candidate, int], Times]
-    """Times a candidate by so many blocks in a fresh process; raises RunError where it fails."""
+    time: Callable[[Candidate, int, float], Times]
+    """Times a candidate by so many blocks in a fresh process; raises RunError where it fails, or takes more seconds."""
     check_up: Callable[[Entry], dict[str, Any]]
     """Examines a setting by the doctor; returns the entry's ``health``."""
     say: Callable[[str], None]
@@ -96,8 +96,9 @@ class Search:
             RunError: no candidate works.
         """
         self._try("reference", Candidate())
-        for candidate in self.space.singles():
-            self._try("single change", candidate)
+        singles = self.space.singles()
+        for number, candidate in enumerate(singles, 1):
+            self._try(f"single change {number} of {len(singles)}", candidate)
         best = self.reference
         for entry in self._faster():
             best = max(best, entry, key=self.speed)
@@ -152,18 +153,18 @@ class Search:
             return self.entries[label]
         reference = self.reference if any(entry.times for entry in self.entries.values()) else None
         why = self.space.refused(candidate)
-        if reference and self.clock() + (1 + 2 * PAIRS) * self._process_s > self._end:
+        if reference and self._spare_s < self._process_s:
             why = NO_TIME
         if why:
             self.space.left_out[label] = why
             return None
         if reference and self.clock() - self._renewed_at > RENEW_S:
-            self._renew(reference, self.time(reference.candidate, BLOCKS))
+            self._renew(reference, self.time(reference.candidate, BLOCKS, math.inf))
         self.say(f"{kind}: {label}")
         entry, began = Entry(candidate), self.clock()
         self.entries[label] = entry
         try:
-            entry.times = self.time(candidate, BLOCKS)
+            entry.times = self.time(candidate, BLOCKS, self._spare_s if reference else math.inf)
         except RunError as error:
             entry.failure = first_line(error)
             return entry
@@ -174,13 +175,18 @@ class Search:
             self._renew(entry, entry.times)
         return entry
 
+    @property
+    def _spare_s(self) -> float:
+        """Seconds until what is left is for the check-up and the pairs."""
+        return self._end - self.clock() - 2 * PAIRS * self._process_s
+
     def _renew(self, reference: Entry, times: Times) -> None:
         self._renewed_at = self.clock()
         reference.times = Times(times.step_s, max(reference.compile_s, times.compile_s), times.memory_bytes)
         reference.reference_s = times.step_s
 
     def _confirmed(self) -> Entry:
-        """Return what is advised: the fastest if the doctor finds no fault in it and six pairs confirm it."""
+        """Return what is advised: the fastest if the doctor finds no fault in it and fresh pairs confirm it."""
         faulty = 0
         for entry in self._faster():
             if faulty == MOST_FAULTS:
@@ -206,10 +212,15 @@ class Search:
     def _confirm(self, entry: Entry) -> bool:
         """Time a setting beside the reference in fresh pairs; return whether its interval in a whole run is above 1."""
         reference = self.reference
-        self.say(f"{PAIRS} pairs of fresh processes: {reference.label}, {entry.label}")
         seconds: dict[str, list[float]] = {reference.label: [], entry.label: []}
-        for side, _ in interleave([reference, entry], range(PAIRS)):
-            seconds[side.label].append(self.time(side.candidate, FINAL_BLOCKS).step_s)
+        began = self.clock()
+        for turn, (side, pair) in enumerate(interleave([reference, entry], range(PAIRS))):
+            if turn % 2 == 0:
+                if pair >= LEAST_PAIRS and self.clock() + (self.clock() - began) / pair > self._end:
+                    self.space.notes.append(f"the budget had time for {pair} of {PAIRS} pairs")
+                    break
+                self.say(f"pair {pair + 1} of {PAIRS} of fresh processes: {reference.label}, {entry.label}")
+            seconds[side.label].append(self.time(side.candidate, FINAL_BLOCKS, math.inf).step_s)
         entry.pairs = list(zip(seconds[entry.label], seconds[reference.label], strict=True))
         found = self.interval(entry)
         assert found is not None

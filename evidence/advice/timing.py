@@ -42,12 +42,13 @@ class Times:
     """Peak of a step: allocated on a GPU; elsewhere the tensors that training keeps and the most that a step adds."""
 
 
-def time_candidate(candidate: Candidate, blocks: int, common: Sequence[str], folder: Path) -> Times:
+def time_candidate(candidate: Candidate, blocks: int, limit_s: float, common: Sequence[str], folder: Path) -> Times:
     """Return the times of a candidate, by blocks of steps in a fresh process with its own places in memory.
 
     Args:
         candidate: what is trained.
         blocks: number of blocks.
+        limit_s: seconds after which it has failed, as after ``LIMIT_S``.
         common: overrides of all candidates.
         folder: for what torch.compile keeps.
 
@@ -57,7 +58,7 @@ def time_candidate(candidate: Candidate, blocks: int, common: Sequence[str], fol
     # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
     compiled = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
     env, overrides = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, merge_overrides(common, candidate.overrides)
-    return Times(**measure_isolated(__name__, overrides, {"blocks": blocks}, env, LIMIT_S))
+    return Times(**measure_isolated(__name__, overrides, {"blocks": blocks}, env, min(limit_s, LIMIT_S)))
 
 
 def measure(config: Config, blocks: int) -> Times:

@@ -47,7 +47,7 @@ def max_batch(arguments: list[str]) -> int:
     budget_bytes = parse_budget(options.budget, detect(compose(overrides).device))
     found = largest_micro_batch(overrides, budget_bytes)
     print(f"\nlargest micro_batch_size in {options.budget}, {MARGIN:.0%} of it left free: ", end="")
-    print(found.micro_batch_size)
+    print(f"{found.micro_batch_size}{', as batch_size, too' * (found.micro_batch_size > found.batch_size)}")
     print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; paste:")
     print(found.overrides)
     return 0

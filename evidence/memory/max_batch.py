@@ -78,7 +78,8 @@ def largest_micro_batch(overrides: Sequence[str], budget_bytes: int) -> LargestB
     def fits(multiples: int) -> bool:
         size = multiple * multiples
         fitted = trial.fits(sized(size), limit_bytes)
-        print(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}")
+        beyond = f", beyond batch_size={batch_size}" * (size > batch_size)
+        print(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}{beyond}", flush=True)
         return fitted
 
     largest = multiple * search(fits, max(1, guess // multiple), min(_LARGEST, samples) // multiple)

@@ -91,7 +91,7 @@ def run_trials(search: Search, overrides: list[str]) -> None:
 
     def objective(trial: optuna.Trial) -> float:
         proposed = overrides_of(trial.params)
-        print(f"trial {trial.number}: {' '.join(proposed)}", flush=True)
+        print(f"trial {trial.number}: {' '.join(proposed)} ({len(search.counted())} of {search.trials})", flush=True)
         began = time.monotonic()
         try:
             config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])

@@ -67,7 +67,13 @@ MIXED = ["recipe=resnet", "device=cpu", "data=digits", "augment=none", "augment.
     ],
 )
 def test_trials_are_steps_as_training_takes_them(
-    job: list[str], guess: int, most: int, found: str, tried: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    job: list[str],
+    guess: int,
+    most: int,
+    found: str,
+    tried: list[tuple[int, int]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -80,6 +86,8 @@ def test_trials_are_steps_as_training_takes_them(
     monkeypatch.setattr(trial, "fits", fits)
     monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: guess)
     largest = largest_micro_batch(job, 100 * 2**20)
+    said = capsys.readouterr().out.splitlines()
+    assert [("beyond batch_size=" in line) for line in said] == [micro > largest.batch_size for micro, _ in seen]
     multiple = 2 if job[0] == "recipe=resnet" else 1
     assert (largest.micro_batch_size, largest.overrides) == (most - most % multiple, found)
     assert set(tried) <= set(seen)

@@ -62,7 +62,7 @@ def test_results_are_in_the_run_folder_unless_another_is_given(here: Path, monke
         return output
 
     monkeypatch.setattr(ResNet, "loss", watched)
-    assert evaluate("run=outputs/images", "metrics=[f1_macro]").code == 0
+    assert evaluate("outputs/images", "metrics=[f1_macro]").code == 0
     assert set(seen) == {(True, False, False)}  # no graph is made
     folder = Path("outputs/images/evaluation")
     names = ["classes.csv", "confusion.csv", "confusion.png", "evaluation.json"]

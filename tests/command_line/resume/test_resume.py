@@ -135,7 +135,8 @@ def test_only_a_run_that_saves_removes_checkpoints(how: str, left: str, succeed:
 def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Train, succeed: Train, folder: Path) -> None:
     done = train(*RUN, "steps=2", "resume=auto")
     assert (done.code, "resumed" in done.out) == (0, False), done.err
-    succeed(*RUN, "steps=2")
+    again = succeed(*RUN, "steps=2").out
+    assert f"{NAME} exists; this run is {NAME}-2 (resume=auto would have continued it)\n" in again
     succeed(*RUN, "steps=2", "seed=1")
     done = train(*RUN, "steps=3", "resume=auto")
     assert f"{NAME}-2, resumed after step 2\n" in done.out

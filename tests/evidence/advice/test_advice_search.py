@@ -13,7 +13,7 @@ import pytest
 
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.report import Advice
-from evidence.advice.search import PAIRS, Search
+from evidence.advice.search import LEAST_PAIRS, PAIRS, Search
 from evidence.advice.timing import Times
 from evidence.comparison.command import planned
 from trainer.config.compose import compose
@@ -54,15 +54,20 @@ class Machine:
     slower_by_minute: float = 1.0
     """Factor of every step for each minute that has passed."""
     process_s: float = 5.0
+    compile_s: float = 10.0
+    check_up_s: float = 0.0
+    busier_by_minute: float = 1.0
+    """Factor of the seconds of a whole process for each minute that has passed."""
     seed: int = 0
     now: float = 0.0
     started: list[str] = field(default_factory=list)
     examined: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
 
-    def time(self, candidate: Candidate, blocks: int) -> Times:
+    def time(self, candidate: Candidate, blocks: int, limit_s: float) -> Times:
         label, again = candidate.label, candidate.label in self.started
         self.started.append(label)
         why = self.broken.get(label, "")
@@ -71,17 +76,21 @@ class Machine:
         factor = math.prod(factor for words, factor in self.factors.items() if words in label)
         factor *= self.slower_again if again and label != "the default" else 1.0
         factor *= math.exp(self.random.gauss(0, self.between)) * self.slower_by_minute ** (self.now / 60)
-        compile_s = 10.0 if "compile=" in label and not again else 0.0
-        self.now += self.process_s + compile_s
+        compile_s = self.compile_s if "compile=" in label and not again else 0.0
+        took_s = (self.process_s + compile_s) * self.busier_by_minute ** (self.now / 60)
+        self.now += min(took_s, limit_s)
+        if took_s > limit_s:
+            raise RunError(f"it did not end within {limit_s:.0f} s")
         return Times(0.02 * factor, compile_s, 500 if "bf16" in label else 1000)
 
     def check_up(self, entry: Any) -> dict[str, object]:
         self.examined.append(entry.label)
+        self.now += self.check_up_s
         return {"faults": self.faults.get(entry.label, []), "missed": [], "healthy": entry.label not in self.faults}
 
     def search(self, among: Space | None = None, budget_s: float = 600.0, steps: int = 10**6) -> Search:
         return Search(
-            among or space(**CHOICES), steps, budget_s, self.time, self.check_up, lambda line: None, lambda: self.now
+            among or space(**CHOICES), steps, budget_s, self.time, self.check_up, self.said.append, lambda: self.now
         )
 
 
@@ -182,13 +191,34 @@ def test_the_budget_is_kept_and_what_was_not_started_is_listed() -> None:
     machine, among = Machine(), space(precision=["bf16", "fp16"], micro=["32"], attention=["eager"])
     among.refused = lambda candidate: "too large" if "fp16" in candidate.label else ""
     advice = advise(machine.search(among, budget_s=75.0))
-    assert machine.now < 90.0
+    assert machine.now <= 75.0
     assert among.left_out == {"fp16": "too large", "attention=eager": "the budget had no time for it"} | {
         "bf16, micro=32": "the budget had no time for it"
     }
     assert "left out: fp16 (too large)" in advice.report().text()
     assert advice.sentence().endswith("; not all settings were measured")
     assert "fp16" not in machine.started
+
+
+@pytest.mark.parametrize(
+    ("machine", "pairs"),
+    [
+        (Machine(), PAIRS),
+        (Machine(compile_s=60.0), PAIRS),  # the compiler is ended
+        (Machine(compile_s=20.0, check_up_s=20.0), 4),
+        (Machine(check_up_s=35.0), LEAST_PAIRS),
+        (Machine(busier_by_minute=1.4), 5),
+    ],
+    ids=["quick", "compiles long", "both", "a long check-up", "a busy machine"],
+)
+def test_two_minutes_are_two_minutes(machine: Machine, pairs: int) -> None:
+    advice = advise(machine.search(budget_s=120.0))
+    assert machine.now <= 125.0
+    assert len(advice.winner.pairs) == pairs
+    assert f"pair {pairs} of 6 of fresh processes: the default, {advice.winner.label}" == machine.said[-1]
+    assert "single change 1 of 6: bf16" in machine.said
+    note = f"the budget had time for {pairs} of 6 pairs"
+    assert (note in advice.search.space.notes) == (pairs < PAIRS)
 
 
 def test_the_page_has_the_commands_which_compose_to_what_was_measured(tmp_path: Path) -> None:

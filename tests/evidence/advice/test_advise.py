@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -70,20 +71,20 @@ def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
 def test_a_candidate_is_timed_in_a_fresh_process_and_its_errors_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = timing.time_candidate(Candidate(), 2, [*SMALL, "recipe.width=64"], tmp_path)
+    found = timing.time_candidate(Candidate(), 2, math.inf, [*SMALL, "recipe.width=64"], tmp_path)
     assert (0 < found.step_s < 60, found.compile_s) == (True, 0.0)
     # Weights, gradients and AdamW's two moments: four times 2 · (64² + 64) numbers of 4 bytes, and activations.
     steady = 4 * 2 * (64 * 64 + 64) * 4
     assert steady < found.memory_bytes < 2 * steady
     for ended, words in (
         (Ended(2, 1.0, "", "precision=bogus is not a choice\n"), "^precision=bogus is not a choice"),
-        (Ended(None, 1.0, ""), "it did not end within 1800 s"),
+        (Ended(None, 1.0, ""), "it did not end within 90 s"),
         (Ended(-9, 1.0, ""), "its process ended with signal SIGKILL"),
         (Ended(1, 1.0, "", "Traceback\nValueError: no\n"), "ValueError: no"),
     ):
         monkeypatch.setattr("evidence.isolated.shell.run", lambda *_, ended=ended, **__: ended)
         with pytest.raises(RunError, match=words):
-            timing.time_candidate(Candidate(), 2, SMALL, tmp_path)
+            timing.time_candidate(Candidate(), 2, 90.0, SMALL, tmp_path)
 
 
 def test_the_command_answers_and_writes(

@@ -78,7 +78,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 def test_a_failed_step_is_reproduced_and_its_cause_found(failing: Path, said: Said) -> None:
     before = {file: file.read_bytes() for file in failing.rglob("*") if file.is_file()}
-    code, lines = said(f"resume={failing}", "check=formats,manifest,islands")
+    code, lines = said(failing, "check=formats,manifest,islands")
     assert code == 7
     assert lines[0].startswith("step 3 reproduced (loss ")
     assert lines[0].endswith(", skipped) from step-00000002")
