@@ -150,8 +150,8 @@ def examine(
             if taken.own_autocast and step.format.half_weights is None:
                 own = computing_in(taken.own_autocast, torch.float32)
                 taken = take(of_loop(own, *options, True), failed)
-                if own != precision:
-                    taken.notes.append(f"the loss or the model enters autocast itself: precision={own!r} is examined")
+                entered = "the loss or the model enters autocast itself"
+                taken.notes.append(f"{entered}: precision={own!r} is examined, with no autocast around it")
             return Report(diagnose(taken, tuple(checks), budget_s, say=say))
     finally:
         set_random_state(before, step.device)

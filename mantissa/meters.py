@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.setup import Listener
-from mantissa.tensors import changed_by, finite, local, measurable, numbers_in, random_state, set_random_state
+from mantissa.tensors import changed_by, finite, local, measurable, numbers_in, random_state, set_random_state, wide_dtype
 from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 _SAMPLE = 4096
@@ -91,8 +91,8 @@ class Meters:
         for tensor in numbers_in(output):
             if measurable(tensor) and tensor.numel() and tensor.requires_grad:
                 part = local(tensor.detach())
-                mean = torch.linalg.vector_norm(part, dtype=torch.float32) / math.sqrt(part.numel())
-                found = torch.stack([_largest(part), mean])
+                mean = torch.linalg.vector_norm(part, dtype=wide_dtype([part])) / math.sqrt(part.numel())
+                found = torch.stack([_largest(part), mean.float()])
                 self._outputs[name] = part.dtype, torch.maximum(found, self._outputs.get(name, (None, found))[1])
 
     @torch.no_grad()
@@ -112,8 +112,8 @@ class Meters:
         gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
         weights = [local(each) for _, each in self._named]
         device = gradients[0].device
-        norms = (torch._foreach_norm(tensors, dtype=torch.float32) for tensors in (gradients, weights))
-        rows = ([each.to(device) for each in row] for row in (map(_largest, gradients), *norms))
+        norms = (torch._foreach_norm(tensors, dtype=wide_dtype(tensors)) for tensors in (gradients, weights))
+        rows = ([each.to(device).float() for each in row] for row in (map(_largest, gradients), *norms))
         self._rows = torch.stack(list(map(torch.stack, rows)))
         if scale is not None:
             self._rows[:2] *= scale.to(device)
@@ -201,11 +201,11 @@ def are_finite(gradients: list[Tensor], device: torch.device, now: bool) -> Tens
         small = [each for each in parts if each.numel() < _SMALL and each.dtype == torch.float32]
         large = [each for each in parts if each.numel() >= _SMALL or each.dtype != torch.float32]
         large += [torch._utils._flatten_dense_tensors(small)] if small else []  # one call in the place of many
-        norms = torch._foreach_norm(large, 2.0, dtype=torch.float32)
+        norms = torch._foreach_norm(large, 2.0, dtype=wide_dtype(large))
         if now:
             return sum(each.item() for each in norms) < math.inf or all(map(finite, parts))
     else:
-        norms = torch._foreach_norm(parts, math.inf, dtype=torch.float32)
+        norms = torch._foreach_norm(parts, math.inf, dtype=wide_dtype(parts))
     return torch.stack([each.to(device) for each in norms]).max() < math.inf
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from mantissa.display import dtype_name, listed
 from mantissa.errors import NotFiniteError
 from mantissa.formats import FORMATS, TF32, Format, computing_in
-from mantissa.tensors import changed_by, measurable, moments
+from mantissa.tensors import changed_by, measurable, moments, wide_dtype
 
 _FLAGS = {"cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"), "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")}
 """Of torch.backends: what decides how each kind of device multiplies fp32 numbers."""
@@ -118,7 +118,7 @@ class FirstStep:
     @torch.no_grad()
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if measurable(parameter.grad):
-            self._scaled[id(parameter)] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+            self._scaled[id(parameter)] = torch.linalg.vector_norm(parameter.grad, dtype=wide_dtype([parameter.grad]))
 
     def _called(self, name: str, module: nn.Module, arguments: Any) -> None:
         kind = next(module.parameters()).device.type
@@ -148,9 +148,8 @@ class FirstStep:
             return
         scale, left = self.scaler.get_scale(), getattr(self.optimizer, "grad_scale", None)
         before = torch.stack([self._scaled[id(each)] for each in parameters]).norm().item()
-        now = (
-            torch.stack([torch.linalg.vector_norm(each.grad, dtype=torch.float32) for each in parameters]).norm().item()
-        )
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        now = torch.stack(torch._foreach_norm(gradients, dtype=wide_dtype(gradients))).norm().item()
         clipped = now if left is not None else now * scale
         if clipped < 0.1 * before and clipped / scale < scale**-0.5:
             self.clipped_to = clipped

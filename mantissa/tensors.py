@@ -46,6 +46,11 @@ def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
     return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided
 
 
+def wide_dtype(tensors: list[Tensor]) -> torch.dtype:
+    """Return the dtype in which norms of tensors are computed: fp32, or fp64 where one has it."""
+    return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+
+
 def moments(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     """Return what an optimizer's state of a parameter holds for each of its elements, by key."""
     numbers = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_floating_point()}

@@ -243,8 +243,6 @@ class UpdateMeter:
             copies.append(copy)
         if self._clip is not None:
             self._clip.apply([copy.grad for copy in copies], norm)
-        if not copies:
-            return []
         replica = type(self._optimizer)(list(groups.values()))  # type: ignore[call-arg]
         pairs = [(copy, sample) for copy, (_, sample) in zip(copies, self._samples, strict=True)]
         replica.state.update({copy: sample.state for copy, sample in pairs if sample.state})

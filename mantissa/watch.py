@@ -115,7 +115,7 @@ class Watch:
         every: optimizer steps from one that is metered to the next.
         precision: the format that is meant, such as ``bf16``, ``torch.bfloat16`` or ``bf16-mixed``; None: not stated.
         loss: called as ``loss(model, batch)`` where a step is replayed, with what ``keep`` was given. None: the model
-            returns its loss, alone, as ``.loss``, or as the first scalar of what it returns.
+            returns its loss, alone, by the name ``loss``, or as the first scalar of what it returns.
         folder: where the page of a failure is written.
         on_failure: ``raise`` a ``NotFiniteError``, or ``warn``, and watch no longer.
         keep_weights: whether a second copy of the weights is kept, to replay a step from the weights before it. None:
@@ -432,12 +432,13 @@ class Watch:
 
     def _scaler_tried(self) -> bool:
         """Return whether the scaler was asked for a step since the last call, which it may have skipped."""
-        scales, self._scales = self._scales, getattr(self._scaler, "_per_optimizer_states", None)
-        if not self._scaling or not scales or scales is self._counted:
-            return False
-        tried = scales.get(id(self.optimizer), {}).get("stage") is OptState.STEPPED
-        self._counted = scales if tried else self._counted
-        return tried
+        before, self._scales = self._scales, getattr(self._scaler, "_per_optimizer_states", None)
+        for scales in (before, self._scales) if self._scaling else ():  # it may be updated after this call
+            stage = scales.get(id(self.optimizer), {}).get("stage")
+            if stage is OptState.STEPPED and scales is not self._counted:
+                self._counted = scales
+                return True
+        return False
 
     def _on_host(self, flags: list[Any]) -> Tensor:
         scalars = [
@@ -647,8 +648,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what a model returns: ``.loss``, or the first scalar; None: there is none."""
-    own = getattr(output, "loss", None)
+    """Return the loss in what a model returns: its ``loss``, or the first scalar; None: there is none."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     scalars = [each for each in numbers_in(output) if each.ndim == 0]
     return own if isinstance(own, Tensor) else next(iter(scalars), None)
 

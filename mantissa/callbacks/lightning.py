@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mantissa.formats import FORMATS, format_name
 from mantissa.watch import Watch, loss_in
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -31,7 +32,9 @@ class Precision(*(import_module(f"{name}.callbacks").Callback for name in _FOUND
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         folder = Path(trainer.default_root_dir) / "mantissa"
-        options: dict[str, Any] = {"precision": trainer.precision, "folder": folder, "loss": _loss}
+        precision = format_name(trainer.precision)
+        asked = precision if precision in FORMATS else None  # such as 64-true
+        options: dict[str, Any] = {"precision": asked, "folder": folder, "loss": _loss}
         self.watch = Watch(pl_module, trainer.optimizers[0], scaler, **options | self._options)
         self._steps = trainer.global_step
 
@@ -46,7 +49,8 @@ class Precision(*(import_module(f"{name}.callbacks").Callback for name in _FOUND
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             loss = loss_in(outputs)
-            self.watch.step(loss and loss * trainer.accumulate_grad_batches)  # by which Lightning has divided it
+            # Lightning has divided it.
+            self.watch.step(None if loss is None else loss * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.watch.close()

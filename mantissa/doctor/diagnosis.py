@@ -412,11 +412,8 @@ def _updates(result: Diagnosis) -> None:
     found = judge(meter.results(), step.format)
     for group in passes.optimizer.param_groups:
         decay = float(group["lr"] * group.get("weight_decay", 0.0))
-        if (
-            group.get("decoupled_weight_decay")
-            and not group["fused"]
-            and 0 < decay < step.format.number.unit_roundoff / 2
-        ):
+        rounds = group.get("decoupled_weight_decay") and not group.get("fused")  # fused kernels compute in fp32
+        if rounds and 0 < decay < step.format.number.unit_roundoff / 2:
             lost = f"lr x weight_decay = {decay:.2g} of a weight is less than half of its spacing in"
             result.notes.append(f"weight decay changes nothing: {lost} {step.format.number.name}; keep weights in fp32")
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -239,7 +240,7 @@ class Manual:
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, of torch's newer names
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_lightnings_trainer_is_watched_and_a_step_is_replayed(lightning: Any, precision: Any, tmp_path: Path) -> None:
     from mantissa.callbacks.lightning import Precision
 
@@ -271,3 +272,13 @@ def test_steps_without_a_loss_or_with_their_own_optimizers_end_no_training(
     assert not any("cannot follow" in each for each in said)
     with pytest.raises(mantissa.NotFiniteError, match=f"step 6: .*{words}"):
         fitted(lightning, base, tmp_path, [Precision(say=said.append)], 5)
+
+
+def test_the_loss_stays_on_its_device(lightning: Any) -> None:
+    from mantissa.callbacks.lightning import Precision
+
+    callback, given = Precision(), list[Tensor]()
+    callback.watch, callback._steps = SimpleNamespace(step=given.append), 0  # type: ignore[assignment]
+    trainer = SimpleNamespace(global_step=1, accumulate_grad_batches=2)
+    callback.on_train_batch_end(trainer, None, {"loss": torch.empty((), device="meta")}, None, 0)
+    assert given[0].is_meta  # of which nothing can be read

@@ -424,6 +424,17 @@ def simple(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     return update(optimizer, net(*data(number))[0], watch)
 
 
+class Double(Net):
+    """Computes in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        return super().forward(x.double(), targets)
+
+
 LOOPS: dict[str, Callable[[Watching], Trained]] = {
     "two optimizers": two_optimizers,
     "several updates a step": lambda watching: plain(watching, several_updates),
@@ -475,6 +486,7 @@ LOOPS: dict[str, Callable[[Watching], Trained]] = {
     "unusual modules": unusual_modules,
     "only parts are called": lambda watching: plain(watching, parts),
     "recomputed": lambda watching: plain(watching, recomputed),
+    "fp64": lambda watching: plain(watching, simple, Double()),
 }
 
 

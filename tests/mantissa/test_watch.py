@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mantissa
 from mantissa.errors import UsageError
 from mantissa.meters import Measured
+from mantissa.watch import loss_in
 from tests.helpers import same_bits
 
 BAD = 7
@@ -404,6 +407,41 @@ def test_copies_and_files_of_the_model_are_not_watched() -> None:
         hooks = [*other._forward_pre_hooks.values(), *other._forward_hooks.values()]
         assert hooks
         assert not any("mantissa" in type(hook).__module__ for hook in hooks)  # it opens where that is not installed
+
+
+@pytest.mark.parametrize("updates_first", [False, True])
+@pytest.mark.parametrize("ends", [range(8), range(1, 16, 2), (0, 1, 3, 4, 6, 8, 9, 10)])
+def test_steps_of_a_scaler_are_counted_before_and_after_its_update(ends: Sequence[int], updates_first: bool) -> None:
+    net, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=16.0)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    watch = mantissa.Watch(net, optimizer, scaler, say=lambda text: None)
+    for number in range(ends[-1] + 1):
+        loss = net(torch.ones(2, 4)).square().mean()
+        scaler.scale(loss * (math.inf if number in (ends[2], ends[3], ends[6]) else 1)).backward()
+        if number in ends:
+            scaler.step(optimizer)
+        if number in ends and updates_first:
+            scaler.update()
+        watch.step(loss)
+        assert watch.number == sum(each <= number for each in ends)
+        if number in ends and not updates_first:
+            scaler.update()
+        if number in ends:
+            optimizer.zero_grad()
+    assert watch.skipped == 3
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda loss: {"aux_loss": loss + 1, "loss": loss},
+        lambda loss: SimpleNamespace(aux_loss=loss + 1, loss=loss),
+        lambda loss: (torch.ones(3), {"scores": [loss]}),
+    ],
+)
+def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], Any]) -> None:
+    loss = torch.ones(())
+    assert loss_in(output(loss)) is loss
 
 
 def test_evaluation_and_accumulation_are_no_steps() -> None:

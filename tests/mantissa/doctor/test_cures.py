@@ -394,6 +394,7 @@ def test_a_loss_that_no_sample_alone_breaks_names_none() -> None:
         (lambda weights: torch.optim.Adam(weights, 1e-3, weight_decay=0.1), False),  # it is added to the gradient
         (lambda weights: torch.optim.SGD(weights, 1e-3, weight_decay=0.1), False),
         (lambda weights: torch.optim.AdamW(weights, 1e-3, weight_decay=0.0), False),
+        (lambda weights: torch.optim.NAdam(weights, 1e-3, weight_decay=0.1, decoupled_weight_decay=True), True),
     ],
 )
 @pytest.mark.parametrize("precision", ["bf16_pure", "bf16"])
@@ -402,6 +403,7 @@ def test_weight_decay_that_16_bits_round_away_is_said(optimizer: Any, said: bool
     given = optimizer(model.parameters())
     report = mantissa.examine(model, error, regression(), precision, given, checks=["updates"])
     assert ("weight decay changes nothing" in str(report)) == (said and precision == "bf16_pure"), str(report)
+    assert report.diagnosis.budget.crashes == {}
 
 
 def test_all_buffers_of_a_module_are_named() -> None:
