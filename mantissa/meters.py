@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.setup import Listener
-from mantissa.tensors import changed_by, finite, local, measurable, numbers_in, random_state, set_random_state, wide_dtype
+from mantissa.tensors import (
+    changed_by,
+    finite,
+    local,
+    measurable,
+    numbers_in,
+    random_state,
+    set_random_state,
+    wide_dtype,
+)
 from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 _SAMPLE = 4096

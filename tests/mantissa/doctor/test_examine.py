@@ -441,7 +441,9 @@ def test_autocast_of_the_loss_itself_says_the_precision(
     finding = report.findings[0]
     assert (finding.kind, finding.format) == (OVERFLOW, "fp16"), str(report)
     assert any("bfloat16" in cure for cure in finding.cure), str(report)
-    said = "note: the loss or the model enters autocast itself: precision='fp16' is examined, with no autocast around it"
+    said = (
+        "note: the loss or the model enters autocast itself: precision='fp16' is examined, with no autocast around it"
+    )
     assert said in str(report).splitlines()
 
 
