@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from recipes.data.images.arrays import Digits
 from recipes.resnet import ResNet
 from recipes.vision import architectures
-from recipes.vision.pretrained import exported_config
 from tests.helpers import CPU, fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
@@ -59,11 +57,3 @@ def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs timm, which is not installed; pip install 'timm>=1\.0\.20'"):
         ResNet(arch="timm/resnet18").resolve(CPU, Digits())
-
-
-# ------------------------------------------------------------------------------------------------ exported
-
-
-def test_a_folder_that_is_no_classifier_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not the exported folder of an image classifier"):
-        exported_config(str(tmp_path))
