@@ -222,8 +222,8 @@ class Hub(TokenizedText, ImageSource):
                 splits: Mapping[str, Any] = builder.as_dataset()
             except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
                 cause = error.__cause__ or error
-                if path and isinstance(cause, UnicodeDecodeError):
-                    names = shlex.join(["iconv", "-f", "cp1252", "-t", "utf-8", self.name, "-o", f"utf8-{path.name}"])
+                if file and isinstance(cause, UnicodeDecodeError):
+                    names = shlex.join(["iconv", "-f", "cp1252", "-t", "utf-8", str(file), "-o", f"utf8-{file.name}"])
                     why = f"it is not UTF-8; write it anew, if it is cp1252, with: {names}"
                     raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
                 if table and isinstance(cause, ArrowInvalid) and not self.text_column:

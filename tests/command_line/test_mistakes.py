@@ -75,8 +75,6 @@ TYPED: dict[str, tuple[str, ...]] = {
     "clip=norm ~clip.max_norm": ("~clip.max_norm: an option cannot be removed; set another value, or leave it out",),
     "--config-name=gpt2": ("--config-name=gpt2 has no effect", "experiment="),
     "--config-path here": ("--config-path has no effect",),
-    "--package optimizer": ("--package has no effect: it is for --cfg job alone",),
-    "--resolve": ("--resolve has no effect: it is for --cfg job alone",),
     "--experimental-rerun=x": ("continue a run with resume=FOLDER",),
     "--local-rank=0": ("from torch.distributed.launch; use torchrun in its place",),
     "run_name=a/b": ("run_name=a/b", "without a slash"),

@@ -325,6 +325,15 @@ def test_columns_that_do_not_fit_are_named(stories: Path, pictures: Path, parque
         Hub(name=str(parquet)).images(8)
 
 
+def test_the_remedy_for_a_table_that_is_not_utf8_can_be_run_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a b.csv").write_bytes(b"text\ncaf\xe9\n")
+    with pytest.raises(UserError, match=f"iconv -f cp1252 -t utf-8 '{tmp_path}/a b.csv' -o 'utf8-a b.csv'"):
+        Hub(name="~/a b.csv").tokens(None)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -25,7 +25,6 @@ from trainer.errors import UserError, nearest
 _MULTIRUN = {"-m", "--multirun"}
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), "there is one config; choose with experiment=…"),
-    **dict.fromkeys(("--package", "-p", "--resolve"), "it is for --cfg job alone; leave it out"),
     "--experimental-rerun": "continue a run with resume=FOLDER",
 }
 """Flags of Hydra's, and what to do instead."""
@@ -79,11 +78,10 @@ def read(arguments: Sequence[str]) -> CommandLine:
     flags = get_args_parser()._option_string_actions
     readable: list[str] = []
     overrides: list[Override] = []
-    shows = bool({"--cfg", "-c"} & {argument.partition("=")[0] for argument in arguments})
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument.startswith("-") and argument.partition("=")[0] not in flags:
             raise UserError(_without_dashes(argument, following))
-        if (why := _WITHOUT_EFFECT.get(argument.partition("=")[0])) and not (shows and "--cfg" in why):
+        if why := _WITHOUT_EFFECT.get(argument.partition("=")[0]):
             raise UserError(f"{argument} has no effect: {why}")
         is_value = "=" not in argument and readable[-1:] and readable[-1].startswith("-")
         if argument.startswith("-") or is_value:  # a flag, or its value

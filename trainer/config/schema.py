@@ -13,7 +13,7 @@ from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
 from trainer.tracking.options import Tracking, is_own_tag
-from trainer.tracking.store import tracking_uri
+from trainer.tracking.store import configured_uri
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Config(RunConfig, StepConfig):
                 raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
         check_folder_name("run_name", self.name)
         if self.tracking.mlflow:
-            tracking_uri(self.tracking.uri)  # or the environment's: not in the group, whose default may not be used
+            configured_uri(self.tracking.uri)  # or the environment's: not in the group, whose default may not be used
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
 

@@ -28,8 +28,7 @@ _TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI
 
 def launched_processes() -> int:
     """Return how many processes torchrun started, including this one; 0 if it did not start this one."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() and all(os.environ.get(name) for name in _OF_A_RANK) else 0
+    return int(os.environ.get("WORLD_SIZE") or 0) if all(os.environ.get(name) for name in _OF_A_RANK) else 0
 
 
 def check_launch() -> None:
@@ -38,18 +37,13 @@ def check_launch() -> None:
     Raises:
         UserError: names what is missing.
     """
-    size = os.environ.get("WORLD_SIZE") or "1"
-    if size == "1":
+    if (size := os.environ.get("WORLD_SIZE") or "1") == "1":
         return
-    missing = [name for name in _OF_A_RANK if not os.environ.get(name)]
-    numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if not missing and all(map(str.isdecimal, (size, *numbers))) and int(numbers[0]) < int(size):
-        return
-    wrong = f"without {', '.join(missing)}" if missing else f"with RANK={numbers[0]}"
-    raise UserError(
-        f"WORLD_SIZE={size} is set {wrong}, so this process cannot join the others; start it with torchrun, "
-        f"which sets all of them, or, {UNSET}"
-    )
+    if missing := [name for name in _OF_A_RANK if not os.environ.get(name)]:
+        raise UserError(
+            f"WORLD_SIZE={size} is set without {', '.join(missing)}, so this process cannot join the others; start it "
+            f"with torchrun, which sets all of them, or, {UNSET}"
+        )
 
 
 def tasks_alone() -> str:

@@ -76,15 +76,7 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
     """Return the tracking URI to use: see ``configured_uri``, else SQLite's ``mlflow.db`` in the current folder."""
-    own = Path.cwd() / "mlflow.db"
-    uri = configured_uri(uri, key) or f"sqlite:///{own.as_posix()}"
-    database = own if uri.endswith(own.as_posix()) else database_file(uri)
-    if database and {"%", "?"} & {*str(database)}:
-        raise UserError(
-            f"MLflow opens no database in {database.parent}, whose name has % or ?; "
-            f"set {key}=sqlite:////another/folder/mlflow.db, or tracking=local"
-        )
-    return uri
+    return configured_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
 
 
 def store_uri(uri: str | None, recorded: str | None, key: str = "tracking.uri") -> str:
@@ -225,7 +217,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
             restore = f"python -m mlflow experiments restore --experiment-id {experiment.experiment_id}"
             raise UserError(
                 f"its experiment {name!r} is deleted; set another tracking.experiment, or restore it with: "
-                f"MLFLOW_TRACKING_URI={redacted(str(client.tracking_uri))} {restore}"
+                f"MLFLOW_TRACKING_URI={shlex.quote(redacted(str(client.tracking_uri)))} {restore}"
             )
         return str(experiment.experiment_id)
     database = database_file(client.tracking_uri)
