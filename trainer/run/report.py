@@ -55,7 +55,8 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     )
     rows = [("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}")]
     if source := run_facts(folder, "init_from"):
-        rows.append(("weights", f"of {source['run']}, step {source['step']}"))
+        step = "" if source["step"] is None else f", step {source['step']}"  # of another program's file
+        rows.append(("weights", f"of {source['run']}{step}"))
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def test_weights_of_another_program_start_a_recipe_of_any_kind(folder: Path, suc
     trainer = trainer_of(*tiny, "init_from=ckpt.pt")
     assert same_bits(dict(trainer.model.state_dict()), dict(other))
     assert ("init_from", "ckpt.pt", "its model_state_dict") in trainer.decisions
-    succeed(*tiny, "init_from=ckpt.pt", "run_name=tuned")
+    done = succeed(*tiny, "init_from=ckpt.pt", "run_name=tuned")
+    assert re.search(r"weights +of ckpt\.pt *\n", done.out)
     assert read_json(Path("outputs/tuned/run.json"))["init_from"]["run"] == "ckpt.pt"
     with pytest.raises(UserError, match=r"the weights do not fit: .* is .* there and .* here"):
         trainer_of(*tiny, "recipe.width=16", "init_from=ckpt.pt")
