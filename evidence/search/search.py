@@ -30,14 +30,6 @@ from trainer.recipe import Recipe
 from trainer.run.fit import release_memory
 from trainer.run.start import train
 
-_STATES = {
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.RUNNING: "running",
-    TrialState.FAIL: "failed",
-}
-"""Names of the states, in the order of the table."""
-
 
 def main(arguments: list[str]) -> int:
     """Search a space, and print its trials and the best of them; the exit code is 1 where no trial was complete.
@@ -145,9 +137,10 @@ def _answer(search: Search) -> str:
 
 def _rows(search: Search) -> list[list[str]]:
     """Return the head of the table, and a row for each trial, best first."""
-    order, sign = list(_STATES), -1 if search.study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
+    sign = -1 if search.study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
+    states = [TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL]
     ranked = sorted(
-        search.counted(), key=lambda trial: (order.index(trial.state), sign * (trial.value or 0.0), trial.number)
+        search.counted(), key=lambda trial: (states.index(trial.state), sign * (trial.value or 0.0), trial.number)
     )
     found = [["trial", *search.space, search.described["metric"], "at step", "state", "run"]]
     for trial in ranked:
@@ -157,5 +150,5 @@ def _rows(search: Search) -> list[list[str]]:
         at = next((str(step) for step, score in scores.items() if score == value), "")
         options = [shown(params[key]) if key in params else "" for key in search.space]
         score = "" if value is None else loss(value)
-        found.append([str(trial.number), *options, score, at, _STATES[trial.state], search.run_of(trial)])
+        found.append([str(trial.number), *options, score, at, trial.state.name.lower(), search.run_of(trial)])
     return found

@@ -96,6 +96,9 @@ class StepConfig:
     """What was chosen while the config was composed."""
 
     def __post_init__(self) -> None:
+        if self.eval_every in (0, "off", "none", "never") or self.eval_samples == 0:
+            alone = "for no other, of one sample, set eval_every=1000000 eval_samples=1"
+            raise UserError(f"a run ends with an evaluation, which chooses the best weights; {alone}")
         for key in _AUTO_FIELDS:
             if key != "eval_every" or self.eval_every != EPOCH:
                 check_number(key, getattr(self, key))

@@ -23,6 +23,7 @@ _VALUES = {
     "float": "a number, such as 0.001",
     "bool": "true or false",
     "None": "null",
+    "str": "a word, such as auto",
     "list[str]": "a list, such as [a,b]",
 }
 

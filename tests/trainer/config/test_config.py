@@ -55,6 +55,14 @@ def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware)
     assert "auto" not in [value for key, value in flatten(composed).items() if key.startswith("recipe.size")]
 
 
+@pytest.mark.parametrize("off", ["eval_every=0", "eval_every=off", "eval_every=never", "eval_samples=0"])
+def test_who_wants_no_evaluation_is_told_how_to_have_one_alone(off: str) -> None:
+    with pytest.raises(UserError, match="for no other, of one sample, set ") as caught:
+        compose("recipe=gpt2", "steps=5000", off)
+    plan = compose("recipe=gpt2", "steps=5000", *str(caught.value).partition(" set ")[2].split()).plan(CPU)
+    assert (plan.evaluations, plan.eval_samples, plan.evaluates(5000)) == (1, 1, True)
+
+
 def test_what_the_user_set_is_kept() -> None:
     plan = compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3").plan(CPU)
     assert (plan.steps, plan.batching.batch_size, plan.eval_every) == (40, 6, 7)
