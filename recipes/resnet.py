@@ -81,10 +81,10 @@ class ResNet(Recipe):
                 )
         check_range("recipe.label_smoothing", self.label_smoothing, "[0, 1)")
         check_choice("recipe.criterion", self.criterion, objective.CRITERIA)
-        if self.bce_threshold is not None and not (self.criterion == "bce" and 0 <= self.bce_threshold < 1):
-            raise UserError(
-                f"recipe.bce_threshold={self.bce_threshold} must be at least 0 and below 1, with recipe.criterion=bce"
-            )
+        if self.bce_threshold is not None:
+            check_range("recipe.bce_threshold", self.bce_threshold, "[0, 1)")
+            if self.criterion != "bce":
+                raise UserError("recipe.bce_threshold has no effect without recipe.criterion=bce; leave it out")
         objective.check_class_weights(self.class_weights)
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:

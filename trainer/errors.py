@@ -130,7 +130,7 @@ def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
     """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
     names = list(valid)
     lowered = {name.lower(): name for name in reversed(names)}
-    near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.55)
     if not near:
         near = [name for name in lowered if sorted(name) == sorted(typed.lower())][:1]  # letters in another order
     return f"; did you mean {prefix + lowered[near[0]]!r}?" if near else ""

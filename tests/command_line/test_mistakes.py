@@ -54,7 +54,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "optimizer.options.momentum=0.9": ("; it belongs to optimizer=muon, optimizer=rmsprop, optimizer=sgd",),
     "optimizer.options.amsgrad=true": ("add it with +optimizer.options.amsgrad=",),
     "data.path=notes.txt": ("data.path is not an option of data=python_docs", "data=text"),
-    "+data=digits": ("set it with data=…, without the +",),
+    "+data=synthetic": ("set it with data=…, without the +",),
     "~recipe": ("missing required option: recipe; set recipe=…",),
     "recipe=gpt2,bignet": ("recipe=gpt2,bignet has several values; add -m",),
     "steps": ("'steps' is not an override; write key=value",),
@@ -67,7 +67,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "seed=null": ("seed=null must be a whole number",),
     "optimizer.lr=high": ("optimizer.lr=high must be a number, such as 0.001",),
     "optimizer.fused=auto": ("optimizer.fused=auto must be true or false",),
-    "tags=[a]": ("tags=[a] must be a dictionary, such as {a:1}",),
+    "tags=[a]": ("tags=[a]: set +tags.NAME=VALUE",),
     "precision=bf16 precision.fp32_modules=lm_head": ("precision.fp32_modules=lm_head must be a list, such as [a,b]",),
     "'run_name=a\nb'": ("run_name='a\\nb' must be the name of a folder: one short line",),
     # Hydra's grammar and flags

@@ -11,7 +11,7 @@ from tests.parallel.training import RULES
 REFUSED_BY_FSDP = {
     "adafactor": "use parallel=ddp, or another optimizer",
     "bf16_sr": "use precision=bf16_master, or parallel=ddp",
-    "fp16_pure": "use optimizer=adamw, or precision=fp16_master",  # SGD's fused form takes no sharded weights
+    "fp16_pure": "use optimizer=adamw optimizer.name=AdamW, or precision=fp16_master",  # no fused SGD
 }
 LOSES_UPDATES = ("bf16_sr", "bf16_pure", "fp16_pure")
 """Modes in which a gradient that is rounded once more moves a weight by a whole number more or less."""

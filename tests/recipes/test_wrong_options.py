@@ -40,7 +40,7 @@ ROWS = {
     "resnet recipe.class_weights=[1,-2]": r"recipe.class_weights=\[1, -2\] must be balanced, or a list",
     "resnet recipe.class_weights=equal": "recipe.class_weights=equal must be balanced",
     "resnet recipe.criterion=focal": r"recipe.criterion=focal is unknown; use recipe.criterion=cross_entropy\|bce",
-    "resnet recipe.bce_threshold=0.2": "recipe.bce_threshold=0.2 must be .* with recipe.criterion=bce",
+    "resnet recipe.bce_threshold=0.2": "recipe.bce_threshold has no effect without recipe.criterion=bce",
     "resnet init_from=IMAGENET1K_V3": r"not among torchvision's weights of .*did you mean 'IMAGENET1K_V1'",
     "resnet init_from=none/w.pth": r"init_from=none/w\.pth: there is no such file or folder",
     "resnet recipe.arch=timm/test_vit init_from=r160_in1k": r"must be DEFAULT .*timm/test_vit\.r160_in1k",

@@ -37,9 +37,8 @@ def _sentence(error: BaseException) -> str:
         return f"there is no {cause.missing_cfg_file} ({', '.join(options)})"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         if not is_dataclass(cause.object_type):
-            return (
-                f"{cause.full_key} is not in the config; add it with +{cause.full_key}=…{_others_with(cause.full_key)}"
-            )
+            others = _others_with(cause.full_key)
+            return f"{cause.full_key} is not in the config{others or f'; add it with +{cause.full_key}=…'}"
         offered = re.search(r"append to your config use \+\S+?=(.*)", text)
         return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "")
     override = re.search(r"Error merging override \+*(.*)", text)
@@ -49,9 +48,10 @@ def _sentence(error: BaseException) -> str:
     first = str(cause).strip().partition("\n")[0]
     if "does not support deletion" in first:
         return f"{typed}: an option cannot be removed; set another value, or leave it out for the default"
-    fields = list(known_options().get(typed.partition("=")[0], {}).values())
-    if isinstance(cause, ValidationError | TypeError) and fields and "expected one of" not in first:
-        return f"{typed} must be {values_of(str(fields[0].type))}"
+    key = typed.partition("=")[0]
+    kind = str(next((entry.type for entry in known_options().get(key, {}).values()), ""))
+    if isinstance(cause, ValidationError | TypeError) and kind and "expected one of" not in first:
+        return f"{typed}{f': set +{key}.NAME=VALUE' if kind[:4] == 'dict' else f' must be {values_of(kind)}'}"
     return f"{typed}: {first}" if typed else first
 
 
@@ -103,10 +103,12 @@ def _unknown(key: str, owner: Any, value: str) -> str:
 
 
 def _others_with(key: str) -> str:
-    """Return which choices of a group have an option that only YAML names, such as ``optimizer.options.betas``."""
+    """Return which choices of a group have an option that one class has, or YAML: ``optimizer.options.betas``."""
     group, _, inner = key.partition(".")
     files = sorted(config.yaml_files(group).items()) if inner.count(".") else ()
+    owners = [name for name in known_options().get(key, ()) if name not in ("", group)]
     found = [name for name, file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
+    found = owners if len(owners) == 1 else found
     return f"; it belongs to {', '.join(f'{group}={name}' for name in found)}" if found else ""
 
 

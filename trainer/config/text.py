@@ -25,13 +25,13 @@ _VALUES = {
     "None": "null",
     "str": "a word, such as auto",
     "list[str]": "a list, such as [a,b]",
+    "list[float]": "a list of numbers, such as [0.5,0.5,0.5]",
 }
 
 
 def values_of(annotation: str) -> str:
     """Return what an option of a type such as ``int | None`` can be, for a message."""
-    parts = ("a dictionary, such as {a:1}" if part[:4] == "dict" else part for part in annotation.split(" | "))
-    return ", or ".join(_VALUES.get(part, part) for part in parts)
+    return ", or ".join(_VALUES.get(part, part) for part in annotation.replace(" | str", " | auto").split(" | "))
 
 
 def unquoted(text: str) -> str:

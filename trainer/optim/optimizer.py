@@ -52,7 +52,7 @@ class Optimizer:
             if option not in accepted:
                 raise UserError(
                     f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}; "
-                    f"leave it out, or remove that of the YAML with ~optimizer.options.{option}"
+                    f"leave it out, or, where the YAML sets it, remove it with ~optimizer.options.{option}"
                 )
 
     def check(self, parallel: str) -> None:
@@ -100,7 +100,8 @@ class Optimizer:
             helps = self.name != "Muon" and self._takes_fused(cls, parameters, device)
             raise UserError(
                 f"precision=fp16_pure: {self.name} gets fp16 gradients without the loss scale, of which those below "
-                f"6e-8 are 0; use {'optimizer.fused=true' if helps else 'optimizer=adamw'}, or precision=fp16_master"
+                f"6e-8 are 0; use {'optimizer.fused=true' if helps else 'optimizer=adamw optimizer.name=AdamW'}, or "
+                "precision=fp16_master"
             )
         if self.name == "SGD" and "fused" in keywords:
             _start_momentum(optimizer)
@@ -161,10 +162,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             f"optimizer.name={name} is not in torch.optim{nearest(name, names)} ({', '.join(names)}, or package.Class)"
         )
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        raise UserError(
-            f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has; "
-            "use another one, such as optimizer=adamw"
-        )
+        raise UserError(f"optimizer.name={name} needs a closure or sparse gradients; use optimizer.name=AdamW")
     return cls
 
 

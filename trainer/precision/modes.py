@@ -234,7 +234,7 @@ class Precision:
                     module._buffers[name] = buffer.to(dtype)
         if kept and all(parameter.dtype != dtype for parameter in model.parameters()):
             raise UserError(
-                f"precision.fp32_modules leaves nothing in 16 bits for precision={self.mode}; use precision=fp32"
+                f"precision.fp32_modules leaves nothing in 16 bits of {self.mode}; use precision=fp32 without it"
             )
         cast_inputs(model, dtype)
         return kept

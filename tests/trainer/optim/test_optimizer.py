@@ -187,7 +187,7 @@ def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name
     """Every optimizer that is allowed moves a weight by a true gradient of 2^-26, which is 0 in fp16."""
     optimizer, half = Optimizer(name, lr=2.0**10, fused=fused, options={}), net().to(torch.float16)
     fused_helps = not fused and fused_is_sound(optimizer_class(name), torch.float16, "cpu")
-    remedy = r"optimizer\.fused=true" if fused_helps else "optimizer=adamw"
+    remedy = r"optimizer\.fused=true" if fused_helps else "optimizer=adamw optimizer.name=AdamW"
     with pytest.raises(UserError, match=rf"fp16_pure: {name} gets fp16 .* use {remedy}, or precision=fp16_mas"):
         optimizer.build(half, CPU)
     optimizer.build(net().to(torch.bfloat16), CPU)  # which has the exponents of fp32
@@ -204,6 +204,8 @@ def test_muon_is_refused_in_fp16_also_where_its_step_takes_the_loss_scale(monkey
     """As on a GPU, where it rounds the unscaled gradients of matrices to fp16 again."""
     monkeypatch.setattr(Muon, "_step_supports_amp_scaling", True)
     model = net()
-    with pytest.raises(UserError, match=r"fp16_pure: Muon gets .* use optimizer=adamw, or precision=fp16_master"):
+    with pytest.raises(
+        UserError, match=r"fp16_pure: Muon gets .* use optimizer=adamw optimizer.name=AdamW, or precision="
+    ):
         Optimizer("Muon").build(model.to(torch.float16), CPU, [model])
     Optimizer("Muon").build(model.to(torch.bfloat16), CPU, [model])
