@@ -56,7 +56,7 @@ def test_the_verdict_follows_the_interval() -> None:
 
 
 def test_precisions_are_compared_on_twenty_batches_of_the_same_samples(here: Path, tmp_path: Path) -> None:
-    done = evaluate("-m", "run=outputs/gpt2", "precision=fp32,bf16,bf16_pure", f"output={tmp_path}")
+    done = evaluate("run=outputs/gpt2", "precision=fp32,bf16,bf16_pure", f"output={tmp_path}")
     assert done.code == 0, done.err
     assert "24 samples of split=valid in batches of 1; " in done.out
     assert "no measurable cost against fp32" in done.out or "costs" in done.out or "gains" in done.out
