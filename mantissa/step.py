@@ -176,35 +176,28 @@ class Step:
     free_bytes: Callable[[], int]
     """Returns how much memory is left."""
 
-    def replay(
-        self,
-        format: str,
-        *,
-        as_run: bool = False,
-        fp32_modules: list[str] | None = None,
-        fp32_ops: list[str] | None = None,
-    ) -> Replay:
+    def replay(self, format: str, *, as_run: bool = False) -> Replay:
         """Return a replay of this step in a format, eager and in one process.
 
         Args:
-            format: its name. fp32 modules and operators are the run's, where the format has 16 bits.
+            format: its name. fp32 modules and operators are the run's, where it has 16 bits or ``as_run``.
             as_run: start from the stored weights and the loss scale, rather than from what the optimizer changes and
                 a scale of 1. The scale stays as it is.
-            fp32_modules: in the place of the run's.
-            fp32_ops: likewise.
 
         Raises:
             FormatError: the model cannot.
         """
-        half = FORMATS[format].half is not None
-        modules = (self.fp32_modules if half else []) if fp32_modules is None else fp32_modules
-        operators = (self.fp32_ops if half else []) if fp32_ops is None else fp32_ops
-        built = self.build(format, modules, operators, as_run)
-        return Replay(self, FORMATS[format], built, as_run)
+        in_fp32 = (self.fp32_modules, self.fp32_ops) if as_run or FORMATS[format].half is not None else ([], [])
+        return Replay(self, FORMATS[format], self.build(format, *in_fp32, as_run), as_run)
 
-    def as_run(self, fp32_modules: list[str] | None = None, fp32_ops: list[str] | None = None) -> Replay:
-        """Return a replay as the run takes the step, eager; the arguments are those of ``replay``."""
-        return self.replay(self.format.name, as_run=True, fp32_modules=fp32_modules, fp32_ops=fp32_ops)
+    def as_run(self) -> Replay:
+        """Return a replay as the run takes the step, eager."""
+        return self.replay(self.format.name, as_run=True)
+
+    def in_fp32(self, modules: Sequence[str] = (), operators: Sequence[str] = ()) -> Step:
+        """Return this step with more submodules and operators that compute in fp32."""
+        names, operators = [*self.fp32_modules, *modules], [*self.fp32_ops, *operators]
+        return replace(self, fp32_modules=names, fp32_ops=operators)
 
     def reference(self, dtype: torch.dtype = torch.float32) -> Replay:
         """Return a replay in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""

@@ -1,11 +1,9 @@
-"""What cures a step: the fewest modules, or operators, that have to compute in fp32, and what they cost."""
+"""What cures a step: the fewest modules, or operators, that have to compute in fp32, and the memory that they take."""
 
 from __future__ import annotations
 
 import functools
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,12 +30,6 @@ _TRAINED = 8
 """Following steps that a cure must train."""
 _HEADROOM = 2.0
 """Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
-_LEAST_SECONDS = 0.005
-"""Of a step whose time is compared: that of a shorter one is noise."""
-_NOISE = 0.3
-"""Width of an interval on both sides of 0 from which on the time says nothing."""
-_PAIRS = 7
-"""Timed steps with and without the islands, after one of each that is not timed."""
 
 
 @dataclass
@@ -50,7 +42,7 @@ class Islands:
     own: list[str] = field(default_factory=list)
     """Modules of the run, which stay."""
     cost: str = ""
-    """Time and memory that they add to a step, as far as it was measured."""
+    """Memory that they add to a step; empty: it was not measured."""
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -89,8 +81,7 @@ def find_islands(
     tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
 
     def next_faults(modules: list[str]) -> list[str]:
-        other = replace(step, fp32_modules=[*step.fp32_modules, *modules])
-        return _next_faults(other, modules, tried_on, faulty, finding.kind == OVERFLOW)
+        return _next_faults(step.in_fp32(modules), modules, tried_on, faulty, finding.kind == OVERFLOW)
 
     modules: list[str] = []
     found = [finding.module]
@@ -98,7 +89,7 @@ def find_islands(
         for module in found:
             modules = [*(name for name in modules if not f"{name}.".startswith(f"{module}.")), module]
         found = [_outside_of(modules, module) for module in next_faults(modules)]
-    if found or not trains_with(step, lambda: step.as_run([*step.fp32_modules, *modules])):
+    if found or not trains_with(step, step.in_fp32(modules).as_run):
         return None
     modules = _needed(modules, lambda rest: goes_on() and not next_faults(rest))
     return Islands(modules, goes_on(), list(step.fp32_modules))
@@ -172,36 +163,14 @@ def trains_with(step: Step, build: Callable[[], Replay]) -> bool:
 
 
 def measure_cost(step: Step, islands: Islands) -> str:
-    """Return what islands cost: of steps with and without them in turns the time, and the peak of their memory."""
-    sides = [step.as_run(), step.as_run(islands.fp32_modules)]
-    peaks, ratios = [], []
-    for side in sides:
+    """Return what islands cost: how much more memory a step takes with them at its peak."""
+    peaks = []
+    for side in (step.as_run(), step.in_fp32(islands.modules).as_run()):
         with MemoryLedger(side.model, side.optimizer) as ledger:
             side.run()
         peaks.append(ledger.report().peak_bytes)
     more = peaks[1] - peaks[0]
-    memory = f"{'-' if more < 0 else '+'}{size(abs(more))}"
-    for _ in range(_PAIRS):
-        seconds = []
-        for side in sides:
-            side.start()
-            began = time.perf_counter()
-            side.gradients(side.microbatches)
-            if step.device.type != "cpu":
-                torch.accelerator.synchronize(step.device)
-            seconds.append(time.perf_counter() - began)
-        if min(seconds) < _LEAST_SECONDS:
-            return memory
-        ratios.append(seconds[1] / seconds[0] - 1)
-    return ", ".join(filter(None, [more_time(ratios), memory]))
-
-
-def more_time(shares: list[float]) -> str:
-    """Return the median share of time in words, with the range; empty: it is noise."""
-    low, high = min(shares), max(shares)
-    if low < 0 < high and high - low > _NOISE:
-        return ""
-    return f"{statistics.median(shares):+.0%} time [{low:+.0%}, {high:+.0%}]"
+    return f"{'-' if more < 0 else '+'}{size(abs(more))}"
 
 
 def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_on: Callable[[], bool]) -> None:
@@ -215,10 +184,10 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
     """
 
     def with_modules(names: list[str]) -> Replay:
-        return step.as_run([*step.fp32_modules, *names])
+        return step.in_fp32(names).as_run()
 
     def with_operators(names: list[str]) -> Replay:
-        return step.as_run(fp32_ops=[*step.fp32_ops, *names])
+        return step.in_fp32(operators=names).as_run()
 
     def fixed(build: Callable[[list[str]], Replay], names: list[str]) -> bool:
         try:

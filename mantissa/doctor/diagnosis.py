@@ -530,7 +530,7 @@ def _cure(result: Diagnosis) -> None:
     if finding.kind == DOMAIN:  # what made its input, the last first
         names += [name for name, module in reversed(in_half(step)) if module == finding.module]
     for name in filter(None, names):
-        if result.works(partial(step.as_run, fp32_ops=[*step.fp32_ops, name])):
+        if result.works(step.in_fp32(operators=[name]).as_run):
             finding.cure.append(step.remedies.operators([name]))
             break
     fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale

@@ -175,7 +175,7 @@ def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradi
     fixed: dict[str, float] = {}
     if wrong and all(modules) and step.format.half is not None:
         with suppress(FormatError, RuntimeError), without_dropout():
-            fixed = _errors(step.as_run([*step.fp32_modules, *modules]).true_gradients(), exact)
+            fixed = _errors(step.in_fp32(modules).as_run().true_gradients(), exact)
     return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
 
 

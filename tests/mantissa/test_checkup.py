@@ -38,7 +38,7 @@ def test_what_overflows_in_fp16_is_named_and_cured_and_whether_bf16_is_clean(
     assert found["fp16"][:3] == (["FOUND", f"overflow: {family.fp16}", islands] if islands else ["HEALTHY", "-", "-"])
     assert found["bf16"][:2] == (["FOUND", f"error: {family.bf16}"] if family.bf16 else ["HEALTHY", "-"])
     if islands:
-        assert re.match(r"([-+]\d+% time \[.*\], )?[-+]\d", found["fp16"][3])  # a step of less than 5 ms is not timed
+        assert re.match(r"[-+]\d", found["fp16"][3])
 
 
 def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
