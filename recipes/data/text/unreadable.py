@@ -9,10 +9,10 @@ _KINDS = {
     **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"(\xb5/\xfd"), "is compressed; unpack it"),
     b"PK\x03\x04": "is a zip archive, as .docx, .odt and .epub are; save it as plain text, or unpack it: unzip {0}",
     b"%PDF": "is a PDF; make text of it with: pdftotext {0} {0}.txt",
-    b"\xff\xfe": "is UTF-16; set data.encoding=utf-16",
-    b"\xfe\xff": "is UTF-16; set data.encoding=utf-16",
+    b"\xff\xfe\0\0": "is UTF-32; set data.encoding=utf-32",
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "is UTF-16; set data.encoding=utf-16"),
 }
-"""By the first bytes of a file."""
+"""By the first bytes of a file; the longer ones come first."""
 _SAMPLE = 1 << 20
 _AROUND = 12
 """Bytes before and after a wrong one that are shown."""
