@@ -331,7 +331,7 @@ NOT_HERE = re.compile(
 """Ends of a second command that names what only the user has: a GPU, the network, a file of data."""
 
 OPEN = re.compile(
-    r"=…|FOLDER|another|give |set data.test|set it to one|such a name|\)$|has the splits|examples of names|"
+    r"=…|FOLDER|another|give |set data.test|set it to one|such a name|separated|\)$|has the splits|examples of names|"
     r"the name of a folder|numbers|not found|torchrun in|install|fewer|write 0.1|lr one above|one of its options|"
     r"--cfg job|must be a folder|set a folder|refuses"
 )
