@@ -388,7 +388,7 @@ def test_an_interrupted_comparison_ends_its_run_and_continues(commands: Commands
         time.sleep(0.01)
     process.send_signal(signal_number)
     _, errors = process.communicate()
-    assert (process.returncode, errors) == (130, "interrupted; the same command continues\n")
+    assert (process.returncode, errors) == (130, "loading torch …\ninterrupted; the same command continues\n")
     assert ends(child)
     before = commands.ran()
     assert before == ["fp32 0", "same 0"]
