@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, repeat
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.errors import RunError, UserError, check_number
+from trainer.errors import RunError, UserError, check_number, first_line
 from trainer.hardware import Hardware, select
 
 T = TypeVar("T")
@@ -163,19 +164,22 @@ class _FromWorkers(DataLoader[Batch]):
     """Batches of loading processes, which may be kept for the next time."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        iterator: Any = super().__iter__()
         try:
-            for batch in super().__iter__():
+            for batch in iterator:
                 if isinstance(batch, RunError):  # a dataset reported it
                     try:
                         raise batch
                     finally:
                         del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
                 yield batch
-        except RuntimeError as error:
-            if error.__cause__ is None:  # a dataset's; DataLoader notices in a wait that a process is gone
-                raise
+        except (RuntimeError, OSError, EOFError) as error:
+            # A process that is killed may also leave half a message behind, which is noticed first.
+            if not wait([worker.sentinel for worker in iterator._workers], timeout=1):
+                raise  # a dataset's
             raise RunError(
-                f"{error}: the system ends one for which it has no memory; set loader.workers={self.num_workers // 2}"
+                "a loading process was ended from outside, as the system does where memory is short; set "
+                f"loader.workers={self.num_workers // 2} ({first_line(error)})"
             ) from None
 
 

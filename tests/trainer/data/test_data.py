@@ -125,7 +125,7 @@ def test_a_loading_process_that_the_system_ends_is_one_sentence() -> None:
     for process in multiprocessing.active_children():
         assert process.pid
         os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match=r"exited unexpectedly: .* no memory; set loader\.workers=1$"):
+    with pytest.raises(RunError, match=r"ended from outside, .*; set loader\.workers=1 \("):
         list(steps)
 
 
