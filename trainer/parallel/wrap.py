@@ -166,7 +166,7 @@ def _waiting(limit: timedelta) -> Iterator[None]:
     Meanwhile Ctrl-C ends the process, because torch would wait on after a handler of Python's.
     """
     address, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    line = f"waiting up to {limit} h for all {size} processes at {address}:{port}; Ctrl-C ends this; or, {UNSET}"
+    line = f"waiting up to {limit} for all {size} processes at {address}:{port}; Ctrl-C ends this; or, {UNSET}"
     timer = threading.Timer(_TELLS_AFTER_S, partial(print, line, file=sys.stderr, flush=True))
     numbers = [signal.SIGINT] * (threading.current_thread() is threading.main_thread())  # others may not set handlers
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -117,4 +118,9 @@ def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]
     for file in against:
         sizes.setdefault(os.path.getsize(file), []).append(file)
     pairs = [(file, other) for file in some for other in sizes.get(os.path.getsize(file), [])[:10]]
-    return [pair for pair in pairs if filecmp.cmp(*pair, shallow=False)]
+    found = []
+    for pair in pairs:
+        with suppress(OSError):  # what cannot be read is told where it is decoded
+            if filecmp.cmp(*pair, shallow=False):
+                found.append(pair)
+    return found
