@@ -122,7 +122,7 @@ def test_a_process_says_for_whom_it_waits_and_how_to_end_that(case: str, monkeyp
     with pytest.raises(UserError, match="nobody came"):
         DDP(timeout_s=90).world("cpu")
     assert shown.getvalue() == (
-        "waiting up to 0:01:30 h for all 8 processes at 127.0.0.1:29500; Ctrl-C ends this; "
+        "waiting up to 0:01:30 for all 8 processes at 127.0.0.1:29500; Ctrl-C ends this; "
         "or, for one process: unset RANK WORLD_SIZE\n"
     )
     assert handlers[1] == signal.SIG_DFL
