@@ -75,6 +75,7 @@ class Bert(SizedRecipe):
     """The ``recipe=bert`` config. A target is a masked token."""
 
     name: ClassVar[str] = "bert"
+    known_sum = True
     model_class = "BertForMaskedLM"
     unit: ClassVar[str] = "tokens"
     architecture = ("size", "pretrained")

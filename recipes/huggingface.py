@@ -42,7 +42,6 @@ class SizedRecipe(Recipe):
     A subclass names its sizes and the defaults among them.
     """
 
-    known_sum = True
     model_class: ClassVar[str] = ""
     """Name of transformers' class of the model."""
     shapes: ClassVar[Mapping[str, Any]] = {}

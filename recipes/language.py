@@ -150,6 +150,7 @@ class TokenWindows(Windows):
 class LanguageRecipe(SizedRecipe):
     """Text to next tokens. A subclass names its sizes and its model (``network``, ``blocks``)."""
 
+    known_sum = True
     unit = "tokens"
     chunked_loss: bool | str = "auto"
     """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if the logits are

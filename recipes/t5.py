@@ -97,6 +97,7 @@ class T5(SizedRecipe):
     """The ``recipe=t5`` config."""
 
     name: ClassVar[str] = "t5"
+    known_sum = True
     model_class = "T5ForConditionalGeneration"
     vocabulary_multiple = 128  # as in the published 32,128
     architecture = ("size", "pretrained", "context")

@@ -138,7 +138,8 @@ class Recipe:
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
     known_sum: ClassVar[bool] = False
-    """Whether a test holds that the loss is a sum; else the start compares that of two samples with theirs."""
+    """Whether a test holds that the loss is a sum; else the start compares that of two samples with theirs. A subclass
+    with a loss of its own says it anew."""
     architecture: ClassVar[tuple[str, ...]] = ()
     """Fields that the names and shapes of the weights depend on: with ``init_from`` they are those of that run."""
     adjustable: ClassVar[tuple[str, ...]] = ()
@@ -148,6 +149,11 @@ class Recipe:
     """Factor of the optimizer's default learning rate with ``init_from``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if "loss" in vars(cls):
+            cls.known_sum = bool(vars(cls).get("known_sum"))
 
     def check_complete(self) -> None:
         """Raise UserError where the recipe lacks a method that training calls."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.bignet import BigNet
 from tests.helpers import Arrays, NoData, same_bits, start, trainer_of
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
@@ -157,3 +158,16 @@ def test_our_own_recipes_sum(recipe: str, precision: str, monkeypatch: pytest.Mo
     trainer = trainer_of(f"recipe={recipe}", f"precision={precision}", *OURS[recipe], *SMALL)
     monkeypatch.setattr(type(trainer.recipe), "known_sum", False)
     trainer.check_sum()
+
+
+def test_a_subclass_of_our_recipes_with_a_loss_of_its_own_is_looked_at() -> None:
+    class Named(BigNet):
+        """The loss is that of BigNet."""
+
+    class Own(BigNet):
+        """The loss may be anything."""
+
+        def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+            return super().loss(model, batch)
+
+    assert (BigNet.known_sum, Named.known_sum, Own.known_sum) == (True, True, False)
