@@ -149,6 +149,24 @@ FOUND: dict[str, tuple[tuple[str, ...] | Callable[[Path], None], str, tuple[int,
     "a pool of images": (pool, "a b", (6, 3), "passed over: 9 images in all)"),
     "loose images": ((PET, "{2}.png"), "cat dog", (8, 2), "passed over: 2 outside of class folders)"),
     "parts of classes": (("{oak,ash,elm}/{leaf,bark}/{5}.png",), "ash elm oak", (27, 3), "3 classes"),
+    "masks beside their images": (
+        ("{benign,normal}/a {5}.png", "benign/a {5}_mask.png", "normal/a {0_mask_1,1-GT}.png"),
+        "benign normal",
+        (8, 2),
+        "passed over: 7 masks beside their images)",
+    ),
+    "images of people with masks": (
+        ("{with,without}/{with_mask_,mask,a_mask_}{3}.png",),
+        "with without",
+        (16, 2),
+        "2 ",
+    ),
+    "names of another form of Unicode": (
+        ("train/{Äpfel,Nüsse}/{5}.png", "val/{A\u0308pfel,Nu\u0308sse}/{5}.png"),
+        "Äpfel Nüsse",
+        (10, 10),
+        "2 classes",
+    ),
     "many classes": (
         ("{20}/{2}.png",),
         " ".join(sorted(map(str, range(20)))),
@@ -168,7 +186,7 @@ def test_what_is_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     files(tmp_path) if name == "links" else files(folder) if callable(files) else write(folder, *files)
     data = ImageFolder(path=str(folder)).images(8)
-    assert data.classes == classes.split()
+    assert data.classes == sorted(classes.split())
     assert tuple(len(part) for part in (data.train, data.valid, data.test) if part) == counts
     assert says in data.description.replace(str(folder), "PATH")
 
@@ -177,11 +195,33 @@ MUST = "data.path must be a folder with one folder of images per class, or with 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "labels in the names": (
         ("train/{cat,dog}.{5}.jpg", "test1/{3}.jpg"),
-        f"PATH has 13 images .passed over: nothing., and no folders of several classes; {MUST}",
+        f"PATH has 13 images .passed over: nothing., and no folders of several classes; {MUST}.* classes in names "
+        "of files are not read$",
     ),
+    "labels in the names, and a form to fill in": (
+        ("train/{Maine_Coon,saint_bernard}_{5}.jpg", "test1/{3}.jpg", "sampleSubmission.csv", "test.csv"),
+        "; classes in names of files are not read$",
+    ),
+    "a table of each split": (
+        ("train_images/{5}.jpg", "test_images/{3}.jpg", "{sample_submission,test,train}.csv"),
+        r"those of PATH/train\.csv to PATH/train_images/metadata\.csv .* data\.name=PATH/train_images data\.label",
+    ),
+    "loose images": (
+        ("{cat,dog}_{5}.jpg", "labels/labels.csv"),
+        r"names of files are not read; or write those of PATH/labels/labels\.csv to PATH/metadata\.csv ",
+    ),
+    "folds of two classes": (
+        ("fold_{3}/{benign,malignant}/{2}.png",),
+        r"hold the folders benign, malignant; if these are the classes or splits, set data\.path=PATH/fold_0;",
+    ),
+    "sites with classes of their own": (
+        ("Site {A,B,C}/{cat,dog}/{2}.png", "Site C/cow/1.png"),
+        "hold the folders cat, ",
+    ),
+    "arrays": (("{cat,dog}/{5}.npy",), r"over: 10 \.npy\).*; images are \.jpg, "),
     "a table beside them": (
         ("train_images/{5}.jpg", "train.csv"),
-        r"PATH has 5 .*; or write the classes of PATH/train\.csv to metadata\.csv .*data=hub data\.name=PATH data\.l",
+        r"PATH has 5 .*; or write those of PATH/train\.csv to PATH/train_images/metadata\.csv .*data=hub data\.name=",
     ),
     "images and masks": (
         ("{images,masks}/{5}.png",),
@@ -223,7 +263,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "one folder": (
         ("img_align/img_align/{9}.jpg", "list.csv"),
-        r"PATH has 9 images .*1 \.csv\).* classes of PATH/list\.csv",
+        r"PATH has 9 images .*1 \.csv\).* those of PATH/list\.csv",
     ),
     "one folder in each split": (
         ("train/train/{5}.jpg", "val/val/{3}.jpg", "train.csv"),
@@ -247,12 +287,49 @@ def test_what_cannot_be_learnt_from_is_said(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of datasets, which opens the table
-def test_the_remedy_for_a_table_works(tmp_path: Path) -> None:
-    write(tmp_path, "{8}.png")
-    rows = (f"{number}.png,{'cat' if number % 2 else 'dog'}" for number in range(8))
-    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
-    data = Hub(name=str(tmp_path), label_column="label", cache_dir=str(tmp_path / "cache")).images(8)
+@pytest.mark.parametrize(
+    "files", [("train_images/{8}.png", "test_images/{3}.png"), ("part_0/{4}.png", "part_1/{4}.png")]
+)
+def test_the_remedy_for_a_table_works(files: tuple[str, ...], tmp_path: Path) -> None:
+    write(tmp_path / "set", *files, "train.csv", "sample_submission.csv")
+    with pytest.raises(UserError) as raised:
+        described(tmp_path / "set")
+    remedy = re.search(r"to (\S+) \(file_name,label\).* data.name=(\S+) data.label_column=label", str(raised.value))
+    assert remedy, raised.value
+    table, name = Path(remedy[1]), remedy[2]
+    for other in table.parent.glob("*.csv"):
+        other.unlink()
+    images = [str(file.relative_to(table.parent)) for file in table.parent.rglob("*.png")]
+    rows = (f"{image},{'cat' if number % 2 else 'dog'}" for number, image in enumerate(images))
+    table.write_text("\n".join(["file_name,label", *rows]))
+    data = Hub(name=name, label_column="label", cache_dir=str(tmp_path / "cache")).images(8)
     assert (data.classes, len(data.train) + len(data.valid)) == (["cat", "dog"], 8)
+
+
+WARNED = {
+    "domains of two classes": (
+        ("{amazon,dslr,webcam}/{benign,malignant}/{2}.png",),
+        "below its folder, PATH/amazon those in benign, malignant; if these are the classes, set data.path=PATH/amazon",
+    ),
+    "two levels": (("animals/{cat,dog}/{2}.png", "things/{bus,car,hat}/{2}.png"), "PATH/animals those in cat, dog"),
+    "case and blanks": (("{Cat,cat,dog,Dog ,emu}/{2}.png",), "classes differ from Cat, Dog  in case or blanks only"),
+}
+QUIET = [("{cat,dog}/{2}.png",), ("{A,a,B,b}/{2}.png",), ("{-1,1}/{2}.png",), ("{cat,dog}/images/{2}.png",)]
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_may_not_be_meant_is_warned_of(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files, message = WARNED[name]
+    write(tmp_path, *files)
+    described(tmp_path)
+    assert message in caplog.text.replace(str(tmp_path), "PATH")
+
+
+@pytest.mark.parametrize("files", QUIET)
+def test_nothing_is_warned_of(files: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, *files)
+    described(tmp_path)
+    assert not caplog.text
 
 
 def test_images_on_both_sides_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mantissa.display import shortened
-from recipes.data.images.layout import PARTS, TEST, TRAINING, VALIDATION, WANTED, arrange, numbers, read
+from recipes.data.images.layout import PARTS, TEST, TRAINING, VALIDATION, WANTED, Folder, arrange, numbers, read
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.contract import check_no_overlap
@@ -69,6 +69,14 @@ class ImageFolder(ImageSource):
         classes, empty = sorted(files[TRAINING]), f"; without images: {shortened(train.empty)}" if train.empty else ""
         if len(classes) == 1:
             raise UserError(f"{train.path} has images of one class only, {classes[0]}{empty}; two are needed")
+        plain = {"".join(name.casefold().split()) if len(name) > 1 else name: name for name in classes}  # A, a: letters
+        if again := sorted({*classes} - {*plain.values()}):
+            log.warning("classes differ from %s in case or blanks only; join those that are one", shortened(again))
+        deep = [each for each in map(Folder.unwrapped, train.folders.values()) if len(each.folders) > 1]
+        if 2 * len(deep) > len(classes):
+            message = "a class has all images in and below its folder, %s those in %s; if these are the classes, set "
+            message += "data.path=%s, or move them up"
+            log.warning(message, deep[0].path, shortened(sorted(deep[0].folders)), deep[0].path)
         origin = ", ".join(f"{part} {found.path}" for part, found in folders.items())
         if VALIDATION not in files:
             files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)

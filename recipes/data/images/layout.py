@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ _SPLITS = {
 }
 _IMAGES = re.compile("images?|imgs?|jpegimages|jpg", re.IGNORECASE)
 _ABOUT_IMAGES = re.compile("(.*[^a-z])?(masks?|annotations?|labels?|segmentation.*|ground.?truth|gt)", re.IGNORECASE)
+_MASKS = ("mask", "annotation", "label", "seg", "segmentation", "gt")
+_MASK = re.compile(f"[^a-z0-9]({'|'.join(_MASKS)})s?([_-]?[0-9]+)?$", re.IGNORECASE)
+_FOLD = re.compile("(.*[^a-z])?(k?fold|cv|split|part|batch|site|cent(er|re)|domain|client)s?([^a-z].*)?", re.IGNORECASE)
 _OF_SYSTEMS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
 
 
@@ -85,6 +89,15 @@ def read(path: str, passed: Counter[str] | None = None, above: tuple[str, ...] =
             found.images.append(entry.path)
         else:
             passed[os.path.splitext(name)[1] or "without a suffix"] += 1
+    composed = {unicodedata.normalize("NFC", name): inner for name, inner in found.folders.items()}
+    if len(composed) == len(found.folders):  # an umlaut is one character or two, by the system that wrote the name
+        found.folders = composed
+    names = "\n".join(found.images).lower()
+    if any(word in names for word in _MASKS):  # of a million images few are worth a closer look
+        stems = {os.path.splitext(file)[0]: file for file in found.images}
+        masks = {file for stem, file in stems.items() if (end := _MASK.search(stem)) and stem[: end.start()] in stems}
+        found.images = [file for file in found.images if file not in masks]
+        passed["masks beside their images"] += len(masks)
     if any(map(_IMAGES.fullmatch, found.folders)):
         for name in list(filter(_ABOUT_IMAGES.fullmatch, found.folders)):
             found.leave_out(name)
@@ -139,15 +152,19 @@ def _no_classes(root: Folder, top: Folder, inside: dict[str, Folder]) -> list[st
     lone = len(inside) == 1 and (not top.empty or any(map(_IMAGES.fullmatch, inside)))
     if numbered or lone or all(map(_role, inside)):
         remedy = f"data.path must be {WANTED}"
-        if (table := next(iter(sorted(Path(root.path).rglob("*.csv"))), None)) and inside:
-            remedy += f"; or write the classes of {table} to metadata.csv beside the images (file_name,label), and use "
-            remedy += f"data=hub data.name={table.parent} data.label_column=label"
+        remedy += "; classes in names of files are not read" if top.files() else f"; images are {', '.join(EXTENSIONS)}"
+        place = next((each for name, each in inside.items() if _role(name) == TRAINING), top).path
+        tables = [csv for csv in Path(root.path).rglob("*.csv") if not re.search("[Ss]ubmission|^[Tt]est", csv.name)]
+        if tables and top.files():
+            remedy += f"; or write those of {min(tables)} to {place}/metadata.csv (file_name,label), with no other "
+            remedy += f"table there, and use data=hub data.name={place} data.label_column=label"
         shown = f"{len(top.files()) or 'no'} images (passed over: {numbers(root.passed) or 'nothing'})"
         raise UserError(f"{root.path} has {shown}, and no folders of several classes; {remedy}")
     if again := [name for name, each in inner.items() if each.keys() <= inside.keys() or _ABOUT_IMAGES.fullmatch(name)]:
         return again
     several, classes = list(inner), set.intersection(*map(set, inner.values())) if inner else set()
-    if 2 * len(inner) <= len(inside) or not len(classes) >= len(inner) > 1:  # parts of classes are fewer than classes
+    folds = len(classes) > 1 and all(map(_FOLD.fullmatch, inside))  # others that share few names are classes of parts
+    if not folds and (2 * len(inner) <= len(inside) or not len(classes) >= len(inner) > 1):
         several = [name for name, each in inner.items() if TRAINING in map(_role, each)]
     if several:
         first = max(several, key=lambda name: len(inside[name].files()))
