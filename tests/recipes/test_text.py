@@ -286,7 +286,7 @@ def test_the_remedy_for_a_file_that_is_no_utf8_text_helps(name: str, tmp_path: P
 def test_a_wrong_byte_is_shown_where_it_is(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(b"line\n" * 300 + b"and it\x92s here\n")
-    said = r"the byte 0x92 at offset 1,506; set data.encoding=cp1252, where it reads 'and it’s here'"
+    said = r"the byte 0x92 at offset 1,506, in cp1252 'and it’s here'; set data.encoding=cp1252"
     with pytest.raises(UserError, match=said):
         TextFiles(path=str(path), tokenizer="bytes").tokens(None)
     path.write_text("naïve")
@@ -294,6 +294,51 @@ def test_a_wrong_byte_is_shown_where_it_is(tmp_path: Path) -> None:
         TextFiles(path=str(path), tokenizer="bytes", encoding="utf-16").tokens(None)
     with pytest.raises(UserError, match=r"no such file or folder; did you mean 'notes.txt'\?; give a file or folder"):
         TextFiles(path=str(tmp_path / "note.txt"))
+
+
+UMLAUTS = "Über die Äpfel, süß wie Öl.\n" * 9
+FOLDERS = {
+    "UTF-8 and Windows": {"a": UMLAUTS.encode(), "b": UMLAUTS.encode("cp1252"), "c d": UMLAUTS.encode("cp1252")},
+    "three encodings": {
+        "a": UMLAUTS.encode(),
+        "b": UMLAUTS.encode("utf-16"),
+        "c": UMLAUTS.encode("cp1252"),
+        "d": b"as",
+    },
+    "plain and UTF-16": {"a": PLAIN.encode(), "b": UMLAUTS.encode("utf-16-le")},
+    "plain and Windows": {"a": PLAIN.encode(), "b": UMLAUTS.encode("cp1252")},
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("first", ["set data.encoding", "write this one anew"])
+def test_the_remedy_for_a_folder_in_several_encodings_helps(name: str, first: str, tmp_path: Path) -> None:
+    for file, content in FOLDERS[name].items():
+        (tmp_path / f"{file}.txt").write_bytes(content)
+    options: dict[str, Any] = {"path": str(tmp_path), "tokenizer": "chars"}
+    for _ in range(6):
+        try:
+            data = TextFiles(**options).tokens(None)
+            break
+        except UserError as error:
+            said = str(error)
+        assert ("if other files are in another encoding" in said) != ("leave out data.encoding" in said)
+        if "leave out data.encoding" in said:
+            del options["encoding"]
+            first = "write this one anew"
+        elif first == "set data.encoding":
+            options["encoding"] = re.findall(r"set data\.encoding=([\w-]+)", said)[0]
+        else:
+            subprocess.run(said.partition("with: ")[2], shell=True, check=True)
+    text = "".join(decoded(data))
+    assert "Ã" not in text
+    assert "Über die Äpfel" in text
+
+
+def test_utf8_is_not_read_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(UMLAUTS, encoding="utf-8")
+    with pytest.raises(UserError, match=r"a.txt is not cp1252 text but UTF-8; leave out data.encoding"):
+        TextFiles(path=str(tmp_path), tokenizer="chars", encoding="cp1252").tokens(None)
 
 
 def test_text_in_another_encoding(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mantissa.display import quantity
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
-from recipes.data.text.unreadable import described
+from recipes.data.text.unreadable import described, is_utf8
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range, nearest
@@ -274,6 +274,8 @@ class TextFile:
         """
         encoding = "utf-8-sig" if self.encoding == "utf-8" else self.encoding  # without a byte order mark
         try:
+            if encoding.lower().startswith(("cp125", "windows", "latin", "iso", "koi8")) and is_utf8(self.path):
+                raise UnicodeError("it would be read as other letters")
             with self.path.open(encoding=encoding, newline="") as file:
                 for line in file:
                     if "\0" in line:
