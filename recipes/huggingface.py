@@ -117,6 +117,8 @@ class SizedRecipe(Recipe):
 
         path = Path(str(self.pretrained)).expanduser()
         if path.exists() and not (path / "config.json").is_file():
+            if saved := sorted(path.glob("*/config.json"), key=lambda file: (len(file.parent.name), file)):
+                raise UserError(f"init_from={path} holds several models; use init_from={saved[-1].parent}")
             raise UserError(
                 f"init_from={self.pretrained} cannot be opened as a {self.name}: it has no config.json and tokenizer; "
                 f"load it into transformers' {self.model_class}, and give the folder that save_pretrained writes, as "
@@ -225,6 +227,7 @@ class SizedRecipe(Recipe):
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Choose the size and the context."""
+        decisions = self.choose_model(hardware)
         if isinstance(self._text(data), TokenizedText) and self.pretrained:  # the defaults need not be dropped
             for key, default in (("tokenizer", OWN_BPE), ("vocab_size", TokenizedText.vocab_size)):
                 if (value := getattr(data, key)) not in (default, self.pretrained):
@@ -232,7 +235,6 @@ class SizedRecipe(Recipe):
                         f"data.{key}={value} has no effect with init_from={self.pretrained}, which has its own "
                         "tokenizer; leave it out"
                     )
-        decisions = self.choose_model(hardware)
         if self.context == "auto":
             tokens = self.chosen(decisions).tokens_per_sample
             decisions.append(Decision("recipe.context", tokens, "tokens per sample, the size's own"))

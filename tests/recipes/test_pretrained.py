@@ -201,7 +201,16 @@ def test_a_checkpoint_of_nanogpt_becomes_a_folder_as_the_page_says(
     with pytest.raises(
         UserError, match=r"ckpt.pt cannot be opened as a gpt2: it has no config.json .* GPT2LMHeadModel"
     ):
-        trainer_of(*options("gpt2", tmp_path / "ckpt.pt"))
+        trainer_of(*options("gpt2", tmp_path / "ckpt.pt"), "data.tokenizer=bytes")
+
+
+def test_the_newest_of_the_models_in_a_folder_is_named(tmp_path: Path) -> None:
+    for number in (2, 10, 9):
+        write_model("gpt2", tmp_path / f"out/checkpoint-{number}")
+    said = rf"init_from={tmp_path}/out holds several models; use init_from={tmp_path}/out/checkpoint-10$"
+    with pytest.raises(UserError, match=said):
+        trainer_of(*options("gpt2", tmp_path / "out"))
+    trainer_of(*options("gpt2", tmp_path / "out/checkpoint-10"))
 
 
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)

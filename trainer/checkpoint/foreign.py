@@ -106,7 +106,7 @@ def read_weights(
     content = contents[0] if len(contents) == 1 else {name: each[name] for each in contents for name in each}
     states = dict(_states(content))
     readings = [reading for where, state in states.items() for reading in _readings(where, state, names)]
-    if not states:
+    if not any(states.values()):
         raise UserError(f"{key} holds no tensors with names; {_SAVE}")
     if not readings:
         there = max(states.values(), key=len)
@@ -118,6 +118,7 @@ def read_weights(
     others = [reading.label for reading in readings if reading.fits == best.fits and reading is not best]
     parts = [f"its {best.label}"] if best.label else []
     parts += [f"not {label}" for label in others if label]
+    parts += [f"not {label}, an average without names" for label in states if not states[label] and "shadow" in label]
     parts += [f"without {best.left_out[0]}" + ", …" * (len(best.left_out) > 1)] if best.left_out else []
     return best.weights, ", ".join(parts)
 
@@ -141,7 +142,7 @@ def _readings(where: str, state: dict[str, Tensor], names: Collection[str]) -> I
 
 
 def _states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield every mapping of names to tensors in a file's content, and the keys that lead to it."""
+    """Yield every mapping of names to tensors, of a list an empty one, in a file's content, and the keys to it."""
     whole = isinstance(content, _Inert) and "_parameters" in content
     found = _module_state(content) if whole else content
     if isinstance(found, Mapping):
@@ -149,6 +150,7 @@ def _states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Tens
         if tensors:
             yield where, tensors
     if isinstance(content, list | tuple):
+        yield where, {}
         content = dict(enumerate(content))
     inside = isinstance(content, Mapping) and not whole and where.count("/") < 3
     for name, each in content.items() if inside else ():

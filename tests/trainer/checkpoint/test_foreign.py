@@ -94,6 +94,10 @@ SAVED: dict[str, tuple[Any, str]] = {
     "weights and params": ({"weights": STATE, "note": "x"}, "its weights"),
     "BasicSR": ({"params": ZEROS, "params_ema": STATE}, "its params_ema, not params"),
     "an average of parameters alone": ({"model": STATE, "ema": {"stem.weight": ZEROS["stem.weight"]}}, "its model"),
+    "torch_ema, whose average has no names": (
+        {"model": STATE, "ema": {"decay": 0.9, "shadow_params": [torch.ones(2), LONE], "collected_params": None}},
+        "its model, not ema/shadow_params, an average without names",
+    ),
     "DINO": (
         {"student": under("module.backbone."), "teacher": under("backbone.", ZEROS), "args": ARGS},
         "its student/backbone.*, not teacher/backbone.*",
