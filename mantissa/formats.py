@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mantissa.names import format_name as format_name
+
 
 @dataclass(frozen=True)
 class Number:
@@ -107,28 +109,6 @@ FORMATS = {
 def computing_in(autocast: torch.dtype | None, weights: torch.dtype) -> str:
     """Return the name of the first mode with such an autocast and such weights, by nothing else than torch's own."""
     return next(name for name, row in FORMATS.items() if (row.autocast, row.weights) == (autocast, weights))
-
-
-_OTHERS = {
-    "no": "fp32",
-    "32": "fp32",
-    "32-true": "fp32",
-    "float32": "fp32",
-    "16-mixed": "fp16",
-    "float16": "fp16",
-    "bf16-mixed": "bf16",
-    "bfloat16": "bf16",
-    "16-true": "fp16_pure",
-    "bf16-true": "bf16_pure",
-    "transformer-engine": "fp8",
-}
-"""Formats by the names of torch, Lightning and accelerate; a dtype is that of autocast."""
-
-
-def format_name(given: object) -> str:
-    """Return the name of a format that is named as elsewhere, such as ``torch.bfloat16``; any other name as it is."""
-    name = str(given).removeprefix("torch.")
-    return _OTHERS.get(name, name)
 
 
 BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and row.number is not FP8)

@@ -28,7 +28,15 @@ def test_tf32_has_the_exponents_of_fp32_and_the_significand_of_fp16() -> None:
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [(torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("16-mixed", "fp16"), ("bf16-true", "bf16_pure"), ("no", "fp32")],
+    [
+        (torch.bfloat16, "bf16"),
+        (16, "fp16"),
+        (32, "fp32"),
+        ("bfloat16", "bf16"),
+        ("16-mixed", "fp16"),
+        ("bf16-true", "bf16_pure"),
+        ("no", "fp32"),
+    ],
 )
 def test_formats_have_the_names_of_torch_lightning_and_accelerate_too(given: object, name: str) -> None:
     assert format_name(given) == name

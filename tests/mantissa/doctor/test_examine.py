@@ -188,7 +188,7 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"precision": "half"}, "precision='half' is unknown"),
+        ({"precision": "quarter"}, "precision='quarter' is unknown"),
         ({"precision": torch.optim.SGD(Own().parameters())}, "precision must be one of fp32, .* is of type SGD"),
         ({"budget_s": 0}, "the budget of 0 s must be more than 0"),
         ({"batches": []}, "0 batches"),

@@ -1,0 +1,17 @@
+"""Names of formats elsewhere; without torch, which a mistake in a command line does not wait for."""
+
+_OTHERS = {
+    **dict.fromkeys(("no", "32", "32-true", "float32", "float"), "fp32"),
+    **dict.fromkeys(("16", "16-mixed", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+    "16-true": "fp16_pure",
+    "bf16-true": "bf16_pure",
+    "transformer-engine": "fp8",
+}
+"""Formats by the names of torch, Lightning and accelerate; a dtype is that of autocast."""
+
+
+def format_name(given: object) -> str:
+    """Return the name of a format that is named as elsewhere, such as ``torch.bfloat16``; any other name as it is."""
+    name = str(given).removeprefix("torch.")
+    return _OTHERS.get(name, name)
