@@ -107,12 +107,12 @@ class _TorchSession(Session):
 
 
 class _MemorySession(Session):
-    def __init__(self, config: MemoryProfiler, folder: Path, device: torch.device, recorder: Recorder) -> None:
-        self._config, self._folder, self._device, self._recorder = config, folder, device, recorder
+    def __init__(self, at_step: int, folder: Path, device: torch.device, recorder: Recorder) -> None:
+        self._at_step, self._folder, self._device, self._recorder = at_step, folder, device, recorder
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         self._started += 1
-        return self._recorded(step_index) if self._started == self._config.at_step else _NOTHING
+        return self._recorded(step_index) if self._started == self._at_step else _NOTHING
 
     @contextmanager
     def _recorded(self, step_index: int) -> Iterator[None]:
@@ -137,14 +137,6 @@ class _MemorySession(Session):
         finally:
             memory._record_memory_history(enabled=None)
 
-    def finish(self) -> None:
-        if self.ledger is None:
-            log.warning(
-                "profiler=memory records step %d, but this run made %d: no ledger. "
-                "Use a smaller profiler.at_step or a larger steps.",
-                *(self._config.at_step, self._started),
-            )
-
 
 @dataclass
 class Profiler:
@@ -152,8 +144,8 @@ class Profiler:
 
     kind: ClassVar[str] = "none"
 
-    def start(self, folder: Path, device: torch.device, recorder: Recorder) -> Session:
-        """Begin a session whose files go to ``folder/profile``; ``recorder`` makes a ledger of the training."""
+    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> Session:
+        """Begin a session whose files go to ``folder/profile``; ``recorder`` makes a ledger of one of its ``steps``."""
         return Session()
 
 
@@ -183,7 +175,7 @@ class TorchProfiler(Profiler):
         """The number of steps until the profile is complete."""
         return self.wait + self.warmup + self.active
 
-    def start(self, folder: Path, device: torch.device, recorder: Recorder) -> Session:
+    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> Session:
         return _TorchSession(self, folder / "profile", device)
 
 
@@ -197,13 +189,13 @@ class MemoryProfiler(Profiler):
 
     kind: ClassVar[str] = "memory"
     at_step: int = 3
-    """Step to record, counted from 1: by the third, the optimizer state exists and caches are warm."""
+    """Step to record, from 1, at most the last: by the third, the optimizer state exists and caches are warm."""
 
     def __post_init__(self) -> None:
         check_number("profiler.at_step", self.at_step)
 
-    def start(self, folder: Path, device: torch.device, recorder: Recorder) -> Session:
-        return _MemorySession(self, folder / "profile", device, recorder)
+    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> Session:
+        return _MemorySession(min(self.at_step, steps), folder / "profile", device, recorder)
 
 
 def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:

@@ -118,7 +118,7 @@ class Run:
             forget_failure(folder)
             self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, self._resumed_at)
         profiler = self.config.profiler if self.world.is_main else Profiler()
-        self.profiler = profiler.start(folder.path, trainer.device, trainer.ledger)
+        self.profiler = profiler.start(folder.path, trainer.device, trainer.ledger, self.plan.steps - trainer.step)
         half = self.config.precision.half
         self.diagnostics = self.config.diagnostics.start(
             trainer.model, trainer.update, half, self.plan.steps, self.world

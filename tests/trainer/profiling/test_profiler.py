@@ -23,7 +23,7 @@ def run(profiler: Profiler, folder: Path, steps: int, fail_at: int | None = None
     """Train a small model under ``profiler``; steps are counted from 100, as after a resume."""
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters())
-    session = profiler.start(folder, CPU, partial(MemoryLedger, model, optimizer))
+    session = profiler.start(folder, CPU, partial(MemoryLedger, model, optimizer), steps)
     with suppress(InterruptedError):
         for count in range(1, steps + 1):
             with session.step(99 + count):
@@ -69,7 +69,7 @@ def test_no_kernel_of_another_step_lands_in_a_traced_one(tmp_path: Path, monkeyp
     profile = SimpleNamespace(**{name: partial(events.append, name) for name in ("start", "step", "stop")})
     monkeypatch.setattr("trainer.profiling.profiler.new_profile", lambda *_, **__: profile)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append("wait"))
-    session = TorchProfiler(wait=1, warmup=1, active=1).start(tmp_path, torch.device("cuda"), MemoryLedger)
+    session = TorchProfiler(wait=1, warmup=1, active=1).start(tmp_path, torch.device("cuda"), MemoryLedger, 4)
     for step in range(4):
         with session.step(step):
             events.append(f"kernels {step}")
@@ -82,7 +82,6 @@ def test_no_kernel_of_another_step_lands_in_a_traced_one(tmp_path: Path, monkeyp
     [
         (TorchProfiler(wait=1, warmup=1, active=5), 4, "this run made 4: 2 of 5 steps are in the profile", 2),
         (TorchProfiler(wait=1, warmup=1, active=5), 2, "needs 7 steps (wait, warmup and active together)", 0),
-        (MemoryProfiler(at_step=3), 2, "records step 3, but this run made 2", 0),
     ],
 )
 def test_a_run_that_was_too_short_is_told_what_is_missing(
@@ -106,8 +105,9 @@ def test_torch_profiler_can_be_finished_after_a_failed_step(fail_at: int, tmp_pa
     assert written(tmp_path / "again")
 
 
-def test_memory_writes_the_ledger_of_the_chosen_step(tmp_path: Path) -> None:
-    session = run(MemoryProfiler(at_step=2), tmp_path, 4)
+@pytest.mark.parametrize(("at_step", "steps"), [(2, 4), (3, 2)])
+def test_memory_writes_the_ledger_of_the_chosen_step_or_the_last(at_step: int, steps: int, tmp_path: Path) -> None:
+    session = run(MemoryProfiler(at_step), tmp_path, steps)
     assert written(tmp_path) == ["ledger.json", "ledger.txt"]
     weights = 4 * (32 * 64 + 64 + 64 * 8 + 8)
     record = json.loads((tmp_path / "profile/ledger.json").read_text())
