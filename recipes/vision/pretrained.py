@@ -119,8 +119,8 @@ def _published(arch: str, name: str, image_size: int) -> dict[str, Tensor]:
     except Exception as error:  # of urllib, requests, httpx, the hub, or torch for a damaged file
         cache = "HF_HOME" if arch.startswith(architectures.TIMM) else "TORCH_HOME"
         raise UserError(
-            f"init_from={name}: the weights of {arch} could not be downloaded or opened ({first_line(error)}); "
-            f"remove a damaged copy from its cache (see {cache}), or {_FILE}"
+            f"init_from={name}: the weights of {arch} could not be downloaded or opened "
+            f"({first_line(error.__cause__ or error)}); remove a damaged copy from its cache (see {cache}), or {_FILE}"
         ) from error
     return model.state_dict()
 

@@ -213,6 +213,13 @@ def test_a_damaged_copy_of_a_download_is_to_be_removed(hub: None, tmp_path: Path
         start(compose(*SMALL, "init_from=DEFAULT"))
 
 
+def test_what_keeps_weights_of_timm_from_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="downloaded or opened .*HF_HUB_OFFLINE"):
+        start(compose(*SMALL, "recipe.arch=timm/test_resnet", "init_from=DEFAULT"))
+
+
 def test_files_that_are_no_weights_of_this_model_are_refused(published: dict[str, Tensor], tmp_path: Path) -> None:
     def refused(message: str, *overrides: str) -> None:
         with pytest.raises(UserError, match=message):
