@@ -68,7 +68,8 @@ class RunFolder:
         path = Path(given).expanduser()
         if not path.is_dir():
             why = "this is a file" if path.exists() else "there is no such folder"
-            raise UserError(f"{key}={given}: {why}; give a run folder, such as {_example(path.parent, output_dir)}")
+            which = "a file of weights, or a run" if key == "init_from" else "a run"
+            raise UserError(f"{key}={given}: {why}; give {which} folder, such as {_example(path.parent, output_dir)}")
         return cls(path)
 
     def summary(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
         text = text.strip("'\"")
         return [f"{subject.partition('=')[0]}={text}" if word == subject else word for word in words]
 
-    if near := re.search(r"did you mean '([^']+)'", said):
+    if near := re.search(r"did you mean '([^'…]+)'", said):
         words = meant(words, said, near[1])
         found += [[words]] * ("it belongs to" not in said)
         said, advice = (re.sub(r";? ?did you mean '[^']*'\?", "", text) for text in (said, advice))
@@ -135,7 +135,7 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
         found.append([with_settings(words, f"{score[1]}={score[2]}")])
     replaced = subject.startswith("--") or "no effect" in fact or "without it" in advice or ": write" in said
     kept = without(words, subject) if replaced and subject in words else words
-    kept = [word for word in kept if "=" in word or "is not an override" not in said]
+    kept = [word for word in kept if "=" in word[1:] or "is not an override" not in said]
     settings: list[list[str]] = []
     for match in re.finditer(rf"({SETTING}(?: {SETTING})*)({OTHERS})", advice):
         key, _, first = match[1].rstrip(".").rpartition("=")
@@ -319,6 +319,29 @@ recipe=bignet profiler.wait=1
 recipe=bignet init_from=runs/mine
 recipe=resnet init_from=docs
 recipe=resnet resume=runs
+recipe=bignet max_epochs=2
+recipe=bignet num_train_epochs=2
+recipe=bignet per_device_train_batch_size=8
+recipe=bignet weight_decay=0.1
+recipe=bignet warmup_steps=3
+recipe=bignet gradient_checkpointing=true
+recipe=bignet logger=local
+recipe=bignet bf16=true
+recipe=bignet mixed_precision=bf16
+recipe=bignet default_root_dir=here
+recipe=bignet fast_dev_run=true
+recipe=bignet overfit_batches=1
+recipe=bignet ckpt_path=auto
+recipe=bignet strategy=single
+recipe=bignet accelerator=cpu
+recipe=bignet devices=2
+recipe=bignet gradient_clip_val=1.0
+recipe=bignet accumulate_grad_batches=4
+recipe=bignet --gradient_checkpointing
+recipe=bignet --num_train_epochs 2
+recipe=bignet clip=1.0
+recipe=bignet ema=0.99
+recipe=bignet loader=2
 """
 
 SMALL = {"recipe=bignet": ["recipe.layers=2", "recipe.width=16"], "recipe=gpt2": ["recipe.size=nano"]}

@@ -16,10 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Sweep
 from hydra.errors import HydraException
 
+from mantissa.names import format_name
 from trainer.config import external_recipes
-from trainer.config.explain import intended_key, is_text
+from trainer.config.explain import OTHER_NAMES, intended_key, is_text
 from trainer.config.registration import CONF, choices
-from trainer.config.text import unquoted
+from trainer.config.text import fraction, unquoted
 from trainer.errors import UserError, nearest
 
 _MULTIRUN = {"-m", "--multirun"}
@@ -30,6 +31,13 @@ _WITHOUT_EFFECT = {
 """Flags of Hydra's, and what to do instead."""
 _ELSEWHERE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.chdir")
 """Where other programs of Hydra's write."""
+_OWN = {
+    "clip": "clip=norm clip.max_norm={0}",
+    "ema": "ema=default ema.decay={0}",
+    "loader": "loader.workers={0}",
+    "data": "data=text data.path=…, data=imagefolder data.path=… or data=hub data.name=…",
+}
+"""What to set where a number stands in the place of a choice, or data of one's own."""
 
 log = logging.getLogger("mantissa")
 
@@ -94,7 +102,10 @@ def read(arguments: Sequence[str]) -> CommandLine:
         if override is not None and isinstance(override.value(), Glob):
             raise UserError(f"{argument}: write the values, separated by commas")
         if override is None or argument[:1] in ("=", "@"):
-            raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
+            raise UserError(f"{argument!r} is not an override; write key=value, without blanks, such as precision=bf16")
+        if override.key_or_group in _ELSEWHERE:  # Hydra would make the folder
+            log.warning("%s has no effect on where runs go; set output_dir=… and run_name=…", argument)
+            continue
         readable.append(argument)
         overrides.append(override)
     # argparse wants flags first
@@ -102,8 +113,6 @@ def read(arguments: Sequence[str]) -> CommandLine:
     external_recipes.use_folder(line.value("recipe_path"))
     for override in overrides:
         _check_names(override)
-        if override.key_or_group in _ELSEWHERE:
-            log.warning("%s has no effect on where runs go; set output_dir=… and run_name=…", override.input_line)
     for number, override in enumerate(overrides):  # after the names, as it imports the classes of the options
         key, typed = override.key_or_group, str(override.input_line)
         if key == "note" or key.startswith("tags.") or _is_misread(override):
@@ -118,7 +127,9 @@ def _without_dashes(argument: str, following: str) -> str:
     if key in ("--local-rank", "--local_rank"):
         return f"{argument} is from torch.distributed.launch; use torchrun in its place, with the same options"
     value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
-    return f"{argument}: write {intended_key(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
+    ours = intended_key(key.strip("-").replace("-", "_"))
+    ours += "" if "=" in ours else f"={value or '…'}"
+    return f"{argument}: write {ours}, without dashes"
 
 
 def _quoted_text(argument: str, override: Override | None) -> str:
@@ -149,8 +160,10 @@ def _check_names(override: Override) -> None:
     """Refuse a key that is nearly a group's name, and a choice that its group does not have."""
     key, groups = override.key_or_group, {path.name for path in CONF.iterdir() if path.is_dir()}
     if key not in groups:
-        head = key.partition(".")[0]
-        near = [] if head in groups else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
+        head, _, rest = key.partition(".")
+        if head in ("trainer", "training", "train", "args"):  # as other trainers write
+            raise UserError(f"{key} is not a key of the config; did you mean {intended_key(rest)!r}?")
+        near = [] if head in (*groups, *OTHER_NAMES) else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
         if near:
             raise UserError(
                 f"{head} is not a key of the config; did you mean {near[0]!r}?; --cfg job shows all of them"
@@ -159,19 +172,25 @@ def _check_names(override: Override) -> None:
     if override.is_add():
         raise UserError(f"{key} already has a value; set it with {key}=…, without the +")
     known, value = choices(key), override.value()
+    if override.is_delete():
+        raise UserError(f"~{key}: a group cannot be removed; set {key}={'|'.join(known)}, or leave it out")
     if isinstance(value, list) and key != "experiment":  # of which Hydra takes several
         raise UserError(
             f"{override.input_line}: a run has one {key}; to run one after the other, add -m and no brackets"
         )
     if isinstance(value, ChoiceSweep):
         chosen = [unquoted(text) for text in override.sweep_string_iterator()]
-    elif override.is_delete() or isinstance(value, Sweep):
+    elif isinstance(value, Sweep):
         chosen = []
     else:
         chosen = [*map(str, value)] if isinstance(value, list) else ["null" if value is None else str(value)]
     for name in chosen:
         if name not in known and not (key == "recipe" and _may_be_a_class(name)):
-            raise UserError(f"{key}={name} is not a choice{nearest(name, known)} ({', '.join(known)})")
+            is_near = fraction(name) is None if key != "data" else difflib.get_close_matches(name, known, cutoff=0.75)
+            if key in _OWN and not is_near:
+                raise UserError(f"{key}={name} is not a choice ({', '.join(known)}): write {_OWN[key].format(name)}")
+            meant = format_name(name) if key == "precision" else name
+            raise UserError(f"{key}={name} is not a choice{nearest(meant, known)} ({', '.join(known)})")
 
 
 def _may_be_a_class(name: str) -> bool:

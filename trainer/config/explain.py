@@ -34,7 +34,8 @@ def _sentence(error: BaseException) -> str:
     cause, text = chain[-1], "\n".join(map(str, chain))
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:  # named by a YAML file
         options = [name for name in cause.options if not name.endswith("_schema")]
-        return f"there is no {cause.missing_cfg_file} ({', '.join(options)})"
+        arch = "; an architecture is recipe=resnet recipe.arch=…" * cause.missing_cfg_file.startswith("recipe/resn")
+        return f"there is no {cause.missing_cfg_file} ({', '.join(options)}){arch}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         if not is_dataclass(cause.object_type):
             others = _others_with(cause.full_key)
@@ -46,6 +47,8 @@ def _sentence(error: BaseException) -> str:
     if own := [name for name in known_options() if name.startswith(f"{typed.partition('=')[0]}.")]:
         return f"{typed}: set one of its options: {', '.join(own)}"
     first = str(cause).strip().partition("\n")[0]
+    if there := re.search(r"An item is already at '(.*)'", first):
+        return f"{there[1]} already has a value; set it with {there[1]}=…, without the +"
     if "does not support deletion" in first:
         return f"{typed}: an option cannot be removed; set another value, or leave it out for the default"
     key = typed.partition("=")[0]
@@ -91,7 +94,8 @@ def _unknown(key: str, owner: Any, value: str) -> str:
         return f"{key} is not an option of {which}; it belongs to {owners}"
     better = intended_key(option if classes else key)
     if classes and not better.startswith(f"{group}."):
-        options = [name.partition(".")[2] for name in known if name.startswith(f"{group}.") and name.count(".") == 1]
+        options = [entry.name for entry in config.options(owner)]  # those that the choice has, else all
+        options = options or [name.partition(".")[2] for name in known if re.match(rf"{group}\.\w+$", name)]
         near = nearest(option, options, f"{group}.") or f"; {group} has {', '.join(options)}"
     elif better != key:
         # Under the same name in a group the value is right, too; other trainers' names may want another one.
@@ -112,17 +116,31 @@ def _others_with(key: str) -> str:
     return f"; it belongs to {', '.join(f'{group}={name}' for name in found)}" if found else ""
 
 
-_OTHER_NAMES = {
+OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
     **dict.fromkeys(("betas", "momentum", "eps", "nesterov"), "optimizer.options."),
-    **dict.fromkeys(("max_steps", "iterations", "iters", "max_iters"), "steps"),
+    **dict.fromkeys(("max_steps", "iterations", "iters", "max_iters", "num_steps", "total_steps"), "steps"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
     **dict.fromkeys(("model", "network", "task"), "recipe"),
-    **dict.fromkeys(("amp", "dtype", "fp16", "bf16", "mixed_precision"), "precision"),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad"), "clip.max_norm"),
-    **dict.fromkeys(("warmup", "warmup_iters"), "schedule.warmup_steps"),
-    **dict.fromkeys(("gpu", "cuda"), "device"),
-    **dict.fromkeys(("num_workers", "n_workers"), "loader.workers"),
+    **dict.fromkeys(("amp", "dtype", "mixed_precision"), "precision"),
+    **{name: f"precision={name}" for name in ("fp16", "bf16", "tf32")},
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad", "gradient_clip_val"), "clip.max_norm"),
+    **dict.fromkeys(("warmup", "warmup_iters", "num_warmup_steps", "warmup_ratio"), "schedule.warmup_steps"),
+    **dict.fromkeys(("gpu", "cuda", "accelerator"), "device"),
+    **dict.fromkeys(("devices", "gpus", "num_gpus", "num_processes"), "torchrun --nproc-per-node=…"),
+    **dict.fromkeys(("num_workers", "n_workers", "dataloader_num_workers"), "loader.workers"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "batch_size=… micro_batch_size=…"),
+    **dict.fromkeys(("default_root_dir", "save_dir", "out_dir", "logging_dir"), "output_dir"),
+    **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval"), "eval_every"),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume"),
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_checkpointing": "activation_checkpointing=blocks",
+    "strategy": "parallel",
+    "logger": "tracking",
+    "callbacks": "early_stopping.patience=…",
+    "fast_dev_run": "debug=fast",
+    "overfit_batches": "debug=overfit",
 }
 """Other trainers' names of keys that the key here does not resemble; a final dot: the name is appended."""
 
@@ -134,14 +152,15 @@ _FIRST = ("optimizer", "schedule", "recipe", "data")
 def intended_key(key: str) -> str:
     """Return the intended key of, for example, ``lr`` or ``model.size``; else ``key`` itself.
 
-    That is an option of a group by the option's name alone, or the name that other trainers have for it.
+    That is an option of a group by the option's name alone, or the name that other trainers have for it, and a value
+    where that means one.
     """
     known = known_options()
     if key in known:
         return key
     head, dot, rest = key.partition(".")
-    if head in _OTHER_NAMES:
-        other = _OTHER_NAMES[head]
+    if head in OTHER_NAMES:
+        other = OTHER_NAMES[head]
         return f"{other}{head}" if other.endswith(".") else f"{other}{dot}{rest}"
     found = [name for name in known if name.partition(".")[2] == key and name.partition(".")[0] in config.groups()]
     return min(found, key=lambda name: [*_FIRST, name.partition(".")[0]].index(name.partition(".")[0]), default=key)

@@ -53,7 +53,7 @@ def page(arguments: Sequence[str]) -> str:
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     arguments = [re.sub("^(-h|--help)=", "", argument) for argument in arguments]
     overrides = [argument for argument in arguments if "=" in argument]
-    words = [intended_key(argument) for argument in arguments if "=" not in argument and argument[:1] != "-"]
+    words = [intended_key(word).partition("=")[0] for word in arguments if "=" not in word and word[:1] != "-"]
     if not words and by_key(overrides).keys() <= {"recipe_path"}:
         read(overrides)
         return "\n".join([USAGE, *(_group(name, width) for name in _groups())])

@@ -52,9 +52,10 @@ def test_what_hydra_can_read_is_not_changed() -> None:
         "data.path='a b'",
         "data.path=a,b",
         "+optimizer.options.eps=1",
-        "~clip",
+        "~optimizer.options.betas",
     ]
     assert read(typed).arguments == typed
+    assert read(["seed=1", "hydra.run.dir=here", "hydra.job.chdir=true"]).arguments == ["seed=1"]  # it makes a folder
     assert read(["seed=1,2", "-m"]).arguments == ["-m", "seed=1,2"]  # argparse takes flags first only
     assert list(combinations(["run_name=ü ü", "seed=1,2"])) == ["seed=1", "seed=2"]
 
