@@ -216,7 +216,7 @@ def test_a_damaged_copy_of_a_download_is_to_be_removed(hub: None, tmp_path: Path
 def test_what_keeps_weights_of_timm_from_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="downloaded or opened .*HF_HUB_OFFLINE"):
+    with pytest.raises(UserError, match=r"downloaded or opened .*HF_HUB_OFFLINE"):
         start(compose(*SMALL, "recipe.arch=timm/test_resnet", "init_from=DEFAULT"))
 
 
