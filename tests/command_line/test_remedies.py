@@ -135,7 +135,7 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
         found.append([with_settings(words, f"{score[1]}={score[2]}")])
     replaced = subject.startswith("--") or "no effect" in fact or "without it" in advice or ": write" in said
     kept = without(words, subject) if replaced and subject in words else words
-    kept = [word for word in kept if "=" in word[1:] or "is not an override" not in said]
+    kept = [word for word in kept if "=" in word[1:-1] or "is not an override" not in said]
     settings: list[list[str]] = []
     for match in re.finditer(rf"({SETTING}(?: {SETTING})*)({OTHERS})", advice):
         key, _, first = match[1].rstrip(".").rpartition("=")
@@ -330,6 +330,8 @@ recipe=bignet bf16=true
 recipe=bignet mixed_precision=bf16
 recipe=bignet default_root_dir=here
 recipe=bignet fast_dev_run=true
+recipe=bignet save_steps=5
+recipe=bignet seed_everything=1
 recipe=bignet overfit_batches=1
 recipe=bignet ckpt_path=auto
 recipe=bignet strategy=single

@@ -159,6 +159,8 @@ def _is_misread(override: Override) -> bool:
 def _check_names(override: Override) -> None:
     """Refuse a key that is nearly a group's name, and a choice that its group does not have."""
     key, groups = override.key_or_group, {path.name for path in CONF.iterdir() if path.is_dir()}
+    if override.is_delete() and "." not in key:
+        raise UserError(f"~{key}: it cannot be removed; set {key}={'|'.join(choices(key)) or '…'}, or leave it out")
     if key not in groups:
         head, _, rest = key.partition(".")
         if head in ("trainer", "training", "train", "args"):  # as other trainers write
@@ -172,8 +174,6 @@ def _check_names(override: Override) -> None:
     if override.is_add():
         raise UserError(f"{key} already has a value; set it with {key}=…, without the +")
     known, value = choices(key), override.value()
-    if override.is_delete():
-        raise UserError(f"~{key}: a group cannot be removed; set {key}={'|'.join(known)}, or leave it out")
     if isinstance(value, list) and key != "experiment":  # of which Hydra takes several
         raise UserError(
             f"{override.input_line}: a run has one {key}; to run one after the other, add -m and no brackets"

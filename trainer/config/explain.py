@@ -137,6 +137,8 @@ OTHER_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "gradient_checkpointing": "activation_checkpointing=blocks",
     "strategy": "parallel",
+    "save_steps": "checkpoint.every",
+    "seed_everything": "seed",
     "logger": "tracking",
     "callbacks": "early_stopping.patience=…",
     "fast_dev_run": "debug=fast",
