@@ -38,9 +38,7 @@ def gradients(step: Step) -> Examined:
     absent = [name for name in weights if name not in once]
     optimized = {name: weights[name] for name in absent if name in step.optimized}
     result = Examined(findings=_unreached(reference, {name: weights[name] for name in zero}, optimized))
-    largest = max(
-        (each.abs().max().item() for each in once.values() if each.numel() and not each.is_sparse), default=0.0
-    )
+    largest = exact.largest
     if 0 < largest < _NOTHING * step.eps:
         detail = f"no gradient is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
         result.findings.append(Finding(UNDERFLOW, UPDATE, "", "fp32", detail=f"{detail}: multiply the loss"))

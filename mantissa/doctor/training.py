@@ -241,11 +241,18 @@ def _explanations(
         usual = [list(map(without_outliers, microbatches)) for microbatches in batches]
         yield finding(INPUT, f"{detail}{sample}", cure, tensor=sample.place), trained(usual)
     factor, line = _factor(step.reference())
-    if explodes and factor >= _FACTOR:
-        detail = f"if the gradients are not multiplied by {factor:g}, as the loss is"
+    detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
+    largest = step.reference().run().largest
+    small = not explodes and 0 < largest < step.eps
+    if small:
+        detail += f"; none is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
+    if small and largest < factor * step.eps:  # a line with a factor is not the reason, or not the only one
+        factor, line, cure = largest, "", f"multiply the loss by {1 / largest:.1g}, or a much lower eps"
+        detail = f"if the loss is multiplied by {1 / largest:.1g}{detail[detail.index(';') :]}"
+    if small or (explodes and factor >= _FACTOR):
         replay = step.reference(dtype)
         replay.loss_factor = 1 / factor
-        yield finding(SCALE, detail, "no factor in this line", line=line), factor * _fp64(replay.train(batches))
+        yield finding(SCALE, detail, cure, line=line), factor * _fp64(replay.train(batches))
     for rate in RATES if explodes else RATES[:2]:
         detail = f"with {rate:g} times the learning rate"
         yield finding(RATE, detail, step.remedies.rate(rate)), trained(lr=rate)

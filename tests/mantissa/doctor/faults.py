@@ -733,6 +733,17 @@ FAULTS = {
         OVERFLOW, WHOLE, "fp16", options={"scale": 2.0**26, "fixed_scale": True}, cure="GradScaler(init_scale="
     ),
     "gradients below eps": Fault(UNDERFLOW, WHOLE, "fp32", loss=scaled(1e-20)),
+    "a factor that leaves gradients below eps": Fault(
+        SCALE, WHOLE, "bf16", loss=scaled(1e-12), optimizer=adam(1e-2), line="factor * error", cure="no factor"
+    ),
+    "gradients that are below eps for no factor": Fault(
+        SCALE,
+        WHOLE,
+        "bf16",
+        loss=lambda model, batch: (1e-6 * error(model, batch).sqrt()) ** 2,
+        optimizer=adam(1e-2),
+        cure="multiply the loss",
+    ),
     "a learning rate that explodes": Fault(RATE, WHOLE, "bf16", optimizer=sgd(1e6), cure="a learning rate of"),
     "updates below the spacing of fp32": Fault(
         LOST,
