@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,7 @@ from mantissa.doctor.gradients import gradients
 from mantissa.doctor.module_errors import harmful_errors, local_errors, wrong_gradients
 from mantissa.doctor.sweep import (
     BREAKS,
+    DIFFERENT,
     FP32,
     FP64,
     LEFT_OUT,
@@ -163,6 +165,11 @@ class Diagnosis:
     def is_ok(self, format: str) -> bool:
         """Return whether the sweep has a format, and the step is finite in it."""
         return any(trial.name == format and trial.status == OK for trial in self.sweep)
+
+    def agrees(self, format: str) -> bool:
+        """Return whether the sweep has a format, and the step's loss in it is that of fp32."""
+        losses = {trial.name: trial.loss for trial in self.sweep if trial.status == OK}
+        return format in losses and math.isclose(losses[format], losses.get(FP32, losses[format]), rel_tol=DIFFERENT)
 
     def add(self, found: Found) -> Found:
         """Add what a check found to what is known, and return it."""
@@ -529,12 +536,14 @@ def _cure(result: Diagnosis) -> None:
     names = [spelled(finding.op)] if finding.kind != UNDERFLOW and not finding.op.endswith(("_", "to_copy")) else []
     if finding.kind == DOMAIN:  # what made its input, the last first
         names += [name for name, module in reversed(in_half(step)) if module == finding.module]
+    if not finding.cure:  # torch may call several operators for one of the line, such as einsum
+        names += [name for name in re.findall(r"\w+(?=\()", finding.line) if hasattr(torch, name)]
     for name in filter(None, names):
         if result.works(step.in_fp32(operators=[name]).as_run):
             finding.cure.append(step.remedies.operators([name]))
             break
     fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale
-    other_half = result.is_ok("bf16") and step.format is not FORMATS["bf16"] and not fewer_bits
+    other_half = result.agrees("bf16") and step.format is not FORMATS["bf16"] and not fewer_bits
     if other_half and result.works(lambda: step.replay("bf16", as_run=True)):
         finding.cure.append(step.remedies.format("bf16"))
 

@@ -13,12 +13,11 @@ from typing import Any
 from mantissa.display import finite
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, INCOMPLETE, Diagnosis, TakenStep
 from mantissa.doctor.fp16_range import LOWEST, Exponents
+from mantissa.doctor.sweep import DIFFERENT
 from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
 from mantissa.page import Plot, Report, Section, measured_on
 
 VERDICT = "verdict.json"
-_DIFFERENT = 0.01
-"""Share of the largest loss by which those of the formats differ, where they are shown."""
 
 
 def opening(replay: TakenStep) -> str:
@@ -36,7 +35,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     """Return the diagnosis as text."""
     replay, found = diagnosis.taken, diagnosis.range
     losses = [trial.loss for trial in diagnosis.sweep if math.isfinite(trial.loss)]
-    differ = bool(losses) and max(losses) - min(losses) > _DIFFERENT * max(map(abs, losses))
+    differ = bool(losses) and max(losses) - min(losses) > DIFFERENT * max(map(abs, losses))
     text = [" · ".join(trial.text(differ) for trial in diagnosis.sweep)] if diagnosis.sweep else []
     for finding in diagnosis.findings:
         text += finding.lines()

@@ -20,6 +20,8 @@ OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "le
 
 FP64, FP32, TF32 = "fp64", "fp32", "tf32"
 SCALER = "+scaler"
+DIFFERENT = 0.01
+"""Share of the loss from which on those of two formats differ: they are shown then, and one is no cure of the other."""
 
 
 @dataclass

@@ -424,3 +424,43 @@ def test_of_modules_that_each_cure_a_fault_the_last_is_named() -> None:
     model = nn.ModuleDict({"average": nn.Identity(), "project": nn.Identity(), "head": nn.Identity()})
     order = ["project", "average", "head"]
     assert _innermost(model, lambda names: not {"project", "average"}.isdisjoint(names), order) == ["average"]
+
+
+def dice(model: nn.Module, batch: Batch) -> Tensor:
+    """Sums of more than 65504, in the format of the model's output."""
+    p = torch.sigmoid(model(batch["x"][:, :1]).expand(-1, 80_000))
+    total = torch.einsum("bi,bi->b", p, p)
+    return (2 * total / (total + 1)).square().mean()
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        nn.init.constant_(self.layer.bias, 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_an_operator_is_spelled_as_in_its_line() -> None:
+    model = Logits()
+    report = mantissa.examine(model, dice, regression(), "fp16", torch.optim.SGD(model.parameters(), 1e-3))
+    assert any("['einsum']" in cure for cure in report.findings[0].cure), str(report)
+
+
+class RootNorm(nn.Module):
+    """Its variance is rounded to less than 0 in fp16, and to anything in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        return (x - mean) / torch.sqrt((x * x).mean(1, keepdim=True) - mean * mean + 1e-5)
+
+
+def test_a_format_with_another_loss_is_no_cure() -> None:
+    torch.manual_seed(16)
+    model = nn.Sequential(nn.Linear(8, 32), RootNorm(), nn.Linear(32, 1), nn.Flatten(0))
+    nn.init.constant_(model[0].bias, 100.0)
+    report = mantissa.examine(model, error, regression(), "fp16", torch.optim.AdamW(model.parameters()))
+    assert report.findings[0].cure[0].startswith("mantissa.keep_fp32(model, ['1'])"), str(report)
+    assert not any("bfloat16" in cure for cure in report.findings[0].cure), str(report)
