@@ -51,7 +51,7 @@ _LARGE = 0.25
 """From this relative error on a module's result is wrong, whatever comes of it."""
 _ORDERS = ("topk", "sort", "argmax", "argmin", "nms")
 """Operators, by their bare names, that choose or order by size."""
-_HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
+HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
 """Relative errors of a step's gradients from which on an error in a module does harm; of up to so many elements the
 second one."""
 _SIGNAL = 0.1
@@ -151,7 +151,7 @@ def harmful_errors(step: Step) -> Examined:
         passes = step.as_run()
         own = _errors(passes.true_gradients(), exact)
     # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
-    wrong = {name: e for name, e in own.items() if e > (_HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
+    wrong = {name: e for name, e in own.items() if e > (HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
     # What each layer repeats is judged together: one of them alone changes little.
     siblings: dict[type[nn.Module], list[Finding]] = {}
     for error in found.findings:
@@ -224,6 +224,14 @@ def wrong_gradients(step: Step) -> WrongGradients:
     return result
 
 
+def gradient_error(step: Step) -> float:
+    """Return the relative error of a step's whole gradient, dropout aside."""
+    with without_dropout():
+        own, exact = step.as_run().true_gradients(), step.reference(reference_dtype(step.format)).true_gradients()
+    names = [name for name in exact if name in own and name]
+    return relative_error(*(torch.cat([each[name].flatten() for name in names]) for each in (own, exact)))
+
+
 def rounded_away(step: Step) -> str:
     """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
     passes = step.as_run()
@@ -242,7 +250,7 @@ def rounded_away(step: Step) -> str:
             varies = torch.linalg.vector_norm(exact - exact.mean(0, keepdim=True)).item()
             error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
             if varies and error > _SIGNAL * varies:
-                lost = f"loses {error / varies:.0%} of what varies in it"
+                lost = f"loses {min(1.0, error / varies):.0%} of what varies in it: subtract its mean before"
                 return f"; rounding {batch_key(name)} to {step.format.number.name} {lost}"
     return ""
 

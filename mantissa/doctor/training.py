@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
-from mantissa.doctor.module_errors import rounded_away
+from mantissa.doctor.module_errors import HARM, gradient_error, rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
@@ -44,7 +44,7 @@ class Divergence(Examined):
     """Whether the losses of some steps in the run's format leave those in fp32, and where."""
 
     fixes: Callable[[Sequence[float]], bool] = field(default=lambda losses: False)
-    """Whether other losses of the same steps do not diverge, nor lose half as much."""
+    """Whether other losses of the same steps do not diverge, nor lose what is too much, or half as much."""
     at: int = 0
     """The index of the step from which on it diverges."""
     is_finite: bool = True
@@ -91,13 +91,18 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     loss = lost(own, exact)
     # What a change of the last bit does, too, is the chaos of the training.
     chaos = abs(lost(perturbed(FP32.unit_roundoff, 0), exact)) if loss > _WORSE else 0.0
-    worse = loss > max(_WORSE, TIMES * chaos)
+    most = max(_WORSE, TIMES * chaos)
+    worse = loss > most
     if first is None and not worse:
+        return result
+    if first == 0 and not worse and (error := gradient_error(step)) < HARM:
+        off = f"the loss differs from that of fp32 by {(own - middle)[0]:.3g}, more than rounding explains"
+        result.notes = [f"{off}; its gradients agree within {error:.1%}, and it learns as much"]
         return result
 
     def fixes(losses: Sequence[float]) -> bool:
         other = _fp64(losses)
-        return lost(other, exact) < loss / 2 if worse else leaves(other, middle, limit) is None
+        return lost(other, exact) < min(most, loss / 2) if worse else leaves(other, middle, limit) is None
 
     result.fixes = fixes
     if first is not None:

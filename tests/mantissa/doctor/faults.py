@@ -248,6 +248,22 @@ def hours(batches: int = 8) -> list[Batch]:
     return found
 
 
+def years() -> nn.Module:
+    """Return layers whose first one has learned to take the mean year away."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(1, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    with torch.no_grad():
+        model[0].weight.mul_(4)
+        model[0].bias.copy_(-model[0].weight[:, 0] * 2024.5)
+    return model
+
+
+def fractional_years(batches: int = 8) -> list[Batch]:
+    torch.manual_seed(1)
+    found = [2024 + torch.rand(64, 1) for _ in range(batches)]
+    return [{"x": year, "y": torch.sin(2 * torch.pi * year)} for year in found]
+
+
 class Waves(nn.Module):
     """Features of the hour of the day, from hours since 1970."""
 
@@ -786,6 +802,16 @@ FAULTS = {
         optimizer=adamw(1e-2),
         line="log_softmax",
         cure="fp32_ops(",
+    ),
+    "years beside layers that hide what is lost": Fault(
+        DIVERGENCE,
+        "0",
+        "bf16",
+        years,
+        batches=fractional_years,
+        optimizer=adamw(3e-3),
+        loss=lambda model, batch: F.mse_loss(model(batch["x"]).float(), batch["y"]),
+        cure="keep_fp32(model, ['0'])",
     ),
     "hours since 1970": Fault(
         DIVERGENCE,

@@ -92,6 +92,17 @@ def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:
     assert found_in(case) == []
 
 
+def test_an_offset_of_the_loss_is_no_fault_where_its_gradients_are_right() -> None:
+    def with_offset(output: Tensor, batch: Batch) -> Tensor:
+        loss = mean_square(output.float(), batch)
+        return loss + 0.05 * loss.detach() * torch.is_autocast_enabled("cpu")
+
+    case = case_of(lambda: around(nn.LayerNorm(WIDTH)), "bf16", with_offset)
+    found = divergence(case, case.following(STEPS))
+    assert (found.findings, len(found.notes)) == ([], 1)
+    assert "its gradients agree within" in found.notes[0]
+
+
 def small() -> nn.Module:
     """Return a block that changes its inputs so little that rounding its weights shows nothing."""
     model = nn.Sequential(Block())
