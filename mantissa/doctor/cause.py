@@ -25,10 +25,11 @@ from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.training import find_outlier, without_outliers
 from mantissa.errors import described
-from mantissa.finding import DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
+from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
+from mantissa.formats import FP16
 from mantissa.step import Batch, Replay, batch_key, map_tensors
 from mantissa.tensors import finite, numbers_in, storage
-from mantissa.trace import PRODUCTS, Op, Trace, line_of_exception
+from mantissa.trace import CAST, PRODUCTS, Op, Trace, line_of_exception
 
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""
@@ -207,6 +208,15 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
             finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
             finding.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
             return finding
+        for name, tensor in data if sample is None and finding.op == CAST else ():
+            if tensor.numel() == math.prod(finding.shape) and tensor.abs().max() > FP16.largest:
+                finding.tensor, batches = name, (map_tensors(batch, _standardized) for batch in passes.microbatches)
+                finding.cure = [f"standardize {name}"] if _is_finite(passes, batches) else []
+                return finding
+    if finding.op == "aten.exp":
+        finding.detail += "; subtract the maximum before exp, as torch.logsumexp does"
+    if finding.kind == DOMAIN and finding.direction == BACKWARD:
+        finding.detail += "; torch.where and masks leave such a derivative as it is: change what it is computed from"
     if format == FP32 and (rows := _spoiling(passes)):
         finding.detail += f"; {_samples(rows)} of the batch alone"
         finding.cure = [f"leave out {_samples(rows)}: without, the step is finite"]
@@ -288,6 +298,10 @@ def _spoiling(passes: Replay) -> list[int]:
 
 def _without_infinities(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
+
+
+def _standardized(tensor: Tensor) -> Tensor:
+    return (tensor - tensor.mean(0)) / (tensor.std(0) + 1) if tensor.is_floating_point() and tensor.ndim else tensor
 
 
 def name_overflows(passes: Replay, errors: list[Finding]) -> list[Finding]:

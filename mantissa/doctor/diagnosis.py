@@ -40,6 +40,7 @@ from mantissa.doctor.sweep import (
     LEFT_OUT,
     OK,
     RAISES,
+    SCALER,
     TF32,
     FormatTrial,
     format_sweep,
@@ -165,11 +166,6 @@ class Diagnosis:
     def is_ok(self, format: str) -> bool:
         """Return whether the sweep has a format, and the step is finite in it."""
         return any(trial.name == format and trial.status == OK for trial in self.sweep)
-
-    def agrees(self, format: str) -> bool:
-        """Return whether the sweep has a format, and the step's loss in it is that of fp32."""
-        losses = {trial.name: trial.loss for trial in self.sweep if trial.status == OK}
-        return format in losses and math.isclose(losses[format], losses.get(FP32, losses[format]), rel_tol=DIFFERENT)
 
     def add(self, found: Found) -> Found:
         """Add what a check found to what is known, and return it."""
@@ -349,6 +345,14 @@ def _manifest(result: Diagnosis) -> None:
     found = manifest(passes)
     known = {finding.line for finding in result.findings}  # what breaks is found already, with the cast that does it
     found.findings = [finding for finding in found.findings if not finding.line or finding.line not in known]
+    stored = [finding for finding in found.findings if not finding.op]  # weights in fewer bits
+    own, name = result.own, result.step.format.name
+    if stored and result.works(partial(result.step.replay, name)):
+        for finding in stored:
+            finding.cure = [result.step.remedies.format(name)]
+    if own is not None and own.name.endswith(SCALER) and any(finding.dtype == "float16" for finding in stored):
+        own.status, own.why = RAISES, "torch's GradScaler takes no gradients in float16"
+        stored[0].detail += f"; {own.why}"
     result.manifest = result.add(found)
 
 
@@ -543,7 +547,9 @@ def _cure(result: Diagnosis) -> None:
             finding.cure.append(step.remedies.operators([name]))
             break
     fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale
-    other_half = result.agrees("bf16") and step.format is not FORMATS["bf16"] and not fewer_bits
+    losses = {trial.name: trial.loss for trial in result.sweep if trial.status == OK}
+    agrees = math.isclose(losses.get("bf16", math.nan), losses.get(FP32, math.nan), rel_tol=DIFFERENT)
+    other_half = agrees and step.format is not FORMATS["bf16"] and not fewer_bits
     if other_half and result.works(lambda: step.replay("bf16", as_run=True)):
         finding.cure.append(step.remedies.format("bf16"))
 

@@ -627,6 +627,23 @@ FAULTS = {
     "the largest sample overflows": Fault(
         OVERFLOW, "inner", "fp16", batches=lambda: with_value(regression(), 0, 3e6), cure="autocast"
     ),
+    "a feature of all samples overflows": Fault(
+        OVERFLOW,
+        "batch['x']",
+        "fp16",
+        batches=lambda: [batch | {"x": batch["x"] + 1.7e9 * (torch.arange(8) == 4)} for batch in regression()],
+        cure="standardize batch['x']",
+    ),
+    "exponents that fp32 does not hold": Fault(
+        OVERFLOW, WHOLE, "fp32", lambda: Own(lambda own, x: (x + 95).exp().log() - 95), line="exp()"
+    ),
+    "weights in fp16 under a scaler": Fault(
+        DTYPE,
+        "inner",
+        "fp16",
+        lambda: Own().half(),
+        cure="fp32 weights under torch.autocast(device, dtype=torch.float16)",
+    ),
     "a product overflows": Fault(
         OVERFLOW, WHOLE, "fp16", lambda: Own(lambda own, x: 1e6 * x / 1e6), line="1e6 * x", cure="fp32_ops(['mul'])"
     ),

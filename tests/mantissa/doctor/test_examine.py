@@ -29,7 +29,7 @@ from mantissa.errors import FormatError, UsageError
 from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW
 from mantissa.tensors import random_state
 from tests.helpers import PROJECT, same_bits
-from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, sgd, with_value
+from tests.mantissa.doctor.faults import FAULTS, Batch, Own, adam, error, regression, sgd, with_value
 
 
 @pytest.mark.parametrize(("key", "factor"), [("momentum_buffer", 65536.0), ("exp_avg_sq", 1e12)])
@@ -54,6 +54,20 @@ def test_a_cause_that_cannot_be_found_for_a_fault_of_the_search_is_a_crash(monke
     monkeypatch.setattr("mantissa.doctor.diagnosis.find_origin", crash)
     report = mantissa.examine(Own(), error, with_value(regression(), 0, 1e30), "fp32")
     assert [finding.kind for finding in report.findings] == ["not finite", "crash"], str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("exponents that fp32 does not hold", "torch.logsumexp"),
+        ("the gradient of a root at 0", "torch.where and masks leave such a derivative"),
+        ("weights in fp16 under a scaler", "GradScaler takes no gradients in float16"),
+    ],
+)
+def test_what_has_no_setting_has_a_hint(name: str, hint: str) -> None:
+    report = FAULTS[name].examined()
+    assert hint in report.findings[0].detail, str(report)
+    assert "fp16+scaler 65536 ok" not in str(report)
 
 
 def test_bf16_is_no_cure_of_rounding_in_fp16() -> None:
