@@ -282,12 +282,6 @@ class ReplayResult:
         """Loss, gradients and buffers by name: all that must be finite."""
         return {"loss": self.loss} | self.gradients | self.buffers
 
-    @property
-    def largest(self) -> float:
-        """The largest number among the gradients; sparse ones are left out."""
-        dense = (each for each in self.gradients.values() if each.numel() and not each.is_sparse)
-        return max((each.abs().max().item() for each in dense), default=0.0)
-
     @cached_property
     def nonfinite(self) -> list[str]:
         """The names of the outputs that are not finite, and were before the step.

@@ -209,9 +209,9 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
             finding.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
             return finding
         for name, tensor in data if sample is None and finding.op == CAST else ():
-            if tensor.numel() == math.prod(finding.shape) and tensor.abs().max() > FP16.largest:
-                finding.tensor, batches = name, (map_tensors(batch, _standardized) for batch in passes.microbatches)
-                finding.cure = [f"standardize {name}"] if _is_finite(passes, batches) else []
+            if tensor.numel() == math.prod(finding.shape) and tensor.float().abs().max() > FP16.largest:
+                small = (map_tensors(one, lambda own: own.float().tanh().to(own.dtype)) for one in passes.microbatches)
+                finding.tensor, finding.cure = name, [f"standardize {name}"] if _is_finite(passes, small) else []
                 return finding
     if finding.op == "aten.exp":
         finding.detail += "; subtract the maximum before exp, as torch.logsumexp does"
@@ -298,10 +298,6 @@ def _spoiling(passes: Replay) -> list[int]:
 
 def _without_infinities(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
-
-
-def _standardized(tensor: Tensor) -> Tensor:
-    return (tensor - tensor.mean(0)) / (tensor.std(0) + 1) if tensor.is_floating_point() and tensor.ndim else tensor
 
 
 def name_overflows(passes: Replay, errors: list[Finding]) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -40,7 +40,6 @@ from mantissa.doctor.sweep import (
     LEFT_OUT,
     OK,
     RAISES,
-    SCALER,
     TF32,
     FormatTrial,
     format_sweep,
@@ -347,10 +346,9 @@ def _manifest(result: Diagnosis) -> None:
     found.findings = [finding for finding in found.findings if not finding.line or finding.line not in known]
     stored = [finding for finding in found.findings if not finding.op]  # weights in fewer bits
     own, name = result.own, result.step.format.name
-    if stored and result.works(partial(result.step.replay, name)):
-        for finding in stored:
-            finding.cure = [result.step.remedies.format(name)]
-    if own is not None and own.name.endswith(SCALER) and any(finding.dtype == "float16" for finding in stored):
+    for finding in stored if result.is_ok(name) else ():
+        finding.cure = [result.step.remedies.format(name)]
+    if own is not None and own.name == "fp16+scaler" and any(finding.dtype == "float16" for finding in stored):
         own.status, own.why = RAISES, "torch's GradScaler takes no gradients in float16"
         stored[0].detail += f"; {own.why}"
     result.manifest = result.add(found)
@@ -375,13 +373,8 @@ def _range(result: Diagnosis) -> None:
 
 def _works_at(result: Diagnosis, scale: float) -> bool:
     """Return whether the step is finite at a loss scale, without a scaler that lowers it, and trains on."""
-
-    def build() -> Replay:
-        passes = result.step.as_run()
-        passes.scale = scale
-        return passes
-
-    return not build().run().nonfinite and result.works(build)
+    step = replace(result.step, scale=scale)
+    return not step.as_run().run().nonfinite and result.works(step.as_run)
 
 
 def _module_errors(result: Diagnosis) -> None:

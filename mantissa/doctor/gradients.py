@@ -13,7 +13,7 @@ from torch import Tensor
 from mantissa.display import listed
 from mantissa.doctor.cures import trains_with
 from mantissa.doctor.dtypes import explicit_casts
-from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, UPDATE, Examined, Finding
+from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.step import Replay, ReplayResult, Step
 from mantissa.tensors import relative_error, storage
 from mantissa.trace import Line, Op, Trace, is_checkpointed
@@ -24,8 +24,6 @@ _PROPORTIONAL = 0.1
 """Relative error up to which gradients of a loss times ``_SCALE`` are ``_SCALE`` times those of the loss, in fp32."""
 _FOLLOWING = 3
 """Steps after this one in which gradients may be 0, too."""
-_NOTHING = 1e-6
-"""Share of an optimizer's eps below which gradients do not move a weight."""
 
 
 def gradients(step: Step) -> Examined:
@@ -38,10 +36,6 @@ def gradients(step: Step) -> Examined:
     absent = [name for name in weights if name not in once]
     optimized = {name: weights[name] for name in absent if name in step.optimized}
     result = Examined(findings=_unreached(reference, {name: weights[name] for name in zero}, optimized))
-    largest = exact.largest
-    if 0 < largest < _NOTHING * step.eps:
-        detail = f"no gradient is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
-        result.findings.append(Finding(UNDERFLOW, UPDATE, "", "fp32", detail=f"{detail}: multiply the loss"))
     if once and len(zero) == len(once) and not result.findings and _zero_later(reference, step):
         detail = f"every gradient ({listed(zero)}) is 0 in fp32, in this step and in those after it: nothing trains"
         result.findings.append(Finding(BLOCKED, BACKWARD, zero[0].rpartition(".")[0], "fp32", detail=detail))

@@ -224,14 +224,6 @@ def wrong_gradients(step: Step) -> WrongGradients:
     return result
 
 
-def gradient_error(step: Step) -> float:
-    """Return the relative error of a step's whole gradient, dropout aside."""
-    with without_dropout():
-        own, exact = step.as_run().true_gradients(), step.reference(reference_dtype(step.format)).true_gradients()
-    names = [name for name in exact if name in own and name]
-    return relative_error(*(torch.cat([each[name].flatten() for name in names]) for each in (own, exact)))
-
-
 def rounded_away(step: Step) -> str:
     """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
     passes = step.as_run()

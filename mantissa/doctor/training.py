@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
-from mantissa.doctor.module_errors import HARM, gradient_error, rounded_away
-from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UPDATE, Examined, Finding
+from mantissa.doctor.module_errors import HARM, rounded_away
+from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.formats import BF16, FP8, FP32
 from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
-from mantissa.tensors import moments
+from mantissa.tensors import moments, relative_error
 from mantissa.trace import Trace
 
 STEPS, MOST_STEPS = 20, 60
@@ -95,10 +95,13 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     worse = loss > most
     if first is None and not worse:
         return result
-    if first == 0 and not worse and (error := gradient_error(step)) < HARM:
-        off = f"the loss differs from that of fp32 by {(own - middle)[0]:.3g}, more than rounding explains"
-        result.notes = [f"{off}; its gradients agree within {error:.1%}, and it learns as much"]
-        return result
+    if first == 0 and not worse:
+        sides = (torch.cat([*map(torch.flatten, each.true_gradients().values())]) for each in (low, wide))
+        error = relative_error(*(side[:-1] for side in sides))  # without the loss
+        if error < HARM:
+            off = f"the loss differs from that of fp32 by {(own - middle)[0]:.3g}, more than rounding explains"
+            result.notes = [f"{off}; its gradients agree within {error:.1%}, and it learns as much"]
+            return result
 
     def fixes(losses: Sequence[float]) -> bool:
         other = _fp64(losses)
@@ -184,8 +187,9 @@ of that again."""
 _NO_PROGRESS, _CLEAR_PROGRESS = 0.03, 0.15
 """Of its size: training learns nothing if the loss falls by less than the first, and what lets it fall by more than
 the second is the cause."""
-_FACTOR = 16.0
-"""From here on a constant factor of the loss is tried as the cause."""
+_FACTOR, _TINY = 16.0, 1e-3
+"""From the first on a constant factor of the loss is tried as the cause; gradients below the second one, as a share of
+the optimizer's eps, move no weight."""
 RATES = tuple(10.0**-power for power in range(1, 9))
 
 
@@ -211,7 +215,8 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
     went = f"in {dtype_name(dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
     rises = False
     for finding, losses in _explanations(step, batches, dtype, explodes):
-        if not _explodes(losses, still) and _learned(losses, still) > (0.0 if explodes else _CLEAR_PROGRESS):
+        least = 0.0 if explodes or finding.kind == UNDERFLOW else _CLEAR_PROGRESS
+        if not _explodes(losses, still) and _learned(losses, still) > least:
             finding.detail = f"{went}, and to {losses[-1]:.4g} {finding.detail}"
             return finding
         rises |= explodes and finding.kind == RATE and _learned(losses, still) < 0
@@ -247,17 +252,16 @@ def _explanations(
         yield finding(INPUT, f"{detail}{sample}", cure, tensor=sample.place), trained(usual)
     factor, line = _factor(step.reference())
     detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
-    largest = step.reference().run().largest
+    replay = step.reference(dtype)
+    largest = max((each.abs().max().item() for name, each in replay.true_gradients().items() if name), default=0.0)
     small = not explodes and 0 < largest < step.eps
-    if small:
-        detail += f"; none is larger than {largest:.2g}, and the optimizer divides by at least eps = {step.eps:g}"
-    if small and largest < factor * step.eps:  # a line with a factor is not the reason, or not the only one
+    if small and largest < factor * step.eps:  # a factor in a line is not the reason, or not the only one
         factor, line, cure = largest, "", f"multiply the loss by {1 / largest:.1g}, or a much lower eps"
-        detail = f"if the loss is multiplied by {1 / largest:.1g}{detail[detail.index(';') :]}"
+        detail = f"if the loss is multiplied by {1 / largest:.1g}: its largest gradient is below eps = {step.eps:g}"
     if small or (explodes and factor >= _FACTOR):
-        replay = step.reference(dtype)
         replay.loss_factor = 1 / factor
-        yield finding(SCALE, detail, cure, line=line), factor * _fp64(replay.train(batches))
+        losses = factor * _fp64(replay.train(batches))
+        yield finding(UNDERFLOW if small and largest < _TINY * step.eps else SCALE, detail, cure, line=line), losses
     for rate in RATES if explodes else RATES[:2]:
         detail = f"with {rate:g} times the learning rate"
         yield finding(RATE, detail, step.remedies.rate(rate)), trained(lr=rate)

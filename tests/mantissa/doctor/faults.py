@@ -248,6 +248,10 @@ def hours(batches: int = 8) -> list[Batch]:
     return found
 
 
+def beside_masks(x: Tensor, y: Tensor) -> Batch:
+    return {"known": torch.ones_like(x, dtype=torch.bool), "class": y.long(), "x": x, "y": y}
+
+
 def years() -> nn.Module:
     """Return layers whose first one has learned to take the mean year away."""
     torch.manual_seed(11)
@@ -631,7 +635,9 @@ FAULTS = {
         OVERFLOW,
         "batch['x']",
         "fp16",
-        batches=lambda: [batch | {"x": batch["x"] + 1.7e9 * (torch.arange(8) == 4)} for batch in regression()],
+        batches=lambda: [
+            beside_masks(batch["x"] + 1.7e9 * (torch.arange(8) == 4), batch["y"]) for batch in regression()
+        ],
         cure="standardize batch['x']",
     ),
     "exponents that fp32 does not hold": Fault(
@@ -766,11 +772,13 @@ FAULTS = {
         OVERFLOW, WHOLE, "fp16", options={"scale": 2.0**26, "fixed_scale": True}, cure="GradScaler(init_scale="
     ),
     "gradients below eps": Fault(UNDERFLOW, WHOLE, "fp32", loss=scaled(1e-20)),
+    "gradients below eps at a low rate": Fault(UNDERFLOW, WHOLE, "bf16", loss=scaled(1e-16), optimizer=adam(1e-5)),
+    "gradients near eps": Fault(SCALE, WHOLE, "bf16", loss=scaled(1e-9), optimizer=adam(1e-3), cure="no factor"),
     "a factor that leaves gradients below eps": Fault(
-        SCALE, WHOLE, "bf16", loss=scaled(1e-12), optimizer=adam(1e-2), line="factor * error", cure="no factor"
+        UNDERFLOW, WHOLE, "bf16", loss=scaled(1e-12), optimizer=adam(1e-2), line="factor * error", cure="no factor"
     ),
     "gradients that are below eps for no factor": Fault(
-        SCALE,
+        UNDERFLOW,
         WHOLE,
         "bf16",
         loss=lambda model, batch: (1e-6 * error(model, batch).sqrt()) ** 2,
