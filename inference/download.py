@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from trainer.errors import UserError, redacted
 from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object
 from trainer.tracking.fetch import downloading, fetched_run, run_id_of
-from trainer.tracking.models import MODEL
 
 _FILES = {"config.json", PRECISION_FILE, SUMMARY_FILE, TOKENIZER, BEST}
 
@@ -30,13 +28,6 @@ def fetch(given: str) -> Path:
         print(f"fetching the best weights of {run.info.run_name} from MLflow at {redacted(str(client.tracking_uri))}")
         for name in _FILES.intersection(item.path for item in client.list_artifacts(run_id)):
             client.download_artifacts(run_id, name, str(partial))
-        if models := run.outputs.model_outputs if run.outputs else []:
-            from mlflow.artifacts import download_artifacts
-
-            newest = f"models:/{max(models, key=lambda model: model.step).model_id}"
-            with TemporaryDirectory(dir=partial) as scratch:
-                got = download_artifacts(newest, dst_path=scratch, tracking_uri=client.tracking_uri)
-                Path(got, MODEL).rename(partial / BEST)
         if not (partial / BEST).is_dir():
             raise UserError(
                 f"run={given}: MLflow has no weights of this run: it has not ended, or is not sent completely "

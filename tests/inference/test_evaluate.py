@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlflow import MlflowClient
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -122,21 +121,16 @@ def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.parametrize("name", ["model", "artifact"])
 def test_a_run_in_mlflow_brings_its_weights_and_its_config(
-    name: str, here: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     data = here / "text.txt"
     monkeypatch.chdir(tmp_path)
-    recipe = "recipe=gpt2 recipe.size=nano" if name == "model" else "recipe=t5"
-    job = (*recipe.split(), "recipe.context=32", "data=text", f"data.path={data}", "steps=2")
+    job = ("recipe=gpt2", "recipe.size=nano", "recipe.context=32", "data=text", f"data.path={data}", "steps=2")
     done = _command(*job, "batch_size=4", "eval_samples=8", "run_name=sent", "tracking.system_metrics=false")
     assert done.code == 0, done.err
     run_id = json.loads(Path("outputs/sent/tracking.json").read_text())["run_id"]
-    assert bool(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(run_id).outputs.model_outputs) == (
-        name == "model"
-    )
     shutil.move("outputs/sent", "gone")
     for again in (False, True):
         done = evaluate(f"run=mlflow:{run_id}")

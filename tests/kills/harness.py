@@ -368,9 +368,6 @@ def _files(run: Path) -> set[str]:
     others = {path.name for path in (here / "outputs").iterdir() if path.name[0] != "."} - {run.name}
     others |= {each for (each,) in _asked(run, "select run_uuid from runs")} - {own} | {"tmp", "log.txt", "counts.json"}
     names = {own: "ID", run.name: "run"}
-    names |= {
-        each: "MODEL" for (each,) in _asked(run, "select model_id from logged_models where source_run_id = ?", own)
-    }
     places = [path.relative_to(here).parts for path in here.rglob("*")]
     kept = [parts for parts in places if not others & set(parts)]
     return {"/".join(names.get(part, part) for part in parts) for parts in kept}

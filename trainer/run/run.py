@@ -389,8 +389,8 @@ class Run:
         all_s = self.totals()["wall_time_s"]
         waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
         self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
-        if self.metric_log and (addresses := self.metric_log.run.addresses):
-            self.terminal.note(f"in MLflow {', '.join(addresses)}")
+        if self.metric_log and (address := self.metric_log.run.address):
+            self.terminal.note(f"in MLflow {address}")
         return summary, missing
 
     def _close(self, status: str) -> None:
@@ -408,6 +408,6 @@ class Run:
         written, path = self.metric_log.close(status, summary), self.folder.path / SUMMARY_FILE
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
-                now = {"wall_time_s": self.totals()["wall_time_s"], "mlflow": self.metric_log.run.addresses}
+                now = {"wall_time_s": self.totals()["wall_time_s"], "mlflow": self.metric_log.run.address}
                 write_json(path, read_json(path) | now)
         return written

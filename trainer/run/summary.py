@@ -60,7 +60,7 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         "skipped_steps": monitor.skipped_steps,  # of the whole run
         "unreadable_samples": 0,  # counted at the end
         "resume": run.command,
-        "mlflow": run.metric_log.run.addresses if run.metric_log else [],
+        "mlflow": run.metric_log.run.address if run.metric_log else "",
         "hardware": trainer.hardware.facts(),
         "versions": versions(),
         "git": run.git,
@@ -98,5 +98,5 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
         rows.append(("unreadable samples", f"{summary['unreadable_samples']}, replaced by the next ones"))
     rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
     if summary["mlflow"]:
-        rows.append(("MLflow", ", ".join(summary["mlflow"])))
+        rows.append(("MLflow", summary["mlflow"]))
     return rows

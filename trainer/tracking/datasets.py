@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trainer.data.contract import Datasets
     from trainer.recipe import DataSource
 
-VALIDATION = "validation"
 DIGEST_LENGTH = 32
 """MLflow takes 36 characters."""
 
@@ -42,7 +41,7 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
             "samples": len(part),
             "description": datasets.description,
         }
-        for context, part in (("training", datasets.train), (VALIDATION, datasets.valid))
+        for context, part in (("training", datasets.train), ("validation", datasets.valid))
     ]
 
 

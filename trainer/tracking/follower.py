@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.schema import MANIFEST_FILE
@@ -32,7 +33,7 @@ from trainer.files import (
 from trainer.terminal import work
 from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
-from trainer.tracking.models import log_best, register
+from trainer.tracking.models import architecture, describe, register
 from trainer.tracking.results import NOTE_TAG, description, summary_lines
 from trainer.tracking.store import connect, create_run, cut, database_file, find_run, valid_key
 from trainer.tracking.tracked_run import TrackedRun
@@ -197,7 +198,7 @@ class Follower(threading.Thread):
         if found is None:
             if run.run_id:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", run.run_id)
-                run.offset, run.sent, run.model = 0, {}, None
+                run.offset, run.sent = 0, {}
             found = create_run(client, run.experiment, run.name, run.key, run.started_s)
             run.run_id, run.experiment_id = str(found.info.run_id), str(found.info.experiment_id)
             self._record()
@@ -292,15 +293,16 @@ class Follower(threading.Thread):
         """Send a file, or those of a folder, unless MLflow has it; best weights as a model if there is a flavour."""
         if self._has(path):
             return
-        changed, is_best = changed_ns(path), path.name == BEST
-        model = log_best(client, client.get_run(run_id), self._folder, self._run) if is_best else None
-        for file in files_in(path) if not model else ():
+        changed = changed_ns(path)
+        for file in files_in(path):
             self._send_metrics(client, run_id)
             client.log_artifact(run_id, str(file), None if file == path else self._place(file.parent))
-        if is_best:
-            self._run.model = model
-            if self._run.register:
-                register(client, self._run.register, model or f"runs:/{run_id}/{BEST}", run_id)
+        if path.name == BEST and architecture(self._folder):
+            with TemporaryDirectory() as scratch:
+                describe(Path(scratch), path, run_id)
+                client.log_artifacts(run_id, scratch, BEST)
+        if path.name == BEST and self._run.register:
+            register(client, self._run.register, run_id)
         self._run.sent[self._place(path)] = changed
         self._record()
 

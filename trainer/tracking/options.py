@@ -38,7 +38,7 @@ class Tracking:
     """Checkpoints to upload: ``last`` (the newest and the best, at the end), ``all`` (each as it is saved) or ``none``;
     auto: ``last`` to a server, ``none`` to a file on this machine, where the run folder has them."""
     register: str | None = None
-    """Registered model that gets the best weights as a new version; null: none, register them on MLflow's page."""
+    """Registered model that gets the best weights as a new version; null: none."""
     epilogue: bool = True
     """Show what the trained model can do, such as generated text, if the recipe has such a sample."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from trainer.checkpoint.schema import steps
 from trainer.files import BEST, CHECKPOINTS, SUMMARY_FILE, read_json_lines, read_object
+from trainer.tracking.models import architecture
 from trainer.tracking.tracked_run import TrackedRun
 
 VALID = "valid/"
@@ -80,10 +81,9 @@ def description(folder: Path, run: TrackedRun) -> str | None:
     parts.append(f"{said}.")
     if (folder / "plots" / "loss.png").exists():
         parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run.run_id})")
-    if run.model:
-        parts.append(f'The best weights: `mlflow.transformers.load_model("{run.model}")`.')
-    elif (folder / BEST).exists():
-        parts.append(f'The best weights: `mlflow.artifacts.download_artifacts("runs:/{run.run_id}/{BEST}")`.')
+    if (folder / BEST).exists():
+        opens = "transformers.load_model" if architecture(folder) else "artifacts.download_artifacts"
+        parts.append(f'The best weights: `mlflow.{opens}("{run.address}/{BEST}")`.')
     if run.checkpoints != "none" and steps(folder / CHECKPOINTS):
         more = " with more `steps=`" if summary["status"] == "FINISHED" else ""
         parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run.run_id}`{more}.")

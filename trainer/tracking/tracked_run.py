@@ -44,8 +44,6 @@ class TrackedRun:
     """Files and folders that the store has, by name, with the time of their last change in ns."""
     description: str = ""
     """Description on MLflow's page as it was set last; another one is the user's."""
-    model: str | None = None
-    """Address of the best weights in MLflow, ``models:/ID``."""
     delivered: bool = False
     """Whether the store has all of a run that has ended."""
 
@@ -79,7 +77,7 @@ class TrackedRun:
         """
         now.key, now.started_s = self.key, self.started_s
         now.uri, now.run_id, now.experiment_id = self.uri, self.run_id, self.experiment_id
-        now.sent, now.description, now.model = self.sent, self.description, self.model
+        now.sent, now.description = self.sent, self.description
         return now
 
     def send_to(self, uri: str) -> None:
@@ -87,10 +85,9 @@ class TrackedRun:
         if storable_uri(uri) == self.uri:
             return
         self.uri, self.run_id, self.experiment_id = storable_uri(uri), None, None
-        self.offset, self.sent, self.description, self.model, self.delivered = 0, {}, "", None, False
+        self.offset, self.sent, self.description, self.delivered = 0, {}, "", False
 
     @property
-    def addresses(self) -> list[str]:
-        """What MLflow has so far: ``runs:/RUN_ID``, and ``models:/MODEL_ID`` once the best weights are a model."""
-        run = [f"runs:/{self.run_id}"] if self.run_id else []
-        return [*run, *([self.model] if self.model else [])]
+    def address(self) -> str:
+        """``runs:/RUN_ID``; empty: MLflow has nothing of it."""
+        return f"runs:/{self.run_id}" if self.run_id else ""

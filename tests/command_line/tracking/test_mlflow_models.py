@@ -1,4 +1,4 @@
-"""The best weights of a run are a model of MLflow, which others load, rank and register, or files of the run."""
+"""The best weights of a run are files of it in MLflow, which others load and register."""
 
 from __future__ import annotations
 
@@ -45,12 +45,6 @@ def text(folder: Path) -> None:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
 
 
-def models_of(uri: str) -> list[Any]:
-    """The logged models of a store."""
-    client = connect(uri)
-    return list(client.search_logged_models([each.experiment_id for each in client.search_experiments()]))
-
-
 def test_a_language_model_opens_without_this_project_and_others_are_files(
     succeed: Train, folder: Path, store: str
 ) -> None:
@@ -60,9 +54,11 @@ def test_a_language_model_opens_without_this_project_and_others_are_files(
         folder_line, last = done.out.splitlines()[-2:]
         assert folder_line.endswith("; compare runs with: python scripts/ui.py")
         sent = json.loads((Path(folder_line.split()[2].strip(";")) / TRACKING_FILE).read_text())
-        addresses[name] = sent["model"]
-        assert last == f"in MLflow runs:/{sent['run_id']}" + (f", {sent['model']}" if sent["model"] else "")
-    assert {model.model_type for model in models_of(store)} == {"gpt2", "bert"}
+        address = f"runs:/{sent['run_id']}"
+        addresses[name] = f"{address}/best"
+        assert last == f"in MLflow {address}"
+        (version,) = connect(store).search_model_versions(f"name = '{name}'")
+        assert version.source == addresses[name]
     files = [path for path in (folder / "mlartifacts").rglob("*") if path.is_file()]
     assert not [path for path in files if path.suffix in (".pkl", ".pickle", ".bin", ".pt", ".pth")]
     assert not [path for path in files if path.name == "MLmodel" and str(folder / "outputs") in path.read_text()]
@@ -75,48 +71,12 @@ def test_a_language_model_opens_without_this_project_and_others_are_files(
     assert served[0].startswith("the fox")
     assert filled
 
-    assert addresses["bignet"] is None
-    (version,) = connect(store).search_model_versions("name = 'bignet'")
-    assert version.source == f"runs:/{sent['run_id']}/best"
     (weights,) = [path for path in files if path.name == "model.safetensors" and sent["run_id"] in path.parts]
     assert weights.read_bytes() == (folder / "outputs/bignet-fp32-s0/best/model.safetensors").read_bytes()
 
 
 @pytest.mark.usefixtures("plots")
-def test_models_are_ranked_by_their_scores_on_a_dataset(succeed: Train, store: str) -> None:
-    for lr in ("1e-3", "0.3"):
-        succeed(*SMALL, *JOBS["gpt2"], f"optimizer.lr={lr}", "steps=6", "eval_every=2")
-    client = connect(store)
-    experiment = client.get_experiment_by_name("gpt2")
-    assert experiment
-    runs = {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}
-    ranked = client.search_logged_models(
-        [experiment.experiment_id], order_by=[{"field_name": "metrics.valid/loss", "ascending": True}]
-    )
-    scores = []
-    for model in ranked:
-        run = runs[model.source_run_id]
-        best = json.loads(Path(f"outputs/{run.info.run_name}/summary.json").read_text())["best"]
-        (score,) = [metric for metric in model.metrics if metric.key == "valid/loss"]
-        assert (score.step, score.value) == (best["step"], best["value"])
-        data = {entry.tags[0].value: entry.dataset for entry in run.inputs.dataset_inputs}
-        assert set(data) == {"training", "validation"}
-        assert (score.dataset_name, score.dataset_digest) == (data["validation"].name, data["validation"].digest)
-        assert json.loads(data["training"].profile)["num_rows"] > 0
-        (output,) = run.outputs.model_outputs
-        assert (output.model_id, output.step) == (model.model_id, score.step)
-        history = [point.step for point in client.get_metric_history(run.info.run_id, "valid/loss")]
-        assert history == [2, 4, 6]  # linking the score to the model adds no second point
-        note = run.data.tags["mlflow.note.content"]
-        assert f"best loss: {score.value:.4g} at step {score.step}." in note
-        assert f"get-artifact?path=plots%2Floss.png&run_uuid={run.info.run_id}" in note
-        assert f"models:/{model.model_id}" in note
-        scores.append(score.value)
-    assert len(scores) == 2
-    assert scores == sorted(scores)
-
-
-def test_weights_sent_again_are_the_same_model(
+def test_the_description_says_how_to_open_them_and_a_users_own_stays(
     succeed: Train, folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = LocalArtifactRepository.log_artifacts
@@ -128,15 +88,18 @@ def test_weights_sent_again_are_the_same_model(
         real(self, *given, **options)
 
     monkeypatch.setattr(LocalArtifactRepository, "log_artifacts", fail_once)
-    succeed(*SMALL, *JOBS["gpt2"], "tracking.register=net", "run_name=run")
-    (first,) = models_of(store)
-    client = connect(store)
-    client.set_tag(first.source_run_id, "mlflow.note.content", "in the user's own words")
-    run = folder / "outputs" / "run"
+    succeed(*SMALL, *JOBS["gpt2"], "tracking.register=net", "run_name=run", "steps=6", "eval_every=2")
+    run, client = folder / "outputs" / "run", connect(store)
+    run_id = json.loads((run / TRACKING_FILE).read_text())["run_id"]
+    best = json.loads((run / "summary.json").read_text())["best"]
+    note = client.get_run(run_id).data.tags["mlflow.note.content"]
+    assert f"best loss: {best['value']:.4g} at step {best['step']}." in note
+    assert f"get-artifact?path=plots%2Floss.png&run_uuid={run_id}" in note
+    assert f'mlflow.transformers.load_model("runs:/{run_id}/best")' in note
+
+    client.set_tag(run_id, "mlflow.note.content", "in the user's own words")
     forget(run)
     assert send(run).status == "sent"
-    (again,) = models_of(store)
-    assert (again.model_id, again.status) == (first.model_id, "READY")
-    assert client.get_run(first.source_run_id).data.tags["mlflow.note.content"] == "in the user's own words"
+    assert client.get_run(run_id).data.tags["mlflow.note.content"] == "in the user's own words"
     versions = client.search_model_versions("name = 'net'")
-    assert [(version.version, version.source) for version in versions] == [(1, f"models:/{first.model_id}")]
+    assert [(version.version, version.source) for version in versions] == [(1, f"runs:/{run_id}/best")]
