@@ -23,11 +23,6 @@ class ProcessError(RunError):
         self.code = code
         """Exit code, minus a signal's number where one killed it; None: it was ended at its limit."""
 
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether it needed more memory than there was; the kernel kills where it has promised more."""
-        return self.code in (OutOfMemory.exit_code, -signal.SIGKILL)
-
 
 def measure_isolated(
     module: str,

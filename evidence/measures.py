@@ -11,18 +11,6 @@ from trainer.hardware import kind_of
 from trainer.profiling.rates import BUSY
 
 
-def speed(outcome: Outcome) -> float | None:
-    """Return units per second in training, without warm-up, evaluation and checkpoints."""
-    rate: float | None = outcome.summary["units_per_s"]
-    return rate
-
-
-def memory(outcome: Outcome) -> float | None:
-    """Return the peak bytes of one optimizer step: allocated on a GPU, by the ledger elsewhere."""
-    peak: float | None = outcome.summary["peak_memory_bytes"]
-    return peak
-
-
 def final_loss(outcome: Outcome) -> float | None:
     """Return the validation loss after the last step, infinite where it is not finite."""
     loss: float | None = outcome.summary["final"].get(LOSS, math.nan)
@@ -38,23 +26,15 @@ def best_loss(outcome: Outcome) -> float | None:
     return float(best["value"]) if best else math.inf
 
 
-def minutes(outcome: Outcome) -> float | None:
-    """Return the time of the whole run, evaluation included, from the start of its process."""
-    return outcome.wall_time_s / 60
-
-
-def skipped(outcome: Outcome) -> float | None:
-    """Return how many steps were skipped for an overflow."""
-    return float(outcome.summary["skipped_steps"])
-
-
 MEASURES: dict[str, tuple[Callable[[Outcome], float | None], str]] = {
-    "speed": (speed, "throughput"),
-    "memory": (memory, "peak memory of a step"),
+    # Units per second in training, without warm-up, evaluation and checkpoints.
+    "speed": (lambda run: run.summary["units_per_s"], "throughput"),
+    # Allocated on a GPU, by the ledger elsewhere.
+    "memory": (lambda run: run.summary["peak_memory_bytes"], "peak memory of a step"),
     "loss": (final_loss, "final validation loss"),
     "best_loss": (best_loss, "best validation loss"),
-    "minutes": (minutes, "minutes from start to end"),
-    "skipped": (skipped, "skipped steps"),
+    "minutes": (lambda run: run.wall_time_s / 60, "minutes from start to end"),
+    "skipped": (lambda run: run.summary["skipped_steps"], "skipped steps"),
 }
 """Function that reads each measure of a training run, and its name in a sentence."""
 TIMED = ("speed", "minutes")

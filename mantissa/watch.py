@@ -424,7 +424,8 @@ class Watch:
             self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
-        now.event = self._mark()
+        if self._device.type != "cpu":
+            now.event = torch.accelerator.current_stream(self._device).record_event()
         self._waiting.append(now)
         self._now = _Step()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
@@ -446,13 +447,6 @@ class Watch:
             for each in flags
         ]
         return torch.stack([each.float() for each in scalars]).to("cpu", non_blocking=True)
-
-    def _mark(self) -> Any:
-        """Return an event after which the device is done with this step; None: it is."""
-        event = None if self._device.type == "cpu" else torch.Event(self._device)
-        if event is not None:
-            event.record()
-        return event
 
     def _state_setup(self) -> None:
         self._first.close()

@@ -12,7 +12,7 @@ from evidence.isolated import ProcessError, answer, measure_isolated
 from mantissa.memory import held_bytes
 from mantissa.tensors import tensors
 from trainer.config.schema import Config
-from trainer.errors import RunError
+from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
 from trainer.run.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
@@ -37,7 +37,8 @@ def fits(overrides: Sequence[str], limit_bytes: int) -> bool:
     try:
         return bool(measure_isolated(__name__, overrides, {"limit_bytes": limit_bytes}))
     except ProcessError as error:
-        if error.out_of_memory or error.code == -signal.SIGABRT:  # C++ aborts where it cannot raise
+        # The kernel kills where it has promised more memory than there is; C++ aborts where it cannot raise.
+        if error.code in (OutOfMemory.exit_code, -signal.SIGKILL, -signal.SIGABRT):
             return False
         raise RunError(f"a trial with {' '.join(overrides)} failed: {error}") from None
 

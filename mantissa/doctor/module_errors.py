@@ -669,17 +669,10 @@ def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Ite
         # Copies, as what follows may change them in place.
         return child.returned.with_tensors([results.pop(0).clone() for _ in child.returned.values])
 
-    modules = {child.module: model.get_submodule(child.module) for child in children}
-    own: dict[str, Any] = {name: module.__dict__.get("forward") for name, module in modules.items()}
-    try:
-        for name, module in modules.items():
-            module.forward = functools.partial(stub, name)
+    with ExitStack() as patches:
+        for name in {child.module for child in children}:
+            patches.enter_context(patch.object(model.get_submodule(name), "forward", functools.partial(stub, name)))
         yield inputs
-    finally:
-        for name, module in modules.items():
-            del module.forward
-            if own[name] is not None:
-                module.forward = own[name]
     if next(left, None) is not None:
         raise RuntimeError("a submodule is not called")
 
