@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mantissa.setup import Listener
+from mantissa.setup import Listener, observing
 from mantissa.tensors import (
     changed_by,
     finite,
@@ -87,14 +87,13 @@ class Meters:
         """Prepare for the forward passes of a step."""
         leaves = ((name, each) for name, each in self._model.named_modules() if next(each.children(), None) is None)
         for name, module in leaves if self._hooked else ():
-            self._hooks.callback(
-                module.register_forward_hook(Listener(partial(self._returned, name), self._missed)).remove
-            )
+            self._hooks.callback(module.register_forward_hook(Listener(partial(self._returned, name))).remove)
 
     def close(self) -> None:
         """Remove the hooks."""
         self._hooks.close()
 
+    @observing
     @torch.no_grad()
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in numbers_in(output):

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from mantissa.display import dtype_name, listed
-from mantissa.errors import NotFiniteError
+from mantissa.errors import NotFiniteError, UsageError
 from mantissa.formats import FORMATS, TF32, Format, computing_in
 from mantissa.tensors import changed_by, measurable, moments, wide_dtype
 
@@ -42,28 +42,30 @@ class Setup:
         return "\n".join([asked, *rows, *(f"DIFFERS: {each}" for each in self.differences)])
 
 
+def observing(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a method raise nothing but what its caller is to hear; ``_missed`` hears the rest: the training goes on."""
+
+    @wraps(method)
+    def observe(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except (NotFiniteError, UsageError):
+            raise
+        except Exception as error:  # of any kind: what is in a model and a loop decides
+            self._missed(error)
+
+    return observe
+
+
 class Listener:
-    """A hook that copies and files of its module do not have, and that ends no training.
+    """A hook that copies and files of its module do not have."""
 
-    Args:
-        call: hears what the hook is called with.
-        failed: hears what ``call`` has raised, but a ``NotFiniteError``; None: that goes on.
-    """
-
-    def __init__(self, call: Callable[..., None], failed: Callable[[Exception], None] | None = None) -> None:
-        self._call, self._failed = call, failed
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():  # its caller is, and there would be a break in the graph
-            return
-        try:
+        if not torch.compiler.is_compiling():  # its caller is, and there would be a break in the graph
             self._call(*args)
-        except NotFiniteError:
-            raise
-        except Exception as error:  # of any kind: what is in a model decides
-            if self._failed is None:
-                raise
-            self._failed(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # does nothing, and opens where this package is not installed
@@ -86,9 +88,9 @@ class FirstStep:
         optimizer: torch.optim.Optimizer,
         scaler: Any,
         hooked: bool,
-        missed: Callable[[Exception], None] | None = None,
+        missed: Callable[[Exception], None],
     ) -> None:
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.model, self.optimizer, self.scaler, self._missed = model, optimizer, scaler, missed
         self.autocast: dict[str, torch.dtype | None] = {}
         """Autocast dtype in the forward pass, by submodule that multiplies; None: off."""
         self.calls: Counter[str] = Counter()
@@ -108,18 +110,18 @@ class FirstStep:
         self._hooks = ExitStack()
         for name, module in model.named_modules() if hooked else ():
             if any(each.ndim > 1 for each in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding):
-                self._hooks.callback(
-                    module.register_forward_pre_hook(Listener(partial(self._called, name), missed)).remove
-                )
+                self._hooks.callback(module.register_forward_pre_hook(Listener(partial(self._called, name))).remove)
         scaled = [each for each in changed_by(optimizer) if each.requires_grad and each.is_leaf]
         for each in scaled if hooked and scaler is not None and scaler.is_enabled() else ():
-            self._hooks.callback(each.register_post_accumulate_grad_hook(Listener(self._accumulated, missed)).remove)
+            self._hooks.callback(each.register_post_accumulate_grad_hook(Listener(self._accumulated)).remove)
 
+    @observing
     @torch.no_grad()
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if measurable(parameter.grad):
             self._scaled[id(parameter)] = torch.linalg.vector_norm(parameter.grad, dtype=wide_dtype([parameter.grad]))
 
+    @observing
     def _called(self, name: str, module: nn.Module, arguments: Any) -> None:
         kind = next(module.parameters()).device.type
         if torch._C._current_autograd_node() is None and torch.is_grad_enabled():  # not one that is recomputed

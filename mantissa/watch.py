@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS, TF32, computing_in, format_name
 from mantissa.loop import Loss
 from mantissa.meters import Measured, Meters, are_finite
-from mantissa.setup import FirstStep, Listener, Setup, policies, read_setup, refuses_to_unscale
+from mantissa.setup import FirstStep, Listener, Setup, observing, policies, read_setup, refuses_to_unscale
 from mantissa.tensors import NotedState, changed_by, finite, local, numbers_in, tensors
 
 SKIPS = 10
@@ -77,21 +76,6 @@ class _Step:
     def losses(self) -> list[Tensor]:
         """Losses that the model returned."""
         return [each.loss for each in self.passes if each.loss is not None]
-
-
-def _observing(method: Callable[..., None]) -> Callable[..., None]:
-    """Let a method of a ``Watch`` raise nothing but what its caller is to hear: the training goes on."""
-
-    @wraps(method)
-    def observe(self: Watch, *args: Any, **kwargs: Any) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except (NotFiniteError, UsageError):
-            raise
-        except Exception as error:  # of any kind: what is in a loop decides
-            self._end(error)
-
-    return observe
 
 
 class Watch:
@@ -199,8 +183,8 @@ class Watch:
         """What of that was counted as a step."""
         self._others: Any = None
         """State of numpy's and Python's generators where a step leaves them alone; None: it may draw from them."""
-        self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled, self._missed)
-        self.meters = Meters(self.model, self.optimizer, not self.compiled, self._missed)
+        self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled, self._not_measured)
+        self.meters = Meters(self.model, self.optimizer, not self.compiled, self._not_measured)
         if every == 1:
             self.meters.begin()
         self._watching = True
@@ -208,9 +192,9 @@ class Watch:
         if self._scaling and (refused := refuses_to_unscale(self.optimizer)):
             self._say(refused)
         self._hooks = ExitStack()
-        self._hooks.callback(self.optimizer.register_step_pre_hook(Listener(self._stepping, self._end)).remove)
-        self._hooks.callback(self.optimizer.register_step_post_hook(Listener(self._stepped, self._end)).remove)
-        forward, returned = Listener(self._forward, self._end), Listener(self._returned, self._end)
+        self._hooks.callback(self.optimizer.register_step_pre_hook(Listener(self._stepping)).remove)
+        self._hooks.callback(self.optimizer.register_step_post_hook(Listener(self._stepped)).remove)
+        forward, returned = Listener(self._forward), Listener(self._returned)
         if model._compiled_call_impl is None:
             before = model.register_forward_pre_hook(forward, prepend=True, with_kwargs=True)
             self._hooks.callback(before.remove)
@@ -236,7 +220,7 @@ class Watch:
         self._keep(batch)
         return batch
 
-    @_observing
+    @observing
     def _keep(self, batch: Any) -> None:
         kept = self._pass(batch)
         self._now.passes.append(kept)
@@ -259,6 +243,7 @@ class Watch:
     def _metered(self) -> bool:
         return self.setup is None or (self.number + 1) % self._every == 0
 
+    @observing
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             self._parts = "num_items_in_batch" in kwargs
@@ -267,6 +252,7 @@ class Watch:
             if self._loss is None:
                 self._entered = self._pass((args, kwargs))
 
+    @observing
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         entered, self._entered = self._entered, None
         if entered is None or not torch.is_grad_enabled():
@@ -301,12 +287,13 @@ class Watch:
             added = [each for each in changed_by(self.optimizer) if each.grad is not None and id(each) not in known]
             self._weights += [(each, local(each).clone(), 0) for each in added]
 
+    @observing
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping_now, self._looked = True, False
         if all(each is None for each in (*args[1:], kwargs.get("closure"))):  # else it computes gradients in its step
             self.before_update()
 
-    @_observing
+    @observing
     @torch.no_grad()
     def before_update(self) -> None:
         """Look at the gradients. The optimizer calls it, but where its ``step`` is given a closure."""
@@ -337,6 +324,7 @@ class Watch:
             self.number = now.number = self.number + 1
             self._fail("a gradient is not finite" if self._finite(now.losses) else "the loss is not finite", now)
 
+    @observing
     @torch.no_grad()
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = self._now
@@ -386,7 +374,7 @@ class Watch:
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return found > 0
 
-    @_observing
+    @observing
     @torch.no_grad()
     def step(self, loss: Tensor | float | None = None) -> None:
         """Say that an optimizer step was taken, or skipped by its scaler.
@@ -424,8 +412,7 @@ class Watch:
             self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
-        if self._device.type != "cpu":
-            now.event = torch.accelerator.current_stream(self._device).record_event()
+        now.event = self._mark()
         self._waiting.append(now)
         self._now = _Step()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
@@ -447,6 +434,10 @@ class Watch:
             for each in flags
         ]
         return torch.stack([each.float() for each in scalars]).to("cpu", non_blocking=True)
+
+    def _mark(self) -> Any:
+        """Return an event after which the device is done with this step; None: it is."""
+        return None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device).record_event()
 
     def _state_setup(self) -> None:
         self._first.close()
@@ -523,7 +514,7 @@ class Watch:
         }
         return {f"precision/{name}": value for name, value in found.items()}
 
-    @_observing
+    @observing
     def close(self) -> None:
         """Wait for the steps that the device has not finished, look at them, and watch no longer."""
         while self._waiting:
@@ -535,12 +526,12 @@ class Watch:
             self._say("Watch saw no step of its optimizer: give it the one that the loop steps; call watch.step after.")
         self._remove()
 
-    def _end(self, error: Exception) -> None:
+    def _missed(self, error: Exception) -> None:
         """Say why the training, which goes on, can be watched no longer."""
         self._remove()
         self._say(f"Watch cannot follow this loop after step {self.number}, and ends: {described(error)}")
 
-    def _missed(self, error: Exception) -> None:
+    def _not_measured(self, error: Exception) -> None:
         self._once(f"Not all can be measured: {described(error)}")
 
     def _remove(self) -> None:

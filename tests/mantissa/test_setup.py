@@ -50,7 +50,7 @@ def taken(
     net = Net().to(dtype)
     change(net)
     optimizer = made(net)
-    first = FirstStep(net, optimizer, scaler, True)
+    first = FirstStep(net, optimizer, scaler, True, pytest.fail)
     hook = optimizer.register_step_pre_hook(lambda *_: first.before_update())
     late(net)
     for _ in range(passes):
