@@ -27,7 +27,7 @@ from trainer.config.options import parse
 from trainer.data.contract import Batch
 from trainer.data.evaluation import Evaluation
 from trainer.errors import UserError
-from trainer.files import make_folder, write_json
+from trainer.files import write_json
 from trainer.hardware import synchronise
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
@@ -101,7 +101,7 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     print(f"{about['samples']:,} samples of split={options.split} in batches of {about['batch_size']}{left_out}\n")
     folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     try:
-        make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"output={folder} cannot be written ({error.strerror}); choose another with output=…"

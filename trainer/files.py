@@ -135,20 +135,6 @@ def final_status(folder: Path) -> str | None:
     return status if status in ("FINISHED", "FAILED", "KILLED") else None
 
 
-def make_folder(path: Path, exist_ok: bool = True) -> None:
-    """Make a folder and those above it, and bring their names to the disk.
-
-    Raises:
-        FileExistsError: it is there, and ``exist_ok`` is false.
-    """
-    if not path.parent.is_dir():
-        make_folder(path.parent)
-    there = path.is_dir()
-    path.mkdir(exist_ok=exist_ok)
-    if not there:
-        flush(path.parent)
-
-
 def remove_folder(folder: Path) -> None:
     """Remove a folder, if it is there, as a whole: a kill leaves no part under its name, and the next call the rest."""
     old = folder.with_name(f".{folder.name}.old")

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainer import files
 from trainer.checkpoint.schema import steps
 from trainer.errors import UserError
 from trainer.files import (
@@ -16,7 +17,6 @@ from trainer.files import (
     SUMMARY_FILE,
     TOKENIZER,
     add_run_facts,
-    make_folder,
     read_json,
     read_object,
     run_facts,
@@ -43,11 +43,13 @@ class RunFolder:
     def create(cls, output_dir: str, run_name: str) -> RunFolder:
         """Make a new folder: ``run_name``, or ``run_name-2`` and so on where that exists."""
         root, number = Path(output_dir).expanduser(), 1
-        make_folder(root)
+        root.mkdir(parents=True, exist_ok=True)
+        files.flush(root.parent)  # a power cut could take the names of new folders
         while True:
             path = root / (run_name if number == 1 else f"{run_name}-{number}")
             try:
-                make_folder(path, exist_ok=False)
+                path.mkdir()
+                files.flush(root)
                 return cls(path)
             except FileExistsError:
                 number += 1

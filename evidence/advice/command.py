@@ -18,7 +18,7 @@ from evidence.runs import cpu_share_of_others, redacted_arguments
 from mantissa.display import duration
 from trainer.config.compose import check_single, compose
 from trainer.config.options import parse
-from trainer.files import check_output_dir, in_use, make_folder, write_json
+from trainer.files import check_output_dir, in_use, write_json
 from trainer.hardware import detect
 from trainer.profiling.rates import BUSY
 from trainer.run.provenance import git_facts, versions
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     hardware = detect(config.device)
     steps = config.plan(hardware).steps  # mistakes before any work
     folder = Path(config.output_dir).expanduser() / "advice" / config.recipe.name
-    make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
 
     def say(line: str) -> None:

@@ -23,7 +23,7 @@ from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line
-from trainer.files import SAME, check_output_dir, make_folder
+from trainer.files import SAME, check_output_dir
 from trainer.hardware import detect
 from trainer.metrics import Metrics
 from trainer.recipe import Recipe
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         pruner=pruner_of(options.pruner, math.ceil(plan.eval_every), plan.steps),
     )
     search = Search(study, output_dir / "search" / name, space, options.trials, first.seed, described)
-    make_folder(search.folder)
+    search.folder.mkdir(parents=True, exist_ok=True)
     print(
         f"study {name}: {len(search.counted())} of {options.trials} trials; runs print to {search.folder}", flush=True
     )

@@ -25,7 +25,7 @@ from sqlalchemy.pool import NullPool
 
 from evidence.search.space import Space
 from trainer.errors import NonFiniteError, OutOfMemory, RunError, UserError
-from trainer.files import locked, make_folder
+from trainer.files import locked
 
 DATABASE = "optuna.db"
 HEARTBEAT_S, GRACE_S = 10, 60
@@ -79,7 +79,7 @@ def open_study(
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # failures are exceptions
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    make_folder(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     with locked(output_dir / f".{DATABASE}.lock"):  # two processes that make the tables at the same time both fail
         study = optuna.create_study(
             storage=studies(output_dir),

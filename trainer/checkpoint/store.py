@@ -40,7 +40,7 @@ from trainer.checkpoint.schema import (
     steps,
 )
 from trainer.errors import UserError, check_number
-from trainer.files import make_folder, remove_folder, sha256, write_json
+from trainer.files import remove_folder, sha256, write_json
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded
 from trainer.parallel.world import World
@@ -207,9 +207,8 @@ def _on_all_ranks(world: World, temporary: Path, work: Callable[[], Any] | None)
 
 
 def _prepare(folder: Path, temporary: Path) -> None:
-    if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{folder.parent} is gone")
-    make_folder(folder)
+    folder.mkdir(exist_ok=True)
+    files.flush(folder.parent)
     _clear_up(folder)
     temporary.mkdir()
 
