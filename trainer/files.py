@@ -55,24 +55,18 @@ def is_kept(source: str) -> bool:
     return folder.name == TOKENIZER and (folder / "config.json").is_file()
 
 
-def write_text(path: Path, text: str, private: bool = False) -> None:
-    """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut.
-
-    With ``private`` only its owner can read it.
-    """
+def write_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # of a killed process; a link would be written through
-    mode = 0o600 if private else 0o666
-    with open(partial, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(text)
+    partial.write_text(text, encoding="utf-8")
     flush(partial)  # otherwise some file systems could keep the new name and lose the content
     partial.replace(path)
     flush(path.parent)
 
 
-def write_json(path: Path, content: Any, private: bool = False) -> None:
-    """Replace a JSON file as a whole; ``private``: see ``write_text``."""
-    write_text(path, json.dumps(content, indent=2) + "\n", private)
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file as a whole."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def sha256(path: Path) -> str:

@@ -64,8 +64,8 @@ class TrackedRun:
             raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
 
     def write(self, folder: Path) -> None:
-        """Write ``tracking.json``, which only its owner can read."""
-        write_json(folder / TRACKING_FILE, asdict(self), private=True)
+        """Write ``tracking.json``."""
+        write_json(folder / TRACKING_FILE, asdict(self))
 
     def resumed_as(self, now: TrackedRun) -> TrackedRun:
         """Return what MLflow gets of this run after a resume, with what it has already.
