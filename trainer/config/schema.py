@@ -12,7 +12,7 @@ from trainer.files import default_name
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION
-from trainer.tracking.options import Tracking, is_own_tag
+from trainer.tracking.options import Tracking
 from trainer.tracking.store import configured_uri
 
 
@@ -67,7 +67,7 @@ class RunConfig:
     run_name: str | None = None
     """Name of the run, in MLflow and as its folder; null: recipe-precision-sSEED."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Tags for MLflow and tables, such as ``tags.team=vision``."""
+    """Tags for MLflow, such as ``tags.team=vision``; one that the run sets itself is replaced."""
     note: str | None = None
     """A sentence about the run; it opens the description in MLflow."""
 
@@ -82,9 +82,6 @@ class Config(RunConfig, StepConfig):
         super().__post_init__()
         check_number("log_every", self.log_every)
         self.diagnostics.check(self.optimizer)
-        for name in self.tags:
-            if is_own_tag(name) or name == "note":
-                raise UserError(f"tags.{name} is a tag that the run sets itself; choose another name")
         check_folder_name("run_name", self.name)
         if self.tracking.mlflow:
             configured_uri(self.tracking.uri)  # or the environment's: not in the group, whose default may not be used

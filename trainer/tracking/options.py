@@ -6,16 +6,6 @@ from dataclasses import dataclass
 
 from trainer.errors import UserError, check_choice, check_range
 
-_OWN_TAGS = (
-    *("recipe", "size", "image_size", "classes", "pretrained", "precision", "precision.support"),
-    *("precision.arithmetic", "hardware", "parallel", "processes", "git.dirty", "changed_on_resume"),
-)
-
-
-def is_own_tag(name: str) -> bool:
-    """Return whether a tag in MLflow is one that every run sets itself, or MLflow."""
-    return name in _OWN_TAGS or name.partition(".")[0] in ("mlflow", "mantissa", "init_from")
-
 
 @dataclass
 class Tracking:
