@@ -74,10 +74,6 @@ class OneCycle(Schedule):
     kind: ClassVar[str] = "onecycle"
     rise: float = 0.3
     """Fraction of the steps in which the learning rate rises; torch's ``pct_start``."""
-    div_factor: float = 25.0
-    """Peak learning rate divided by the first."""
-    final_div_factor: float = 1e4
-    """First learning rate divided by the last."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps != "auto":
@@ -86,18 +82,16 @@ class OneCycle(Schedule):
                 f"the fraction of the steps in which the learning rate rises, as in schedule.rise={self.rise:g}"
             )
         check_range("schedule.rise", self.rise, "(0, 1)")
-        for key in ("div_factor", "final_div_factor"):
-            check_range(f"schedule.{key}", getattr(self, key), "[1, inf)")
 
     def warmup(self, steps: int) -> int:
         return int(self.rise * steps)
 
     def factor(self, step: int, steps: int) -> float:
-        first = 1 / self.div_factor
+        first = 1 / 25.0  # as torch's, and the last is a ten-thousandth of it
         peak, last = self.rise * steps - 1, steps - 1  # the steps of the highest and of the lowest rate
         if 0 < peak >= step:
             return 1 + (first - 1) * _half_cosine(step / peak)
-        final = first / self.final_div_factor
+        final = first / 1e4
         return final + (1 - final) * _half_cosine(min(1.0, (step - peak) / (last - peak)))
 
 
