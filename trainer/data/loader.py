@@ -188,6 +188,8 @@ class Loader:
     """The ``loader`` config group; this base is ``loader=plain``: pageable memory, no persistent workers."""
 
     kind: ClassVar[str] = "plain"
+    pinned: ClassVar[bool] = False
+    """Whether batches are in page-locked memory, where the device copies from it, and workers are kept."""
     workers: int | str = "auto"
     """Data-loading processes; auto: 0 for data in memory; if samples are decoded, one per core of this rank (at most
     16). With more than four cores, two stay free for launching kernels and pinning memory."""
@@ -202,10 +204,6 @@ class Loader:
         cores = hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return max(1, min(16, cores - 2 if cores > 4 else cores)) if decodes else 0
 
-    def _options(self, hardware: Hardware) -> dict[str, object]:
-        """Return further options of torch's DataLoader; ``pin_memory`` holds without workers, too."""
-        return {}
-
     def batches(
         self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
     ) -> Iterable[Batch]:
@@ -214,13 +212,12 @@ class Loader:
         ``in_a_step``: how many are needed at once; with a GPU, a thread keeps ``STEPS_AHEAD`` times as many ready,
         unless the dataset uses torch's global generator.
         """
-        options = self._options(hardware)
+        pins = self.pinned and hardware.kind.pinned
         if not self.workers:
-            # A GPU computes meanwhile; on a CPU a thread would take the cores that compute: there, use workers.
-            pins = bool(options.get("pin_memory"))
-            # The training thread uses torch's global generator, whose state a checkpoint holds.
             if hasattr(dataset, "pins"):
                 dataset.pins = pins
+            # A GPU computes meanwhile; on a CPU a thread would take the cores that compute: there, use workers.
+            # The training thread uses torch's global generator, whose state a checkpoint holds.
             alone = not pins or getattr(dataset, "uses_global_generator", False)
             return Batches(dataset, samples, hardware.device, pins, 0 if alone else STEPS_AHEAD * in_a_step)
         return _FromWorkers(
@@ -231,7 +228,9 @@ class Loader:
             num_workers=int(self.workers),
             multiprocessing_context=_forkserver_context(),
             worker_init_fn=_end_with_the_run,
-            **options,  # type: ignore[arg-type]
+            pin_memory=pins,
+            persistent_workers=self.pinned,
+            prefetch_factor=4 if self.pinned else 2,
         )
 
     def steps(
@@ -252,12 +251,7 @@ class PinnedLoader(Loader):
     """``loader=pinned``: page-locked host memory (with a GPU), persistent workers, prefetching (see ``batches``)."""
 
     kind: ClassVar[str] = "pinned"
-
-    def _options(self, hardware: Hardware) -> dict[str, object]:
-        options: dict[str, object] = {"pin_memory": hardware.kind.pinned}
-        if self.workers:
-            options |= {"persistent_workers": True, "prefetch_factor": 4}
-        return options
+    pinned: ClassVar[bool] = True
 
 
 @dataclass
