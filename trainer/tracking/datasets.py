@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,22 +21,14 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
     # With torch, which sending a run to MLflow does not need.
     from trainer.data.contract import fingerprint
 
-    place: dict[str, Any]
     options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
-    if isinstance(options.get("path"), str) and options["path"]:
-        kind, place = "local", {"uri": str(Path(options["path"]).expanduser().absolute())}
-    elif source.kind == "hub":
-        kind, place = "hugging_face", {"path": options["name"], "config_name": options.get("subset")}
-    else:
-        plain = {key: value for key, value in options.items() if isinstance(value, (str, int, float))}
-        kind, place = "code", {"tags": {"mlflow.source.name": "scripts/train.py", "data": source.kind, **plain}}
+    plain = {key: value for key, value in options.items() if isinstance(value, (str, int, float))}
     return [
         {
             "context": context,
             "name": source.kind or type(source).__name__.lower(),
             "digest": fingerprint(part)[:DIGEST_LENGTH],
-            "source_type": kind,
-            "source": place,
+            "source": {"tags": {"mlflow.source.name": "scripts/train.py", "data": source.kind, **plain}},
             "samples": len(part),
             "description": datasets.description,
         }
@@ -52,7 +43,7 @@ def log_datasets(client: MlflowClient, run_id: str, facts: list[dict[str, Any]])
     inputs = []
     for entry in facts:
         profile = json.dumps({"num_rows": entry["samples"], "description": entry["description"]})
-        data = Dataset(entry["name"], entry["digest"], entry["source_type"], json.dumps(entry["source"]), None, profile)
+        data = Dataset(entry["name"], entry["digest"], "code", json.dumps(entry["source"]), None, profile)
         inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", entry["context"])]))
     if inputs:
         client.log_inputs(run_id, inputs)
