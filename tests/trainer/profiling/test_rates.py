@@ -26,6 +26,7 @@ PLAIN_CPU = Hardware(CPU, "an old CPU", 2**34, 2)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path))
     monkeypatch.setattr(rates, "cached", cached)
+    monkeypatch.setattr(rates, "_WHILE_BUSY", {})
     return tmp_path / "products"
 
 
@@ -40,7 +41,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
 
     monkeypatch.setattr(rates, "measure", measure)
     monkeypatch.setattr("psutil.cpu_percent", lambda percpu: [0.0] * 1024)
-    monkeypatch.setattr(rates, "_WHILE_BUSY", {})
     return calls
 
 
