@@ -15,7 +15,7 @@ MEANINGS = {
     UNDERFLOW: "Numbers are smaller than the format can hold, so they become 0.",
     DOMAIN: "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.",
     NOT_FINITE: "A result is not finite, and no torch operator made it so: code outside of torch did.",
-    INPUT: "A weight, a buffer or the data is not finite before the step, or far too large.",
+    INPUT: "A weight, a buffer or the data is not finite before the step, far too large, or rounded away.",
     ERROR: "The result has more rounding error than the format makes unavoidable.",
     DTYPE: "Something that should be computed or stored in fp32 is in 16 bits.",
     SCALE: "The loss or its gradients are multiplied by a number that does not fit the format or the optimizer.",

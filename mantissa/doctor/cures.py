@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mantissa.display import size
 from mantissa.doctor.cause import UNWRITTEN, find_exception, find_origin
 from mantissa.doctor.dtypes import explicit_casts
-from mantissa.doctor.module_errors import rounded_away
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
 from mantissa.formats import FP16
@@ -217,8 +216,6 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
     passes = step.as_run()
     order: list[str] = []
     passes.forward(Trace(passes.model, returned=lambda name, *_: order.append(name)))
-    if rounded_away(step):  # it is lost where the data comes in, whatever a later module makes of it
-        order.reverse()
     names = _innermost(passes.model, functools.partial(fixed, with_modules), order)
     if names:
         finding.module = ", ".join(names)

@@ -31,7 +31,7 @@ from mantissa.doctor.cures import (
 from mantissa.doctor.dtypes import explicit_casts, manifest, state_updates
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.module_errors import harmful_errors, local_errors, wrong_gradients
+from mantissa.doctor.module_errors import harmful_errors, local_errors, rounded_data, wrong_gradients
 from mantissa.doctor.sweep import (
     BREAKS,
     DIFFERENT,
@@ -377,6 +377,21 @@ def _works_at(result: Diagnosis, scale: float) -> bool:
     return not step.as_run().run().nonfinite and result.works(step.as_run)
 
 
+_LOST_DATA = 0.5
+"""Rounding away this share of what varies in the data is a fault, whatever the gradients say."""
+
+
+def _data(result: Diagnosis) -> None:
+    """Find data that the format cannot tell apart, and the module that should have it in fp32."""
+    finding = rounded_data(result.step, _LOST_DATA)
+    if finding is None:
+        return
+    result.findings.append(finding)
+    other = result.step.in_fp32([finding.module])
+    if finding.module and rounded_data(other, _LOST_DATA) is None and result.works(other.as_run):
+        finding.cure = [result.step.remedies.modules([finding.module])]
+
+
 def _module_errors(result: Diagnosis) -> None:
     """Find modules whose error harms the gradients of the step, and the place of one that is in no module."""
     step = result.step
@@ -560,6 +575,7 @@ _CHECKS = (
     Check("manifest", lambda result: result.runs, _manifest),
     Check("gradients", lambda result: result.finite, lambda result: result.add(gradients(result.step))),
     Check("range", lambda result: result.runs and (result.is_ok(FP32) if result.sweep else result.finite), _range),
+    Check("data", lambda result: result.sound and result.step.format.half is not None, _data),
     Check("modules", lambda result: result.sound, _module_errors, memories=2),
     Check("modules", lambda result: result.sound, _wrong_gradients, memories=2, part="whole gradients"),
     Check("updates", lambda result: result.loses_updates, _updates),

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mantissa import islands
 from mantissa.display import listed
 from mantissa.errors import FormatError
-from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
+from mantissa.finding import BACKWARD, ERROR, FORWARD, INPUT, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Gradients, Replay, Step, batch_key
 from mantissa.tensors import in_dtype, numbers_in, relative_error, storage
@@ -224,27 +224,38 @@ def wrong_gradients(step: Step) -> WrongGradients:
     return result
 
 
-def rounded_away(step: Step) -> str:
-    """Return which of the batch's tensors varies less than the format rounds it, in words; empty: none does."""
+def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
+    """Return where a tensor of the batch is rounded by more than a share of what varies in it over the samples."""
     passes = step.as_run()
     batch = passes.microbatches[0]
-    cast: set[str] = set()
+    found: list[Finding] = []
 
     def note(op: Op) -> None:  # a loss is given copies of the tensors
-        if op.casts_to_half:
-            cast.update(name for name, tensor in batch.items() if torch.equal(tensor, op.args[0]))
+        if not op.casts_to_half or found:
+            return
+        given = op.args[0].flatten()
+        for name, tensor in batch.items():
+            if tensor.ndim and tensor.is_floating_point() and torch.equal(tensor.flatten(), given):
+                exact, low = tensor.detach().double(), rounded(tensor.detach().double(), step.format.number)
+                varies, error = (each - each.mean(0, keepdim=True) for each in (exact, low - exact))
+                lost = error.norm().item() / max(varies.norm().item(), 1e-300)
+                if varies.any() and lost > share:
+                    into = f"rounding {batch_key(name)} to {step.format.number.name} loses"
+                    detail = f"{into} {min(1.0, lost):.0%} of what varies in it: subtract its mean before"
+                    finding = op.finding(op.result)
+                    found.append(
+                        replace(finding, kind=INPUT, format=step.format.name, detail=detail, tensor=batch_key(name))
+                    )
 
-    with Trace(None, note):
+    with Trace(passes.model, note):
         passes.loss(batch)
-    for name, tensor in batch.items():
-        if name in cast and tensor.ndim and len(tensor) > 1:
-            exact = tensor.detach().double()
-            varies = torch.linalg.vector_norm(exact - exact.mean(0, keepdim=True)).item()
-            error = torch.linalg.vector_norm(rounded(exact, step.format.number) - exact).item()
-            if varies and error > _SIGNAL * varies:
-                lost = f"loses {min(1.0, error / varies):.0%} of what varies in it: subtract its mean before"
-                return f"; rounding {batch_key(name)} to {step.format.number.name} {lost}"
-    return ""
+    return next(iter(found), None)
+
+
+def rounded_away(step: Step) -> str:
+    """Return what to add to a detail where data is rounded away."""
+    finding = rounded_data(step)
+    return f"; {finding.detail}" if finding else ""
 
 
 def _errors(found: Gradients, exact: Gradients) -> dict[str, float]:

@@ -77,6 +77,29 @@ def test_bf16_is_no_cure_of_rounding_in_fp16() -> None:
     assert not any("bfloat16" in cure for cure in report.findings[0].cure), str(report)
 
 
+class Centred(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x - 2000)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (Centred, lambda x: 2000 + x),
+        (Own, lambda x: torch.where(torch.arange(8) == 3, 257.0, x)),
+        (Own, lambda x: 2 + x),
+    ],
+    ids=["centred before it is rounded", "a constant that bf16 does not hold", "not centred"],
+)
+def test_data_that_bf16_tells_apart_is_no_fault(
+    build: Callable[[], nn.Module], change: Callable[[Tensor], Tensor]
+) -> None:
+    model, batches = build(), [{**batch, "x": change(batch["x"])} for batch in regression()]
+    report = mantissa.examine(model, error, batches, "bf16", torch.optim.AdamW(model.parameters(), 1e-3))
+    assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_healthy_model_has_no_fault_and_stays_as_it_is(precision: str) -> None:
     model = nn.Sequential(
