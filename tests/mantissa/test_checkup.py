@@ -88,7 +88,7 @@ def test_a_model_without_a_head_in_bf16_is_loaded_in_fp32_as_what_its_type_can_b
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
         (["{empty}"], "cannot be loaded: Unrecognized model in"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),
-        (["{empty}", "--precision", "fp16,half"], "--precision half is unknown; use some of fp32,"),
+        (["{empty}", "--precision", "fp16,quarter"], "--precision quarter is unknown; use some of fp32,"),
         (["{empty}", "--length", "1"], "--length must be 2 or more"),
         (["{empty}", "--text", "/nowhere/text"], "--text /nowhere/text: there is no such file"),
     ],

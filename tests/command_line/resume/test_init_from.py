@@ -249,7 +249,7 @@ def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("outputs/none", "init_from=outputs/none: there is no such folder; give a run folder"),
+        ("outputs/none", "init_from=outputs/none: there is no such folder; give a file of weights, or a run folder"),
         ("empty", "init_from=empty: the run has no weights"),
         ("mlflow:123", "init_from=mlflow:123: "),
     ],
