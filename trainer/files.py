@@ -106,7 +106,7 @@ def run_facts(folder: Path, key: str) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file with one on each line, such as a run's ``metrics.jsonl``; none if there is no file.
+    """Yield the lines of a run's ``metrics.jsonl``, each with ``step`` and ``time``; none if there is no file.
 
     An incomplete last line (after a kill) is skipped.
 
@@ -115,12 +115,15 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
+    number = 1
     try:
         with path.open("rb") as file:
             while (line := file.readline()).endswith(b"\n"):
-                yield json.loads(line)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); restore it") from None
+                values = json.loads(line)
+                yield values | {"step": int(values["step"]), "time": float(values["time"])}
+                number += 1
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} line {number}: no step or time ({getattr(error, 'msg', error)}); restore it") from None
 
 
 def final_status(folder: Path) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -149,6 +150,30 @@ def test_a_run_continues_after_its_owners_edits(edit: str, run: Path, succeed: T
     losses = [line["step"] for line in read_json_lines(run / "metrics.jsonl") if "loss" in line]
     assert losses == ([1, 2, 3, 4, 5, 6] if kept > 4 else [*range(1, kept + 1), 5, 6])
     assert (run / "checkpoints" / "step-00000006").is_dir()
+
+
+LINES = {
+    "no step": '{"time": 1.5, "loss": 2.0}',
+    "no time": '{"step": 3, "loss": 2.0}',
+    "a step in words": '{"step": "three", "time": 1.5}',
+    "a list": "[3]",
+    "a number": "3",
+    "empty": "",
+    "a comment": "// the loss rises here",
+}
+"""What the third line of a log may be after its owner's edits."""
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_that_its_owner_changed_is_named(line: str, run: Path, train: Train) -> None:
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:2], LINES[line], *lines[3:], ""]))
+    before = log.read_text()
+    done = train("resume=elsewhere/1e3", "steps=6")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert re.match(r"error: elsewhere/1e3/metrics\.jsonl line 3: no step or time \(.+\); restore it$", done.err)
+    assert log.read_text() == before
 
 
 def test_a_kill_before_the_first_checkpoint_of_a_resumed_run_refuses_nothing(
