@@ -144,7 +144,8 @@ FOUND: dict[str, tuple[tuple[str, ...] | Callable[[Path], None], str, tuple[int,
         (10, 2),
         "passed over: 1 .heic, 1 without a suffix)",
     ),
-    "a class without images": (empty_class, "cat dog", (8, 2), "without images: fox (3 .heic), wolf (empty); passed"),
+    "a class without images": (empty_class, "cat dog", (8, 2), "passed over: 3 .heic)"),
+    "thumbnails": ((PET, "thumbnails/{4}.png"), "cat dog", (8, 2), "passed over: 1 hidden)"),
     "links": (linked, "cat dog fox", (13, 3), "passed over: 4 links to a folder above, 1 broken links)"),
     "a pool of images": (pool, "a b", (6, 3), "passed over: 9 images in all)"),
     "loose images": ((PET, "{2}.png"), "cat dog", (8, 2), "passed over: 2 outside of class folders)"),
@@ -195,12 +196,12 @@ MUST = "data.path must be a folder with one folder of images per class, or with 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "labels in the names": (
         ("train/{cat,dog}.{5}.jpg", "test1/{3}.jpg"),
-        f"PATH has 13 images .passed over: nothing., and no folders of several classes; {MUST}.* classes in names "
-        "of files are not read$",
+        f"PATH has 13 images .passed over: nothing., and no folders of several classes; {MUST}.*; file names or boxes "
+        "give no classes$",
     ),
     "labels in the names, and a form to fill in": (
         ("train/{Maine_Coon,saint_bernard}_{5}.jpg", "test1/{3}.jpg", "sampleSubmission.csv", "test.csv"),
-        "; classes in names of files are not read$",
+        "; file names or boxes give no classes$",
     ),
     "a table of each split": (
         ("train_images/{5}.jpg", "test_images/{3}.jpg", "{sample_submission,test,train}.csv"),
@@ -208,7 +209,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "loose images": (
         ("{cat,dog}_{5}.jpg", "labels/labels.csv"),
-        r"names of files are not read; or write those of PATH/labels/labels\.csv to PATH/metadata\.csv ",
+        r"file names or boxes give no classes; or write those of PATH/labels/labels\.csv to PATH/metadata\.csv ",
     ),
     "folds of two classes": (
         ("fold_{3}/{benign,malignant}/{2}.png",),
@@ -227,9 +228,9 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("{images,masks}/{5}.png",),
         f"PATH has 5 images .passed over: 5 images in masks., and no .*; {MUST}",
     ),
-    "images of a split and labels": (
+    "images of a split and boxes": (
         ("{train,valid}/images/{5}.png", "{train,valid}/labels/{5}.txt"),
-        "no folders of several",
+        "no folders of several.* file names or boxes give no classes",
     ),
     "pairs of domains": (
         ("{trainA,trainB,testA,testB}/{5}.jpg",),
@@ -241,7 +242,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "one class": (
         ("cat/{5}.png", "dog/{5}.heic"),
-        r"one class only, cat; without images: dog \(5 \.heic\); two are needed",
+        "data.path=PATH has images of one class only; two are needed",
     ),
     "no images": (
         ("{cat,dog}/{5}.heic",),
@@ -306,21 +307,46 @@ def test_the_remedy_for_a_table_works(files: tuple[str, ...], tmp_path: Path) ->
     assert (data.classes, len(data.train) + len(data.valid)) == (["cat", "dog"], 8)
 
 
-WARNED = {
+WARNED: dict[str, tuple[tuple[str, ...] | Callable[[Path], None], str]] = {
     "domains of two classes": (
         ("{amazon,dslr,webcam}/{benign,malignant}/{2}.png",),
-        "below its folder, PATH/amazon those in benign, malignant; if these are the classes, set data.path=PATH/amazon",
+        "PATH/amazon is one class, with all in benign, malignant; if these are the classes, set data.path=PATH/amazon",
     ),
-    "two levels": (("animals/{cat,dog}/{2}.png", "things/{bus,car,hat}/{2}.png"), "PATH/animals those in cat, dog"),
+    "two levels": (
+        ("animals/{cat,dog}/{2}.png", "things/{bus,car,hat}/{2}.png"),
+        "PATH/animals is one class, with all in cat, dog;",
+    ),
+    "a class without images": (
+        empty_class,
+        "PATH has folders without images, which are no classes: fox (3 .heic), wolf (e",
+    ),
+    "a flat val": (
+        ("train/" + PET, "{val,test}/{9}.png"),
+        "PATH/val is not used for validation: it has no folders of class",
+    ),
+    "a flat val, packed": (
+        ("train/" + PET, "val/images/{9}.png"),
+        "PATH/val is not used for validation: it has no folders",
+    ),
+    "another training folder": (
+        ("{train,Train}/" + PET, "train_masks/" + PET),
+        "PATH/Train is not used for training: PATH/train is",
+    ),
     "case and blanks": (("{Cat,cat,dog,Dog ,emu}/{2}.png",), "classes differ from Cat, Dog  in case or blanks only"),
 }
-QUIET = [("{cat,dog}/{2}.png",), ("{A,a,B,b}/{2}.png",), ("{-1,1}/{2}.png",), ("{cat,dog}/images/{2}.png",)]
+QUIET = [
+    ("{cat,dog}/{2}.png",),
+    ("{train,val}/{cat,dog}/{2}.png", "test/{2}.png", "val_masks/{a,b}/1.png"),
+    ("{A,a,B,b}/{2}.png",),
+    ("{-1,1}/{2}.png",),
+    ("{cat,dog}/images/{2}.png",),
+]
 
 
 @pytest.mark.parametrize("name", WARNED)
 def test_what_may_not_be_meant_is_warned_of(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files, message = WARNED[name]
-    write(tmp_path, *files)
+    files(tmp_path) if callable(files) else write(tmp_path, *files)
     described(tmp_path)
     assert message in caplog.text.replace(str(tmp_path), "PATH")
 

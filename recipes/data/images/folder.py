@@ -66,16 +66,15 @@ class ImageFolder(ImageSource):
             if unknown := sorted(each.folders.keys() - train.folders.keys()):
                 raise UserError(f"{each.path} has the class {unknown[0]}, which {train.path} does not have; rename it")
         files = {part: {name: each.files() for name, each in found.folders.items()} for part, found in folders.items()}
-        classes, empty = sorted(files[TRAINING]), f"; without images: {shortened(train.empty)}" if train.empty else ""
-        if len(classes) == 1:
-            raise UserError(f"{train.path} has images of one class only, {classes[0]}{empty}; two are needed")
+        if train.empty:
+            log.warning("%s has folders without images, which are no classes: %s", train.path, shortened(train.empty))
+        classes = sorted(files[TRAINING])
         plain = {"".join(name.casefold().split()) if len(name) > 1 else name: name for name in classes}  # A, a: letters
         if again := sorted({*classes} - {*plain.values()}):
             log.warning("classes differ from %s in case or blanks only; join those that are one", shortened(again))
         deep = [each for each in map(Folder.unwrapped, train.folders.values()) if len(each.folders) > 1]
         if 2 * len(deep) > len(classes):
-            message = "a class has all images in and below its folder, %s those in %s; if these are the classes, set "
-            message += "data.path=%s, or move them up"
+            message = "%s is one class, with all in %s; if these are the classes, set data.path=%s, or move them up"
             log.warning(message, deep[0].path, shortened(sorted(deep[0].folders)), deep[0].path)
         origin = ", ".join(f"{part} {found.path}" for part, found in folders.items())
         if VALIDATION not in files:
@@ -91,7 +90,7 @@ class ImageFolder(ImageSource):
         parts = {part: FolderImages(files[part], classes, self.on_error) for part in PARTS if part in files}
         size, side = image_size or 224, parts[TRAINING].shorter_side()
         passed = f"; passed over: {numbers(root.passed)}" if root.passed.total() else ""
-        title = f"{self.kind} ({origin}{empty}{passed})"
+        title = f"{self.kind} ({origin}{passed})"
         return self.opened(title, f"data.path={self.path}", parts, classes, size, side, decodes=True)
 
 

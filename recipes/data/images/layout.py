@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import unicodedata
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from mantissa.display import shortened
 from trainer.errors import UserError
+
+log = logging.getLogger("mantissa")
 
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"),
@@ -28,7 +31,7 @@ _ABOUT_IMAGES = re.compile("(.*[^a-z])?(masks?|annotations?|labels?|segmentation
 _MASKS = ("mask", "annotation", "label", "seg", "segmentation", "gt")
 _MASK = re.compile(f"[^a-z0-9]({'|'.join(_MASKS)})s?([_-]?[0-9]+)?$", re.IGNORECASE)
 _FOLD = re.compile("(.*[^a-z])?(k?fold|cv|split|part|batch|site|cent(er|re)|domain|client)s?([^a-z].*)?", re.IGNORECASE)
-_OF_SYSTEMS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
+_OF_SYSTEMS = re.compile("__macosx|@eadir|[#$]recycle([.]bin)?|lost[+]found|system volume information|thumbnails")
 
 
 @dataclass(eq=False)
@@ -71,7 +74,7 @@ def read(path: str, passed: Counter[str] | None = None, above: tuple[str, ...] =
     passed = found.passed
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         name = entry.name.lower()
-        if name.startswith(".") or name in _OF_SYSTEMS:
+        if name.startswith(".") or _OF_SYSTEMS.fullmatch(name):
             passed["hidden"] += 1
         elif entry.is_dir():
             if entry.is_symlink() and any(place.startswith(os.path.realpath(entry.path) + os.sep) for place in above):
@@ -125,6 +128,9 @@ def arrange(root: Folder) -> dict[str, Folder]:
             del parts[TEST]
         unused = [name for name, folder in inside.items() if folder not in parts.values()]
     for name in unused:
+        if (role := _role(name)) in (TRAINING, VALIDATION):
+            why = f"{parts[role].path} is" if role in parts else "it has no folders of classes"
+            log.warning("%s is not used for %s: %s", top.folders[name].path, role, why)
         top.leave_out(name)
     if unused and TRAINING not in named:
         return arrange(root)
@@ -152,7 +158,7 @@ def _no_classes(root: Folder, top: Folder, inside: dict[str, Folder]) -> list[st
     lone = len(inside) == 1 and (not top.empty or any(map(_IMAGES.fullmatch, inside)))
     if numbered or lone or all(map(_role, inside)):
         remedy = f"data.path must be {WANTED}"
-        remedy += "; classes in names of files are not read" if top.files() else f"; images are {', '.join(EXTENSIONS)}"
+        remedy += "; file names or boxes give no classes" if top.files() else f"; images are {', '.join(EXTENSIONS)}"
         place = next((each for name, each in inside.items() if _role(name) == TRAINING), top).path
         tables = [csv for csv in Path(root.path).rglob("*.csv") if not re.search("[Ss]ubmission|^[Tt]est", csv.name)]
         if tables and top.files():
