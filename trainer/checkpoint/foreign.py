@@ -110,8 +110,9 @@ def read_weights(
         raise UserError(f"{key} holds no tensors with names; {_SAVE}")
     if not readings:
         there = max(states.values(), key=len)
+        of = "an optimizer" if {"exp_avg", "momentum_buffer"} & {*there} else "another model"
         raise UserError(
-            f"{key}: the weights are of another model: none of its names ({', '.join([*there][:3])}, …) is one of this "
+            f"{key}: the weights are of {of}: none of its names ({', '.join([*there][:3])}, …) is one of this "
             f"model ({', '.join([*names][:3])}, …); {remedy}"
         )
     best = max(readings, key=lambda reading: (reading.fits, reading.averaged))
@@ -182,7 +183,8 @@ def _files(path: Path, key: str) -> list[Path]:
         if missing := [shard.name for shard in shards if not shard.is_file()]:
             raise UserError(f"{key}: {missing[0]} is missing, which {index.name} names; copy it there")
         return shards
-    named = [file for name in ("model.safetensors", "pytorch_model.bin") if (file := folder / name).is_file()]
+    tag = latest.read_text().strip("/ \n") if (latest := folder / "latest").is_file() else "."  # of DeepSpeed
+    named = [file for name in ("model.safetensors", "pytorch_model.bin", f"{tag}/mp*.pt") for file in folder.glob(name)]
     found = named[:1] or [file for file in sorted(folder.iterdir()) if file.suffix in SUFFIXES]
     if len(found) == 1:
         return found

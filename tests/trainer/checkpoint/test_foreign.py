@@ -156,6 +156,16 @@ def accelerate(folder: Path) -> None:
     (folder / "random_states_0.pkl").write_bytes(pickle.dumps({"step": 0}))
 
 
+def deepspeed(folder: Path) -> None:
+    """As save_checkpoint writes it, twice."""
+    for step in ("global_step5", "global_step10"):
+        (folder / step).mkdir()
+        state = STATE if step == "global_step10" else ZEROS
+        torch.save({"module": state, "global_steps": 10}, folder / step / "mp_rank_00_model_states.pt")
+        torch.save({"optimizer_state_dict": ADAM}, folder / step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    (folder / "latest").write_text("global_step10")
+
+
 FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "accelerate's save_state": (accelerate, ""),
     "shards with an index": (sharded, ""),
@@ -163,6 +173,16 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "one of the shards": (sharded, "model-00001-of-00002.safetensors"),
     "pytorch_model.bin": (lambda folder: torch.save(STATE, folder / "pytorch_model.bin"), ""),
     "Lightning's checkpoints": (lambda folder: torch.save({"state_dict": STATE}, folder / "epoch=3.ckpt"), ""),
+    "DeepSpeed": (deepspeed, ""),
+    "one of its checkpoints": (deepspeed, "global_step10"),
+    "DeepSpeed, made one file": (
+        lambda folder: (
+            deepspeed(folder),
+            torch.save(STATE, folder / "pytorch_model.bin"),
+            (folder / "latest").write_text("gone"),
+        ),
+        "",
+    ),
     "safetensors of another name": (lambda folder: save_file(STATE, folder / "a.bin"), "a.bin"),
 }
 
@@ -227,6 +247,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tensors": (saved({"a": 1}), "holds no tensors with names"),
     "only a tensor": (saved(torch.ones(3)), "holds no tensors with names"),
     "another model": (saved({"wte": torch.ones(2)}), r"none of its names \(wte, …\) is one of this model \(stem"),
+    "an optimizer": (saved(ADAM), r"the weights are of an optimizer: none of its names \(step, exp_avg, …\)"),
+    "another optimizer": (saved({"opt": {"state": {0: {"momentum_buffer": LONE}}}}), "weights are of an optimizer"),
     "TensorFlow": (folder("checkpoint", "model.ckpt-9.index"), r"holds no file of weights \(checkpoint, model.ckpt"),
     "several": (folder("epoch=1.ckpt", "last.ckpt"), r"holds several files of weights \(epoch=1.ckpt, last.ckpt\)"),
     "an empty folder": (folder(), "holds no file of weights"),
