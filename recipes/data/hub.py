@@ -202,7 +202,7 @@ class Hub(TokenizedText, ImageSource):
         table = table_options(file) if file and BUILDERS[file.suffix] == "csv" else {}
         if table and self.text_column:
             table["converters"] = {self.text_column: str}  # else its type is that of the first rows
-        remedy = "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
+        remedy = "data=text opens text, data=imagefolder photos; data=python_docs and data=digits need no network"
         before = datasets.config.HF_HUB_OFFLINE
         with opening(self.name, f"data.name={self.name}", "cannot be opened", remedy) as place:
             arguments: dict[str, Any] = {
@@ -264,8 +264,8 @@ class Hub(TokenizedText, ImageSource):
         kind = key.removesuffix("_column")
         wrong = f"{len(fitting) or 'no'} columns are" if choice is None else f"{choice} is no column"
         types = {name: getattr(feature, "dtype", None) or feature for name, feature in dataset.features.items()}
-        found = ", ".join(f"{name} ({of})" for name, of in types.items())
-        use = f"set data.{key}={'|'.join(fitting)}" if fitting else f"its columns are {found}; give a file that has one"
+        found = "its columns are " + ", ".join(f"{name} ({of})" for name, of in types.items())
+        use = f"set data.{key}={'|'.join(fitting)}" if fitting else f'{found}; give a file with {{"{kind}": …}} in rows'
         raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:

@@ -315,7 +315,10 @@ def test_columns_that_do_not_fit_are_named(stories: Path, pictures: Path, parque
     two.write_text("\n".join(json.dumps({"title": "t", "body": f"body {i}"}) for i in range(100)))
     with pytest.raises(UserError, match=r"2 columns are of type text; set data.text_column=title\|body"):
         Hub(name=str(two)).tokens(None)
-    with pytest.raises(UserError, match="no columns are of type text"):
+    with pytest.raises(
+        UserError,
+        match=r'no columns are of type text; .*; give a file with {"text": …} in rows',
+    ):
         Hub(name=str(pictures)).tokens(None)
     with pytest.raises(
         UserError, match="no columns are of type image; its columns are id \\(int64\\), story \\(string\\)"
@@ -343,10 +346,10 @@ def test_the_remedy_for_a_table_that_is_not_utf8_can_be_run_anywhere(
             b"text\ncaf\xe9\n",
             "is not UTF-8; write it anew, if it is cp1252, with: iconv -f cp1252 -t utf-8 .*",
         ),
-        ("a.csv", b"text,label\n1,2\n3,4\n", "text; its columns are text .int64., label .int64.; give a file that"),
+        ("a.csv", b"text,label\n1,2\n3,4\n", "text; its columns are text .int64., label .int64.; give a file with "),
         ("a.jsonl", b'{"text": ["a"]}\n', "its columns are text .List"),
         ("a.parquet", b"not parquet", "cannot be opened"),
-        ("", b"", "cannot be opened"),  # an empty folder
+        ("", b"", "cannot be opened .*; data=text opens text, "),  # an empty folder
     ],
 )
 def test_files_that_do_not_open(tmp_path: Path, file: str, content: bytes, message: str) -> None:

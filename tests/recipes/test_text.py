@@ -230,8 +230,9 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is empty"),
-        (b"\xef\xbb\xbf", "no text is left"),
+        (b"", "is empty, or blank"),
+        (b" \n\n\t\r\n" * 50, "is empty, or blank; set data.path to a file or folder that has text"),
+        (b"\xef\xbb\xbf", "is empty, or blank"),
         (b"a", "no text is left for the train part"),
         (b"fine until\x00here", "it has a zero byte; give a file of text"),
         (
@@ -353,6 +354,14 @@ def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"data.pattern=\*.txt \(it has \*.md\)"):
         TextFiles(path=str(tmp_path)).tokens(None)
     TextFiles(path=str(tmp_path), pattern="*.md", tokenizer="bytes").tokens(None)
+
+
+def test_a_pattern_in_the_place_of_a_path_is_told_where_it_belongs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my code").mkdir()
+    (tmp_path / "my code" / "a.py").write_text("text")
+    with pytest.raises(UserError, match=r"write 'data.path=my code' 'data.pattern=\*.py'$"):
+        TextFiles(path="my code/*.py")
 
 
 def test_a_cache_folder_that_cannot_be_written(file: Path) -> None:

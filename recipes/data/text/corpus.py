@@ -175,11 +175,6 @@ class PythonDocs(TokenizedText):
             subfolders[:] = [name for name in subfolders if name not in _NOISE]
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
         paths = sorted(path for path in paths if path.is_file())
-        if not paths:
-            raise UserError(
-                f"data=python_docs: this Python has no sources of its standard library in {root}; "
-                "use data=text data.path=<file or folder>"
-            )
         return split(_files(paths, "data=python_docs"), self.valid_fraction)
 
 
@@ -206,6 +201,8 @@ class TextFiles(TokenizedText):
             if not path.exists():
                 near = nearest(path.name, [each.name for each in path.parent.glob("*")])
                 remedy = "give a file or folder of text; data=python_docs needs none"
+                if "*" in path.name:
+                    near, remedy = "", f"write '{key}={path.parent}' 'data.pattern={path.name}'"
                 raise UserError(f"{key}={name}: there is no such file or folder{near}; {remedy}")
             if path.suffix.lower() in _TABLES and path.is_file():
                 raise UserError(
@@ -242,8 +239,8 @@ class TextFiles(TokenizedText):
 
     def _text(self, key: str, name: str) -> Text:
         text = _files(self._paths(key, name), key, self.encoding)
-        if not text.sizes.sum():
-            raise UserError(f"{key} is empty; set {key.partition('=')[0]} to a file or folder that has text")
+        if not any(line.strip() for document in text for line in document):
+            raise UserError(f"{key} is empty, or blank; set {key.partition('=')[0]} to a file or folder that has text")
         return text
 
 
