@@ -69,7 +69,7 @@ class RunFolder:
             return cls(fetch(key, given, uri, output_dir))
         path = Path(given).expanduser()
         if not path.is_dir():
-            why = "this is a file" if path.exists() else "there is no such folder"
+            why = "this is a file" if path.exists() else f"there is no such {'file or ' * (key == 'init_from')}folder"
             which = "a file of weights, or a run" if key == "init_from" else "a run"
             raise UserError(f"{key}={given}: {why}; give {which} folder, such as {_example(path.parent, output_dir)}")
         return cls(path)

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 
 from mantissa.names import format_name
 from trainer.config import external_recipes
-from trainer.config.explain import OTHER_NAMES, intended_key, is_text
+from trainer.config.explain import OTHER_NAMES, intended_key, types_of
 from trainer.config.registration import CONF, choices
 from trainer.config.text import fraction, unquoted
 from trainer.errors import UserError, nearest
@@ -140,9 +140,11 @@ def _quoted_text(argument: str, override: Override | None) -> str:
         named = f"++{key}"
     if key == "note" and typed != "null" and typed[:1] not in ("'", '"'):
         typed = quoted(typed)  # a sentence may have commas
-    elif equals and (override is None or _is_misread(override)) and (is_tag or is_text(key)):
+    elif equals and (override is None or _is_misread(override)) and (is_tag or types_of(key) & {"str", "str | None"}):
         texts = [typed] if override is None else typed.split(",")
         typed = ",".join(text if text == "null" else _in_quotes(text) for text in texts)
+    elif types_of(key) & {"int", "int | None", "int | str"}:  # which OmegaConf reads from digits alone
+        typed = ",".join(f"{float(text):.0f}" if _WHOLE.fullmatch(text) else text for text in typed.split(","))
     return f"{named}{equals}{typed}"
 
 
@@ -152,7 +154,8 @@ def _is_misread(override: Override) -> bool:
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     typed = (override.input_line or "").partition("=")[2].split(",")
     return len(values) == len(typed) and any(
-        isinstance(each, int | float) and str(each) != text for each, text in zip(values, typed, strict=True)
+        isinstance(each, int | float) and (str(each) != text or text.endswith(".0"))
+        for each, text in zip(values, typed, strict=True)
     )
 
 
@@ -207,6 +210,7 @@ def _parsed(argument: str) -> Override | None:
     return None
 
 
+_WHOLE = re.compile(r"\d[\d_]*(\.0*)?(e\+?\d+)?", re.IGNORECASE)
 _PLAIN = re.compile(r"[\w./-]+")
 
 

@@ -93,7 +93,7 @@ def _unknown(key: str, owner: Any, value: str) -> str:
         owners = ", ".join(f"{group}={name}" for name in sorted(choices))
         return f"{key} is not an option of {which}; it belongs to {owners}"
     better = intended_key(option if classes else key)
-    if classes and not better.startswith(f"{group}."):
+    if classes and better == option:
         options = [entry.name for entry in config.options(owner)]  # those that the choice has, else all
         options = options or [name.partition(".")[2] for name in known if re.match(rf"{group}\.\w+$", name)]
         near = nearest(option, options, f"{group}.") or f"; {group} has {', '.join(options)}"
@@ -135,6 +135,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval"), "eval_every"),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume"),
     "per_device_train_batch_size": "micro_batch_size",
+    **dict.fromkeys(("num_classes", "n_classes"), "data=…, which has the classes"),
     "gradient_checkpointing": "activation_checkpointing=blocks",
     "strategy": "parallel",
     "save_steps": "checkpoint.every",
@@ -143,6 +144,7 @@ OTHER_NAMES = {
     "callbacks": "early_stopping.patience=…",
     "fast_dev_run": "debug=fast",
     "overfit_batches": "debug=overfit",
+    "limit_train_batches": "steps",
 }
 """Other trainers' names of keys that the key here does not resemble; a final dot: the name is appended."""
 
@@ -168,6 +170,6 @@ def intended_key(key: str) -> str:
     return min(found, key=lambda name: [*_FIRST, name.partition(".")[0]].index(name.partition(".")[0]), default=key)
 
 
-def is_text(key: str) -> bool:
-    """Whether the value of a key is text whatever it looks like, such as a path."""
-    return any(entry.type in ("str", "str | None") for entry in known_options().get(key, {}).values())
+def types_of(key: str) -> set[str]:
+    """Return the types of an option, as they are written: several where choices of its group have other ones."""
+    return {str(entry.type) for entry in known_options().get(key, {}).values()}

@@ -65,7 +65,9 @@ def base(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> tuple[
     """
     if not line.is_multirun:
         line.check_single("add -m to run one after the other")
-    if (resume := line.value("resume")) not in NO_FOLDER:
+    if (resume := line.value("resume")) == "true":
+        raise UserError("resume=true: write resume=auto, which continues the newest run of this name, or a run folder")
+    if resume not in NO_FOLDER:
         output_dir = str(line.value("output_dir", "outputs"))
         folder = RunFolder.open("resume", str(resume), output_dir, line.value("tracking.uri"))
         if line.is_multirun:

@@ -123,7 +123,7 @@ def test_the_new_run_has_its_own_data_and_is_continued_without_the_first(
     for changed, message in {
         "recipe.context=8": "recipe.context was 16, now 8",
         "data.tokenizer=chars": "now chars",
-        "run_name=third": "init_from=outputs/first: there is no such folder",
+        "run_name=third": "init_from=outputs/first: there is no such file or folder",
     }.items():
         refused = train(*command, "steps=6", changed)
         assert (refused.code, message in refused.err) == (2, True), refused.err
@@ -249,7 +249,7 @@ def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("outputs/none", "init_from=outputs/none: there is no such folder; give a file of weights, or a run folder"),
+        ("outputs/none", "outputs/none: there is no such file or folder; give a file of weights, or a run folder"),
         ("empty", "init_from=empty: the run has no weights"),
         ("mlflow:123", "init_from=mlflow:123: "),
     ],

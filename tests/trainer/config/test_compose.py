@@ -81,6 +81,16 @@ def test_a_name_that_looks_like_a_number_stays_as_it_is(name: str) -> None:
         assert [compose(each).name for each in combinations([f"run_name={name},b"]).values()] == [name, "b"]
 
 
+@pytest.mark.parametrize("number", ["1e3", "1000.0", "1.0E+3", "1_000", "1000"])
+def test_a_whole_number_may_be_typed_like_any_other(number: str) -> None:
+    assert compose([f"steps={number}", f"run_name={number}", f"seed={number}"]).name == number
+    for override in (f"batch_size={number}", f"schedule.warmup_steps={number}", f"eval_samples={number}"):
+        key = override.partition("=")[0]
+        found = flatten(compose([override]))[key]
+        assert (found, type(found)) == (1000, int)
+    assert [compose(each).steps for each in combinations([f"steps={number},2e0"]).values()] == [1000, 2]
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_quoted_text_is_read_as_it_was(text: str) -> None:
     override = OverridesParser.create().parse_override(f"key={quoted(text)}")
