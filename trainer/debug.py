@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import RunError, check_range
 
 
@@ -16,21 +14,12 @@ class Debug:
 
     kind: ClassVar[str] = "none"
 
-    def datasets(self, datasets: Datasets, batch_size: int) -> Datasets:
-        """Return what is trained and evaluated on.
-
-        Args:
-            datasets: of the recipe.
-            batch_size: samples of an optimizer step.
-        """
-        return datasets
-
     def check(self, first: float, last: float, steps: int) -> str | None:
         """Check the result of a complete run, and return the verdict if there is one.
 
         Args:
             first: loss of the first step that this process took, over all ranks.
-            last: the validation loss at the end.
+            last: loss of the last step.
             steps: optimizer steps done.
 
         Raises:
@@ -41,7 +30,7 @@ class Debug:
 
 @dataclass
 class Overfit(Debug):
-    """``debug=overfit``: trains on the first batch only, which any correct model and loss can learn."""
+    """``debug=overfit``: its YAML repeats the first batch, which any correct model and loss can learn."""
 
     kind: ClassVar[str] = "overfit"
     target: float = 0.2
@@ -49,11 +38,6 @@ class Overfit(Debug):
 
     def __post_init__(self) -> None:
         check_range("debug.target", self.target, "(0, 1)")
-
-    def datasets(self, datasets: Datasets, batch_size: int) -> Datasets:
-        """Return the first batch, for training and for validation."""
-        first = FirstSamples(datasets.train, min(batch_size, len(datasets.train)))
-        return replace(datasets, train=first, valid=first, test=None)
 
     def check(self, first: float, last: float, steps: int) -> str | None:
         if not last <= self.target * first:
@@ -63,21 +47,3 @@ class Overfit(Debug):
                 "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained"
             )
         return f"debug=overfit: passed, the loss of one batch fell from {first:.4g} to {last:.4g} in {steps} steps"
-
-
-class FirstSamples:
-    """The first samples of a dataset, with its other attributes."""
-
-    def __init__(self, dataset: Dataset, count: int) -> None:
-        self._dataset, self._count = dataset, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        return self._dataset.batch(samples)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of this object, while a worker process unpickles it
-            raise AttributeError(name)
-        return getattr(self._dataset, name)

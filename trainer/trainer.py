@@ -85,7 +85,7 @@ class Trainer(Generic[Config]):
         self.device = hardware.device
         select(self.device)
         config.set_up(hardware)
-        self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
+        self.datasets = datasets
         """What it trains on and is evaluated on."""
         config, self.decisions = config.with_data(self.datasets, hardware)
         """What was chosen once the data was open."""

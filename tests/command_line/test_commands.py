@@ -55,7 +55,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "profiler/torch": ("profiler.wait=0", "profiler.warmup=1", "profiler.active=1"),
     "scaler/dynamic": ("precision=fp16",),
     "scaler/static": ("precision=fp16",),
-    "debug/overfit": ("debug.target=0.99",),
+    "debug/overfit": ("debug.target=0.999",),
 }  # fmt: skip
 
 REFUSED = {

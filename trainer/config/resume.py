@@ -24,7 +24,6 @@ from trainer.config.registration import CONF, flatten, groups, register, root
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.loader import OnDeviceLoader
-from trainer.debug import Overfit
 from trainer.errors import UserError
 from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status, read_object
 from trainer.run_folder import RunFolder, named, same_place, to_continue
@@ -125,8 +124,8 @@ def _register(recorded: Mapping[str, Any]) -> None:
 
 def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Return whether a key may differ between a run (``before``, by dotted keys) and its continuation."""
-    if key in ("loader", "debug"):  # those that repeat a single batch are other training data
-        return not {before.get(key), now.get(key)} & {OnDeviceLoader.kind, Overfit.kind}
+    if key == "loader":  # the one that repeats a single batch is other training data
+        return OnDeviceLoader.kind not in (before.get(key), now.get(key))
     if key == "checkpoint.best":  # another measure of quality
         return False
     if key in ("micro_batch_size", "precision.kernels"):  # rounding; and of the first what batch norm sees

@@ -69,6 +69,8 @@ class Monitor:
     """Units trained since this process started or resumed the run."""
     first_loss: float = math.nan
     """Loss of the first step since then, over all ranks."""
+    last_loss: float = math.nan
+    """Loss of the last one."""
 
     def __post_init__(self) -> None:
         self._skipped_in_a_row = 0
@@ -120,6 +122,7 @@ class Monitor:
         rows = numbers.T.tolist()
         for number, (record, (loss, norm, scale, skipped)) in enumerate(zip(records, rows, strict=True)):
             self._losses.append(loss)
+            self.last_loss = loss
             if math.isnan(self.first_loss):
                 self.first_loss = loss
             self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}

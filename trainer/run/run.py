@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -158,8 +157,7 @@ class Run:
             raise Interrupted(message, self.stopped_by)
         if self.world.all_reduce_max(len(missing)):
             raise report.unfinished(missing, step, self.folder, self.command)
-        final = self.scores.final.get("valid/loss", math.nan)
-        if verdict := self.config.debug.check(self.monitor.first_loss, final, step):
+        if verdict := self.config.debug.check(self.monitor.first_loss, self.monitor.last_loss, step):
             self.terminal.note(verdict)
         return summary
 
