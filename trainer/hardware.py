@@ -196,8 +196,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         return held_bytes("VmHWM")
     import psutil
 
-    memory = psutil.Process().memory_info()
-    return int(getattr(memory, "peak_wset", memory.rss))  # Windows has the peak, macOS only the present value
+    return int(psutil.Process().memory_info().rss)  # macOS has only the present value
 
 
 def _ram_bytes() -> int:

@@ -41,7 +41,7 @@ class Compile:
         """
         if self.mode == "off":
             return
-        if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+        if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
         from mantissa.compile import compile_in_place
 

@@ -23,7 +23,6 @@ from trainer.errors import Interrupted
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
 """The message after a signal that did not arrive during training."""
 
-_HANGUP = getattr(signal, "SIGHUP", None)
 _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 """Variables that torchrun and SLURM set."""
 
@@ -118,8 +117,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
             own = (signal.SIG_DFL, signal.default_int_handler, _leave)
-            for number in (signal.SIGINT, signal.SIGTERM, _HANGUP):
-                if number is not None and signal.getsignal(number) in own:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) in own:
                     self._previous[number] = signal.signal(number, self._receive_stop)
             for number in self._save_on:
                 before = signal.signal(number, self._receive_save)
@@ -137,7 +136,7 @@ class Signals:
 
     def _receive_stop(self, number: int, frame: FrameType | None) -> None:
         is_second = self.stop is not None
-        repeats = number == _HANGUP or (number == signal.SIGTERM and bool(_LAUNCHERS & os.environ.keys()))
+        repeats = number == signal.SIGHUP or (number == signal.SIGTERM and bool(_LAUNCHERS & os.environ.keys()))
         if is_second and repeats:  # of a launcher, or of a terminal that was closed: no second request
             return
         if self.ahead is None:
