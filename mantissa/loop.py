@@ -68,7 +68,7 @@ def step_of_loop(
     except Exception as error:  # of many kinds: what is in a model decides
         raise FormatError(
             f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
-            "give the model before it is wrapped or sharded"
+            "give a model that copy.deepcopy can copy, such as the one before it is wrapped or sharded"
         ) from error
     parameters = dict(copied.named_parameters())
     weights = {name: in_dtype(weight.detach(), torch.float32).clone() for name, weight in parameters.items()}

@@ -275,7 +275,9 @@ def _scaling(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
     half = {each for each in first.autocast.values() if each}
     half |= {each.dtype for each in first.trainable.values() if each.dtype.itemsize == 2}
     if torch.float16 in half and not enabled:
-        yield "Without a loss scale, float16 gradients below 2^-24 become 0: use a GradScaler, and give it to Watch."
+        keep = "keep fp32 weights, " * bool(refuses_to_unscale(first.optimizer))
+        cure = f"{keep}use a GradScaler, and give it to Watch"
+        yield f"Without a loss scale, float16 gradients below 2^-24 become 0: {cure}."
     elif enabled and half and torch.float16 not in half:
         yield f"The GradScaler has no use with {_counted(half)}, whose exponents are fp32's: leave it out."
     if first.clipped_to:
