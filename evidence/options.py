@@ -66,7 +66,7 @@ class CompareOptions(Overriding):
             check_keys(arms[-1][1], type(self))
         if len(arms) < 2:
             raise UserError(
-                'a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"'
+                'a comparison needs two arms or more, as in arms=fp32,bf16 or arms=fp32 arm.compiled="compile=default"'
             )
         return common, arms
 

@@ -61,7 +61,7 @@ def predict(arguments: list[str]) -> int:
     if "classes" not in exported.config:
         raise UserError(
             f"run={exported.given} is a {exported.recipe}, which does not classify images; "
-            "give a run of recipe=resnet, or use scripts/generate.py for a language model"
+            "give a run of recipe=resnet, or use scripts/evaluate.py"
         )
     path = Path(options.path).expanduser()
     files = [path] if path.is_file() else [Path(file) for file in read(str(path)).files()]

@@ -142,8 +142,8 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
     for arm in plan.arms:
         if arm.label != plan.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
             raise UserError(
-                f"arm {arm.label} is the same as the baseline {plan.baseline}; remove it, or name the baseline "
-                "twice, such as arms=fp32,fp32,bf16, to see the noise"
+                f"arm {arm.label} is the same as the baseline {plan.baseline}; change it, or name the baseline twice, "
+                "such as arms=fp32,fp32, to see the noise"
             )
     return configs
 

@@ -115,9 +115,9 @@ def _distribution(argument: str, key: str, text: str) -> BaseDistribution:
     if key.partition(".")[0] in _NOT_SEARCHED:
         raise UserError(f"{argument}: {key} is not an option of the training; search another one, such as {_EXAMPLE}")
     kind, values = found[1], [item.strip() for item in _ITEM.findall(found[2])]
-    if kind != "choice" and len(values) != 2:
-        raise UserError(f"{argument} must have two numbers, the lowest and the highest: {PREFIX}{key}={kind}(…,…)")
+    numbers = "2,8" if kind == "int" else "0.001,0.01"
     try:
         return _KINDS[kind](*values)
-    except ValueError as error:
-        raise UserError(f"{argument}: {error}") from None
+    except (TypeError, ValueError):
+        wanted = f"two numbers{' above 0' * (kind == 'log')}, the lower one first"
+        raise UserError(f"{argument} must have {wanted}, such as {PREFIX}{key}={kind}({numbers})") from None

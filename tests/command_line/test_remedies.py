@@ -19,8 +19,8 @@ from trainer.config.registration import groups
 from trainer.config.step import StepConfig
 from trainer.trainer import Trainer
 
-VALUE = r"(?:'[^']*'|\[[^\]…]*\]|\{[^}…]*\}|[^\s,;()'\[{…]+(?:,(?=[\w.-])[^\s,;()'\[{…]+)*)"
-SETTING = rf"(?<![\w.+-])(?!key=|\S*[…]|\S+=VALUE)~?\+?[a-z][\w.]*={VALUE}"
+VALUE = r"(?:'[^']*'|\w+\([^()…]*\)|\[[^\]…]*\]|\{[^}…]*\}|[^\s,;()'\[{…]+(?:,(?=[\w.-])[^\s,;()'\[{…]+)*)"
+SETTING = rf"(?<![\w.+-])(?!key=|\S*[…]|\S+=VALUE|\S+RUN_ID)~?\+?[a-z][\w.]*={VALUE}"
 WORD = r"[\w.:/-]*\w"
 OR = r"(?:, or |, | or |\|)"
 OTHERS = rf"(?:{OR}(?!more\b){WORD}(?=$|[,;|.)]| or )(?![\w.]*=))*"
@@ -45,7 +45,7 @@ def with_settings(words: list[str], settings: str) -> list[str]:
         if value in groups().get(key, {}):
             kept = {name for name, owners in known_options().items() if {value, key, ""} & {*owners}}
             words = [word for word in words if not key_of(word).startswith(f"{key}.") or key_of(word) in kept]
-        words = [*(word for word in words if key_of(word) != key), setting]
+        words = [*(word for word in words if key_of(word) not in (key, key.removeprefix("space."))), setting]
     return words
 
 
@@ -61,7 +61,7 @@ def allowed(said: str) -> list[str]:
         low, high = float(found[2]), float(found[4] or float(found[2]) + 2)
         ends = [found[2]] * (found[1] == "at least") + [str(found[4])] * (found[3] == "at most")
         return [*ends, *[str((low + high) / 2)] * (not ends)]
-    return []
+    return re.findall(r"must be (\d+) \(", said)
 
 
 def meant(words: list[str], said: str, near: str) -> list[str]:
@@ -69,12 +69,14 @@ def meant(words: list[str], said: str, near: str) -> list[str]:
     before = said.partition("; did you mean")[0]
     for key, value in re.findall(r"([\w.]+)=(\S+?):? (?:is|must|has|timm|there)\b", before)[-1:]:
         value = value.strip("[]")
-        return [word.replace(value, near) if key_of(word) == key else word for word in words]
+        return [word.replace(value, near) if key_of(word).removeprefix("space.") == key else word for word in words]
     if option := re.search(r"(\S+)\.(\w+): \w+ has no such argument", before):
         return [word.replace(f"{option[1]}.{option[2]}=", f"{option[1]}.{near}=") for word in words]
     names = re.findall(r"'(\S+)'", before) or re.findall(r"([\w.]+):? (?:is|has)\b", before)
     wrong = names[-1]  # a key, or the first part of one, or a name within a value
     if "=" in near:
+        key = near.partition("=")[0]
+        words = [word.replace(f"space.{wrong}=", f"space.{key}=") for word in words]
         return [near if key_of(word) == wrong else word for word in words]
     return [re.sub(rf"(?<!\w){re.escape(wrong)}\b", near, word, count=1) for word in words]
 
@@ -86,6 +88,14 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
     """
     said = said.strip()
     found: list[list[list[str]]] = []
+    for arm in [word for word in words if word.startswith("arm.")]:
+        label, _, text = arm.partition("=")
+        if any(re.search(rf"\b{re.escape(key_of(word))}\b", said) for word in text.split()) and "per value" not in said:
+            inner = remedies(text.split(), re.sub(r"arm \w+: ", "", said))
+            return [
+                [[f"{label}={' '.join(way)}" if word == arm else word for word in words] for way in ways]
+                for ways in inner
+            ]
     places = {word: re.search(rf"(?<![\w.]){re.escape(key_of(word))}(?!\w|\.\w)", said) for word in words}
     named = [word for _, word in sorted((place.start(), word) for word, place in places.items() if place)]
     subject = named[0] if named else ""
@@ -93,7 +103,8 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
 
     def with_value(text: str) -> list[str]:
         text = text.strip("'\"")
-        return [f"{subject.partition('=')[0]}={text}" if word == subject else word for word in words]
+        key, equals, _ = subject.partition("=")
+        return [f"{key}={text}" * bool(equals) or text if word == subject else word for word in words]
 
     if near := re.search(r"did you mean '([^'…]+)'", said):
         words = meant(words, said, near[1])
@@ -101,7 +112,18 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
         said, advice = (re.sub(r";? ?did you mean '[^']*'\?", "", text) for text in (said, advice))
     if example := re.search(r"missing required option: (\S+); set .*such as (\S+)$", said):
         found.append([[*words, f"{example[1]}={example[2]}"]])
-    example = re.search(r"must (?:be|have) [^;]*?(?:such as|as in) ('[^']*'|\S+?)(?=,? or |,? and |[;)]|$)", said)
+    if settings := re.search(rf"(?:such as|as in) \"?({SETTING}(?: {SETTING})*)", fact):
+        found.append([with_settings(words, settings[1])])
+    if folder := re.search(r"; give (?:a run folder|one), such as (\S+)$", said):
+        found.append([with_value(folder[1])])
+    if several := re.search(r"(\w+)=(\S+) has several values; use one arm per value", said):
+        arms = [f"arm.{value}={several[1]}={value}" for value in several[2].split(",")]
+        found.append([[*(word for word in words if f"{several[1]}={several[2]}" not in word), *arms]])
+    if several := re.search(r"=(\S+) has several values; .*set one", said):
+        found.append([with_value(several[1].split(",")[0])])
+    example = re.search(
+        rf"must (?:be|have) [^;]*?(?:such as|as in) (?!{SETTING})('[^']*'|\S+?)(?=,? or |,? and |[;)]|$)", said
+    )
     found += [[with_value(each)] for each in ([example[1]] if example else allowed(said))]
     if entry := re.search(r"set (\+\S+)\.NAME=VALUE", said):
         found.append([[f"{entry[1]}.name=1" if word == subject else word for word in words]])
@@ -110,11 +132,13 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
         found.append([[word for word in words if key_of(word) != removed[1][1:]], there])
     elif subject in words and re.search(r"(?:leave|remove) (?:it|them)\b", advice):
         found.append([without(words, subject)])
-    if other := re.search(r"(?:leave out|remove) (-m|[\w.]+)(?:$|[,;])|leave (\S+?)=\S+ out", advice):
-        gone = other[1] or other[2]
+    if other := re.search(
+        r"(?:leave out|remove) (-m|[\w.]+)(?:$|[,;])|leave (\S+?)=\S+ out|leave out \w+=(\S+)", advice
+    ):
+        gone = other[1] or other[2] or next(word for word in words if word.endswith(other[3]))
         found += [[[word for word in words if gone not in (word, key_of(word))]]] * (gone not in ("it", "both"))
-        advice = re.sub(r"leave \S+ out", "", advice)
-    if re.search(r"one of them|neither of them", advice):
+        advice = re.sub(r"leave \S+ out|leave out \w+=\S+", "", advice)
+    if re.search(r"one of them|neither of them|drop one", advice):
         found += [[without(words, word)] for word in named[:2]]
     if "without the +" in advice:
         found.append([[word.lstrip("+") for word in words]])
@@ -134,8 +158,14 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
     if score := re.search(r"set (\S+) to one of (\S+?)(?:,|$)", said):
         found.append([with_settings(words, f"{score[1]}={score[2]}")])
     replaced = subject.startswith("--") or "no effect" in fact or "without it" in advice or ": write" in said
+    replaced |= "search another" in advice
     kept = without(words, subject) if replaced and subject in words else words
+    if same := re.search(r"arm (\S+) is the same", fact):
+        kept = [word for word in kept if not word.startswith(f"arm.{same[1]}=")]
     kept = [word for word in kept if "=" in word[1:-1] or "is not an override" not in said]
+    advice = re.sub(
+        r"python (?:scripts/|-m ).*|(?:, or )?use scripts/\S+|(?:give a run of|train with) [^,]*", "", advice
+    )
     settings: list[list[str]] = []
     for match in re.finditer(rf"({SETTING}(?: {SETTING})*)({OTHERS})", advice):
         key, _, first = match[1].rstrip(".").rpartition("=")
@@ -144,7 +174,7 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
         settings += [with_settings(command, f"{key}={each.rstrip('.')}") for each in values]
     is_any = "it belongs to" in advice or "the encoding that" in advice
     found += [settings] * bool(settings) if is_any else [[each] for each in settings]
-    several = rf"use (?!\[)({WORD}(?:{OR}(?!more\b){WORD}(?=$|[,;|.)]| or ))*)(?=$|[,;]| or )(?!=)"
+    several = rf"use (?!\[|another\b)({WORD}(?:{OR}(?!more\b){WORD}(?=$|[,;|.)]| or ))*)(?=$|[,;]| or )(?!=)"
     for match in re.finditer(several, advice):
         found += [[with_value(each)] for each in re.split(OR, match[1])]
     return found
@@ -356,11 +386,21 @@ NOT_HERE = re.compile(
 """Ends of a second command that names what only the user has: a GPU, the network, a file of data."""
 
 OPEN = re.compile(
-    r"=…|FOLDER|another|give |set data.test|set it to one|such a name|separated|\)$|has the splits|examples of names|"
-    r"the name of a folder|numbers|not found|torchrun in|install|fewer|write 0.1|lr one above|one of its options|"
-    r"--cfg job|must be a folder|set a folder|refuses"
+    r"=…|FOLDER|another|give |set data.test|set it to one|such a name|separated|\)$|has the splits|"
+    r"examples of names|the name of a folder|numbers|<name>|needs a name|finish it with|train it again|"
+    r"rename their class|remove them from|use a folder|RUN_ID|name the one|not found|torchrun in|install|fewer|"
+    r"write 0.1|lr one above|one of its options|--cfg job|must be a folder|set a folder|refuses"
 )
 """Advice that leaves to the user what to set."""
+
+
+def check_remedies(words: list[str], said: str, end: Callable[[list[str]], str]) -> None:
+    """Do what a message about a command says; ``end`` gives a command, and returns the message it ends with, if any."""
+    attempts = remedies(words, said)
+    assert attempts or OPEN.search(said), said
+    for each in attempts:
+        ends = [end(attempt) for attempt in each]
+        assert any(not said or NOT_HERE.search(said) for said in ends), f"{said}{[*zip(each, ends, strict=True)]}"
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(CASES))
@@ -368,8 +408,4 @@ def test_what_a_message_says_to_do_is_accepted(command: str, try_out: TryOut) ->
     words = shlex.split(command)
     place, said = try_out(words)
     assert said, "no mistake"
-    attempts = remedies(words, said)
-    assert attempts or OPEN.search(said), said
-    for each in attempts:
-        ends = [try_out(attempt, place)[1] for attempt in each]
-        assert any(not end or NOT_HERE.search(end) for end in ends), f"{said}{[*zip(each, ends, strict=True)]}"
+    check_remedies(words, said, lambda attempt: try_out(attempt, place)[1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
-from tests.inference.conftest import script
+from tests.inference.conftest import check_advice, script
 
 generate = script("inference.generate:generate")
 
@@ -117,3 +117,4 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = generate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
+    check_advice("generate", command, done.err)

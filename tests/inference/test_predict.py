@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from inference.predict import Photos
-from tests.inference.conftest import photo, script
+from tests.inference.conftest import check_advice, photo, script
 from trainer.data.contract import SampleId
 
 predict = script("inference.predict:predict")
@@ -106,6 +106,7 @@ MISTAKES = {
     "run=outputs/images path=outputs/gpt2": "no images in this folder (looked for .jpg",
     "run=outputs/images path=text.txt": "text.txt cannot be read as an image; it is left out",
     "run=outputs/images path=cut": "path=cut: no photo can be read; give images such as .jpg or .png files",
+    "run=outputs/bert path=photos": "run=outputs/bert is a bert, which does not classify images; give a run of recipe",
     "run=outputs/gpt2 path=photos": "run=outputs/gpt2 is a gpt2, which does not classify images; give a run of recipe",
     "run=outputs/images path=photos output=photos/x/y.csv": "output=photos/x/y.csv cannot be written",
 }
@@ -119,3 +120,4 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = predict(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
+    check_advice("predict", command, done.err)

@@ -34,6 +34,7 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
         from trainer.config.build import build
         from trainer.config.resume import base
 
+        check_single(overrides, "set one of them")
         name, kept, overrides = base(read(overrides), recorded)
         return build(hydra.compose(name, overrides), overrides, kept)
 

@@ -32,6 +32,7 @@ def ui(options: UiOptions) -> None:
         raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
     if database and not database.exists():
         example = "python scripts/train.py recipe=gpt2 precision=bf16"
+        example += f" tracking.uri={options.uri}" * bool(options.uri)
         raise UserError(f"no runs yet in {database}; train something first: {example}")
     if _is_server(uri):
         print(f"the runs are at {redacted(uri)}")

@@ -1,0 +1,194 @@
+"""What the other scripts' messages say to do instead is done, as a user would, and ends well."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from tests.command_line.conftest import _command as train_here
+from tests.command_line.test_remedies import Began, check_remedies
+from trainer.config.options import run
+
+TINY = "recipe=bignet recipe.layers=2 recipe.width=16"
+SCRIPTS = {
+    "compare": ("evidence.comparison.command:main", "evidence.runs.Runner.run_all"),
+    "advise": ("evidence.advice.command:main", "evidence.advice.search.Search.run"),
+    "search": ("evidence.search.search:main", "evidence.search.search.run_trials"),
+    "trial": ("evidence.search.search:main", "trainer.trainer.Trainer.train_step"),
+    "lr_range": ("evidence.search.lr_range:main", "evidence.search.lr_range.range_test"),
+    "memory": ("evidence.memory.command:memory", "evidence.memory.command.forecast"),
+    "max_batch": ("evidence.memory.command:max_batch", "evidence.memory.max_batch.search"),
+    "doctor": ("evidence.doctor.command:main", "evidence.doctor.command.diagnose"),
+    "reproduce": ("evidence.claims.reproduce:main", "evidence.claims.reproduce.test"),
+    "sync": ("scripts.sync:main", "trainer.tracking.follower.Follower.send"),
+    "ui": ("scripts.ui:main", "os.execve"),
+}
+"""A script's function, and where it has accepted all that was typed."""
+MISTAKES = rf"""
+compare {TINY} arms=fp32,bf61
+compare {TINY} arms=fp32
+compare {TINY}
+compare {TINY} arms=fp32,bf16 seeds=1
+compare {TINY} arms=fp32,bf16 seeds=many
+compare {TINY} arms=fp32,bf16 seeds=1,1
+compare {TINY} arms=fp32,bf16 margin=0
+compare {TINY} arms=fp32,bf16 baseline=bf61
+compare {TINY} arms=fp32,bf16 seed=3
+compare {TINY} arms=fp32,bf16 run_name=here
+compare {TINY} arms=fp32,bf16 parallel=ddp
+compare {TINY} arms=fp32,bf16 name=a/b
+compare {TINY} arms=fp32,bf16 steps=10
+compare {TINY} arms=fp32,bf16 steps=10 log_every=10
+compare {TINY} arms=fp32,bf16 batch_size=8,16
+compare {TINY} arms=fp32,bf16 sedes=3
+compare {TINY} arms=fp32,bf16 -m
+compare {TINY} arms=fp32,bf16 optimzer=adamw
+compare {TINY} arms=fp32,bf16 lr=0.1
+compare {TINY} arms=fp32,bf16 output_dir=notes.txt/here
+compare {TINY} arms=fp32,bf16 output_dir=
+compare {TINY} arms=fp32 arm.fp32=precision=bf16
+compare {TINY} arms=fp32 arm.same=precision=fp32
+compare {TINY} arms=fp32 'arm.a b=precision=bf16'
+compare {TINY} arms=fp32 'arm.b=precision=bf16 lr=0.1'
+compare {TINY} arms=fp32 'arm.b=precision=bf16,fp16'
+compare {TINY} arms=fp32 'arm.b=batch_size=7 micro_batch_size=2'
+compare {TINY} arms=fp32,bf16 name=taken
+advise {TINY} budget_minutes=0
+advise {TINY} budget_minutes=long
+advise {TINY} budget_minute=3
+advise {TINY} resume=runs/mine
+advise {TINY} debug=overfit
+advise {TINY} precision=fp32,bf16
+advise {TINY} output_dir=notes.txt/here
+search {TINY}
+search {TINY} space.optimizer.lr=1e-4
+search {TINY} space.optimizer.lr=log(1e-4)
+search {TINY} space.optimizer.lr=lin(1e-4,1e-2)
+search {TINY} space.optimizer.lr=log(1e-2,1e-4)
+search {TINY} space.optimizer.lr=log(0,1e-4)
+search {TINY} space.optimizer.lr=log(a,b)
+search {TINY} space.batch_size=int(1.5,8)
+search {TINY} space.output_dir=choice(a,b)
+search {TINY} space.device=choice(cpu,cuda)
+search {TINY} space.optimzer.lr=log(1e-4,1e-2)
+search {TINY} space.lr=log(1e-4,1e-2)
+search {TINY} space.precision=choice(fp32,bf61)
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) optimizer.lr=0.1
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) precision=fp32,bf16
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) pruner=mean
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) study=a/b
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) trials=0
+trial {TINY} tracking=local space.optimizer.lr=log(1e-4,1e-2) metric=valid/los
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) checkpoint.best=valid/loss
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) run_name=here
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) trails=3
+search {TINY} space.optimizer.lr=log(1e-4,1e-2) study=taken
+lr_range {TINY} min=1 max=0.1
+lr_range {TINY} min=0
+lr_range {TINY} max=high
+lr_range {TINY} steps=5
+lr_range {TINY} optimizer.lr=0.1
+lr_range {TINY} schedule=cosine
+lr_range {TINY} epochs=3
+lr_range {TINY} resume=runs/mine
+lr_range {TINY} precision=fp32,bf61
+memory {TINY} -m precision=fp32,bf16
+memory {TINY} precision=fp32,bf61
+memory {TINY} batch=8
+max_batch {TINY} budget=8
+max_batch {TINY} budget=9999GiB
+max_batch {TINY} micro_batch_size=8
+max_batch {TINY} budgt=8GiB
+max_batch {TINY} precision=fp32,bf16
+max_batch {TINY} parallel=ddp
+doctor {TINY} check=format
+doctor {TINY} check=islands
+doctor {TINY} steps=3 step=4
+doctor {TINY} precision=fp32,bf16
+doctor {TINY} step=-1
+doctor {TINY} budget_s=0
+doctor {TINY} checks=all
+doctor {TINY} --check=all
+doctor nowhere
+doctor notes.txt
+doctor empty
+doctor runs
+doctor precision=bf61 {TINY}
+doctor outputs/ended {TINY}
+doctor resume=outputs/ended step=9
+reproduce claim=two
+reproduce claim=cpu_bf16 steps=3
+reproduce claims=cpu_bf16
+reproduce claim=cpu_bf16 device=tpu
+sync uri=runs.db
+sync uri=folder
+sync output_dir=nowhere
+sync output=outputs
+sync --uri=sqlite:///runs.db
+ui uri=here.db
+ui uri=sqlite:///here.db port=70000
+ui uri=sqlite:///here.db port=0
+ui uri=sqlite:///here.db prot=5001
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What users have: a run, a comparison and a study that have begun, and files that are none of these."""
+    folder = tmp_path_factory.mktemp("made")
+    for name in ("empty", "folder"):
+        (folder / name).mkdir(parents=True)
+    (folder / "here.db").touch()
+    (folder / "notes.txt").write_text("one two three\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANTISSA_CACHE", str(folder / "cache"))
+        patch.chdir(folder)
+        short = "batch_size=8 data.samples=64 eval_samples=8 steps=6 profiler=none tracking=local"
+        ended = train_here(*TINY.split(), *short.split(), "run_name=ended")
+        assert ended.code == 0, ended.err
+        shutil.copytree("outputs/ended", "runs/mine")
+        for command in (
+            f"compare {TINY} arms=fp32,bf16 name=taken margin=1%",
+            f"search {TINY} space.optimizer.lr=log(1e-3,1e-2) study=taken",
+        ):
+            assert not end_of(shlex.split(command))
+    return folder
+
+
+def end_of(words: list[str]) -> str:
+    """The message that a script's command ends with; empty: it has accepted all, or has ended well."""
+    name, *arguments = words
+    main, place = SCRIPTS[name]
+
+    def begin(*_: object, **__: object) -> None:
+        raise Began
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()), redirect_stderr(StringIO()) as err:
+        patch.setattr(place, begin)
+        patch.setattr("evidence.advice.command.cpu_share_of_others", lambda: 0.0)
+        try:
+            code = run(main, None, arguments)
+        except Began:
+            return ""
+    return err.getvalue().rpartition("error: ")[2] if code else ""
+
+
+@pytest.mark.parametrize("command", [row for row in MISTAKES.split("\n") if row])
+def test_what_a_script_says_to_do_is_accepted(
+    command: str, made: Path, folder: Path, commands_in_this_process: None
+) -> None:
+    name, *words = shlex.split(command)
+
+    def end(words: list[str]) -> str:
+        shutil.rmtree("outputs", ignore_errors=True)  # what an earlier command has begun
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+        return end_of([name, *words])
+
+    said = end(words)
+    assert said, "no mistake"
+    check_remedies(words, f"error: {said}", end)
