@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from evidence.doctor.step import step_of
+from evidence.isolated import answer, measure_isolated
 from evidence.runs import merge_overrides
-from mantissa import shell
-from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
-from mantissa.doctor.report import VERDICT
-from mantissa.finding import CRASH, Finding
-from trainer.config.command_line import quoted
+from mantissa.doctor.diagnosis import HEALTHY, diagnose
+from mantissa.examination import take
+from mantissa.finding import CRASH
 from trainer.config.compose import compose
-from trainer.files import PROJECT, read_object
+from trainer.config.schema import Config
+from trainer.errors import RunError, first_line
 from trainer.hardware import Hardware
+from trainer.trainer import Trainer
 
 SAMPLES = 2
 """Number of samples in the step that is examined, at most: formats do not depend on it, and batch norm needs two."""
@@ -26,37 +26,36 @@ BUDGET_S, LIMIT_S = 30, 180.0
 """Seconds for the doctor's checks; and for all of it, with the start of its process and the end of a part."""
 
 
-def check(overrides: Sequence[str], hardware: Hardware, folder: Path) -> dict[str, Any]:
-    """Examine the first step of a setting as scripts/doctor.py does, in a process of its own, with few samples.
+def check(overrides: Sequence[str], hardware: Hardware) -> dict[str, Any]:
+    """Examine the first step of a setting, in a process of its own, with few samples.
 
     Args:
         overrides: of the setting.
         hardware: where it runs.
-        folder: of the advice; the doctor's report goes below it.
 
     Returns:
         ``faults``: what the doctor found, in words; ``missed``: what it did not examine, and why; ``healthy``: whether
         it found nothing and ended. A setting that could not be examined is not healthy and has no faults.
     """
     samples = min(SAMPLES, compose(overrides).plan(hardware).batching.micro_batch_size)
-    own = [f"batch_size={samples}", f"micro_batch_size={samples}", f"output_dir={quoted(str(folder))}", "run_name=null"]
-    options = [f"check={','.join(CHECKS)}", f"budget_s={BUDGET_S}"]
-    command = [sys.executable, str(PROJECT / "scripts" / "doctor.py"), *merge_overrides(overrides, own), *options]
-    for path in folder.glob(f"doctor/*/{VERDICT}"):
-        path.unlink()  # of another candidate; the one that appears is of this
-    code = shell.run(command, folder / "doctor.log", limit_s=LIMIT_S).code
-    if code is None:
-        return _unexamined(f"the doctor did not end within {LIMIT_S:.0f} s")
-    found = next((read_object(path) for path in folder.glob(f"doctor/*/{VERDICT}")), {})
-    if code not in EXIT_CODES.values() or "findings" not in found:
-        return _unexamined(f"the doctor ended with exit code {code}; run it: {shlex.join(['python', *command[1:]])}")
+    few = merge_overrides(overrides, [f"batch_size={samples}", f"micro_batch_size={samples}"])
+    try:
+        found: dict[str, Any] = measure_isolated(__name__, few, {}, limit_s=LIMIT_S)
+    except RunError as error:
+        return {"faults": [], "missed": [f"not examined: {first_line(error)}"], "healthy": False}
+    return found
+
+
+def measure(config: Config) -> dict[str, Any]:
+    """Examine the first step of a config in this process, and return what ``check`` does."""
+    found = diagnose(take(step_of(Trainer.from_config(config))), CHECKS, BUDGET_S)
     return {
-        "faults": ["; ".join(Finding(**finding).parts) for finding in found["findings"] if finding["kind"] != CRASH],
-        "missed": [f"crashed: {part}" for part in found["crashes"]]
-        + [f"left out: {item}" for item in found["left_out"]],
-        "healthy": found["verdict"] == HEALTHY,
+        "faults": ["; ".join(finding.parts) for finding in found.findings if finding.kind != CRASH],
+        "missed": [f"crashed: {part}" for part in found.budget.crashes]
+        + [f"left out: {item}" for item in found.budget.left_out],
+        "healthy": found.verdict == HEALTHY,
     }
 
 
-def _unexamined(why: str) -> dict[str, Any]:
-    return {"faults": [], "missed": [f"not examined: {why}"], "healthy": False}
+if __name__ == "__main__":
+    sys.exit(answer(measure))

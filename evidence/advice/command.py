@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
             steps,
             60 * options.budget_minutes,
             lambda candidate, blocks, limit_s: time_candidate(candidate, blocks, limit_s, common, folder),
-            lambda entry: check(overrides_of(common, entry.candidate), hardware, folder),
+            lambda entry: check(overrides_of(common, entry.candidate), hardware),
             say,
             time.monotonic,
         )

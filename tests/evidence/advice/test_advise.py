@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,11 @@ import pytest
 from evidence.advice import checkup, command, timing
 from evidence.advice.candidates import Candidate, in_words, space_of
 from evidence.advice.timing import Times
-from evidence.doctor.command import main as doctor
 from evidence.memory.fits import too_large
-from mantissa.finding import CRASH, EXAMINATION, Finding
 from mantissa.shell import Ended
 from tests.helpers import CPU
 from trainer.config.compose import compose
+from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.hardware import detect
 
@@ -105,35 +104,37 @@ def test_the_command_answers_and_writes(
     assert (folder / "report.html").is_file()
 
 
-def test_a_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup.shell, "run", lambda command, *_, **__: Ended(doctor(command[2:]), 1.0, ""))
-    found = checkup.check([*SMALL, "micro_batch_size=4", "precision=bf16", "tracking=local"], CPU, tmp_path)
+def test_a_setting_is_examined_by_the_doctor_with_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Config] = []
+
+    def here(module: str, overrides: list[str], options: dict[str, object], **limit: float) -> dict[str, object]:
+        trained.append(compose(overrides))
+        return checkup.measure(trained[-1])
+
+    monkeypatch.setattr(checkup, "measure_isolated", here)
+    found = checkup.check([*SMALL, "micro_batch_size=4", "precision=bf16", "tracking=local"], CPU)
     assert (found["faults"], found["healthy"]) == ([], True)
-    (report,) = tmp_path.glob("doctor/*/verdict.json")
-    assert [format["name"] for format in json.loads(report.read_text())["formats"]] == ["fp64", "fp32", "bf16"]
+    assert (trained[0].batch_size, trained[0].precision.mode) == (2, "bf16")
     overflow = [*SMALL, "precision=fp16", "recipe.loss_weight=1e9", "scaler=none", "scaler.force=true"]
-    found = checkup.check(overflow, CPU, tmp_path)
+    found = checkup.check(overflow, CPU)
     assert not found["healthy"]
     assert "overflow" in found["faults"][0]
-    for code, words in ((7, "exit code 7; run it: python "), (None, "did not end within")):
-        monkeypatch.setattr(checkup.shell, "run", lambda *_, code=code, **__: Ended(code, 1.0, ""))
-        gone = checkup.check(overflow, CPU, tmp_path)  # the earlier report does not count
-        assert (gone["faults"], gone["healthy"]) == ([], False)
-        assert words in gone["missed"][0]
 
 
-def test_a_check_up_that_crashed_is_no_fault_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crash = asdict(Finding(CRASH, EXAMINATION, "", "bf16", tensor="check modules"))
-    verdict = {"verdict": "CRASHED", "findings": [crash], "crashes": {"modules": "…"}, "left_out": ["range (no time)"]}
+def test_a_setting_is_examined_in_a_process_of_its_own_and_what_ends_that_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert checkup.check([*SMALL, "precision=bf16"], CPU) == {"faults": [], "missed": [], "healthy": True}
+    monkeypatch.setattr("evidence.isolated.shell.run", lambda *_, **__: Ended(None, 1.0, ""))
+    gone = {"faults": [], "missed": ["not examined: it did not end within 180 s"], "healthy": False}
+    assert checkup.check([*SMALL, "precision=bf16"], CPU) == gone
 
-    def run(*_: object, **__: object) -> Ended:
-        (tmp_path / "doctor" / "it").mkdir(parents=True)
-        (tmp_path / "doctor" / "it" / "verdict.json").write_text(json.dumps(verdict))
-        return Ended(3, 1.0, "")
 
-    monkeypatch.setattr(checkup.shell, "run", run)
-    assert checkup.check([*SMALL, "precision=bf16"], CPU, tmp_path) == {
-        "faults": [],
-        "missed": ["crashed: modules", "left out: range (no time)"],
-        "healthy": False,
-    }
+def test_a_check_up_that_crashed_is_no_fault_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise TypeError("no")
+
+    monkeypatch.setattr("mantissa.doctor.diagnosis.harmful_errors", crash)
+    found = checkup.measure(compose([*SMALL, "batch_size=2", "precision=bf16"]))
+    assert (found["faults"], found["healthy"]) == ([], False)
+    assert found["missed"] == ["crashed: modules"]
