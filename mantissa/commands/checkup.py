@@ -136,14 +136,14 @@ def image_batches(model: Any, number: int, rows: int) -> list[Batch]:
 
 def table(reports: dict[str, Report]) -> str:
     """Return the verdict of each precision, where it breaks, and what cures it."""
-    rows = [("precision", "verdict", "where", "fp32 islands", "their cost")]
+    rows = [("precision", "verdict", "where", "fp32 islands")]
     for precision, report in reports.items():
-        islands, names, cost = report.diagnosis.islands, "-", "-"
+        islands, names = report.diagnosis.islands, "-"
         if islands is not None:
             more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
-            names, cost = islands.modules[0] + more, islands.cost
+            names = islands.modules[0] + more
         where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
-        rows.append((precision, report.verdict, where, names, cost))
+        rows.append((precision, report.verdict, where, names))
     return columns(rows)
 
 
