@@ -87,14 +87,10 @@ def _loss(result: Result) -> Any:
         color = _color(result, arm)
         for steps, values in runs:
             axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
-        losses: dict[int, list[float]] = {}
-        for steps, values in runs:
-            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-                losses.setdefault(step, []).append(value)
-        common = [step for step, values in losses.items() if len(values) == len(runs)]
-        if common:
-            means = [float(np.mean(losses[step])) for step in common]
-            axes.plot(common, means, "-", color=color, linewidth=1.8, label=plain(arm.label))
+        if runs:
+            steps = min((steps for steps, _ in runs), key=len)
+            means = np.mean([values[: len(steps)] for _, values in runs], axis=0)
+            axes.plot(steps, means, "-", color=color, linewidth=1.8, label=plain(arm.label))
     if not axes.lines:
         return None
     axes.set_xlabel("optimizer step", color=QUIET)
