@@ -27,9 +27,7 @@ from mantissa.updates import Counts, UpdateMeter, is_elementwise
 
 _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""
-
-
-_SMALL = 32768
+_SMALL = 4096
 """Elements below which a tensor is sooner copied than read by a call of its own."""
 
 
@@ -147,9 +145,7 @@ class Meters:
         """Return a function that reads the measurement, once the device is done with it."""
         self.close()
         device = next(self._model.parameters()).device
-        mean = (
-            torch.stack([each.real.float().to(device) for each in losses]).mean() if losses else torch.tensor(math.nan)
-        )
+        mean = torch.stack([each.real.float().to(device) for each in losses] or [torch.tensor(math.nan)]).mean()
         largest = [found for _, found in self._outputs.values()]
         parts = [each.to(device).flatten() for each in (mean, *largest, self._rows, self._counts)]
         kinds = [(name, dtype) for name, (dtype, _) in self._outputs.items()]
@@ -200,20 +196,22 @@ class Meters:
 def are_finite(gradients: list[Tensor], device: torch.device, now: bool) -> Tensor | bool:
     """Return whether all gradients are finite: ``now``, or as a bool scalar that stays on the device.
 
-    On a CPU a maximum takes 13 times as long as a sum of squares; where that overflows, it looks again.
+    On a CPU a sum takes a fifth of the time of a maximum; where it is not finite, that decides.
     """
     parts = [part for each in gradients if (part := _values(local(each))).numel()]
     if not parts:
-        return True if now else torch.ones((), dtype=torch.bool, device=device)
+        return torch.ones((), dtype=torch.bool, device=device)
     if device.type == "cpu":
-        small = [each for each in parts if each.numel() < _SMALL and each.dtype == torch.float32]
-        large = [each for each in parts if each.numel() >= _SMALL or each.dtype != torch.float32]
+        small: list[Tensor] = []
+        large: list[Tensor] = []
+        for each in parts:
+            (small if each.numel() < _SMALL and each.dtype == torch.float32 else large).append(each)
         large += [torch._utils._flatten_dense_tensors(small)] if small else []  # one call in the place of many
-        norms = torch._foreach_norm(large, 2.0, dtype=wide_dtype(large))
         if now:
-            return sum(each.item() for each in norms) < math.inf or all(map(finite, parts))
+            return all(math.isfinite(each.sum().item()) or finite(each) for each in large)
+        norms = [bound.abs() for each in large for bound in torch.aminmax(each)]
     else:
-        norms = torch._foreach_norm(parts, math.inf, dtype=wide_dtype(parts))
+        norms = list(torch._foreach_norm(parts, math.inf, dtype=wide_dtype(parts)))
     return torch.stack([each.to(device) for each in norms]).max() < math.inf
 
 

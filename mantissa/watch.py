@@ -147,9 +147,10 @@ class Watch:
         modules = [model, *model.modules()]
         self.compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)
         self._device = next(self.model.parameters()).device
+        self._on_cpu = self._device.type == "cpu"
         self._sharded = any(hasattr(each, "to_local") for each in self.model.parameters())
         self._ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._later = self._device.type != "cpu" if keep_weights is None else keep_weights
+        self._later = not self._on_cpu if keep_weights is None else keep_weights
         trained = [each for each in changed_by(self.optimizer) if each.requires_grad]
         self._probe = next(iter(trained), next(self.model.parameters()))
         """A weight that every step changes."""
@@ -229,7 +230,8 @@ class Watch:
         now, start = self._now, (self._now.updates, self._version)
         if now.began != start:  # the passes before it are those of an update that was not said to be a step
             now.began, now.passes = start, []
-            self._save(self._buffers)
+            if self._buffers:
+                self._save(self._buffers)
             if self._metered:
                 self._others = None
         self._passes += 1
@@ -275,7 +277,7 @@ class Watch:
     @torch.no_grad()
     def _save(self, tensors: list[Kept]) -> None:
         """Copy what a step starts from, unless an earlier step was bad: the host need not know that yet."""
-        if tensors and not self._later:
+        if not self._later:
             torch._foreach_copy_([kept for _, kept, _ in tensors], [local(tensor) for tensor, _, _ in tensors])
         for tensor, kept, _ in tensors if self._later else ():
             torch.where(self._bad, kept, local(tensor.detach()), out=kept)
@@ -285,7 +287,7 @@ class Watch:
             known = {id(each) for each, _, _ in self._weights}
             self._save(self._weights)
             added = [each for each in changed_by(self.optimizer) if each.grad is not None and id(each) not in known]
-            self._weights += [(each, local(each).clone(), 0) for each in added]
+            self._weights += [(each, local(each).detach().clone(), 0) for each in added]
 
     @observing
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -325,7 +327,6 @@ class Watch:
             self._fail("a gradient is not finite" if self._finite(now.losses) else "the loss is not finite", now)
 
     @observing
-    @torch.no_grad()
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = self._now
         if not self._stepping_now:  # it was the step of a base class, in that of the optimizer
@@ -398,7 +399,7 @@ class Watch:
         self.number = now.number = self.number + 1
         if not isinstance(loss, (Tensor, Number)):
             loss = loss_in(loss)  # given what the model returns
-        losses = now.losses if loss is None else [torch.as_tensor(loss).detach()]
+        losses = now.losses if loss is None else [loss.detach() if isinstance(loss, Tensor) else torch.as_tensor(loss)]
         skipped = not now.updates if now.skipped is None else now.skipped
         scale = getattr(self._scaler, "_scale", None) if self._scaling else None
         flags = [now.sound is None or now.sound, self._finite(losses), skipped, 1.0 if scale is None else scale]
@@ -437,7 +438,7 @@ class Watch:
 
     def _mark(self) -> Any:
         """Return an event after which the device is done with this step; None: it is."""
-        return None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device).record_event()
+        return None if self._on_cpu else torch.accelerator.current_stream(self._device).record_event()
 
     def _state_setup(self) -> None:
         self._first.close()
@@ -569,7 +570,7 @@ class Watch:
         warnings.warn(ended, stacklevel=2)
 
     def _replay(self, step: _Step) -> Report:
-        if self._device.type != "cpu" and not self._later:
+        if not self._on_cpu and not self._later:
             raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
         passes = sorted(step.passes, key=lambda each: each.number)
         if not passes:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mantissa
 from mantissa.errors import UsageError
-from mantissa.meters import Measured
+from mantissa.meters import Measured, are_finite
 from mantissa.watch import loss_in
 from tests.helpers import same_bits
 
@@ -266,6 +266,20 @@ def test_sparse_and_complex_gradients_are_watched_for_what_is_not_finite(dtype: 
     assert "1.weight.grad" in watch.history[0].overflow
     with pytest.raises(mantissa.NotFiniteError, match="a gradient is not finite"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [1, 10, 5000])
+def test_gradients_whose_sum_overflows_are_finite(size: int, dtype: torch.dtype, now: bool) -> None:
+    numbers = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+    ones, device = torch.ones(3), torch.device("cpu")
+    assert are_finite([], device, now)
+    assert are_finite([ones, numbers], device, now)
+    for bad in (math.inf, -math.inf, math.nan):
+        numbers[size // 2] = bad
+        assert not are_finite([ones, numbers], device, now)
+        assert not are_finite([numbers[: size // 2 + 1], -numbers, ones], device, now)  # inf - inf
 
 
 def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:
