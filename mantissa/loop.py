@@ -123,13 +123,14 @@ def _builder(
         if half is not None or (first.dtype.itemsize == 2 and not as_run and row.autocast is None):
             cast_inputs(model, row.weights)  # such as the model's own, which the batches fit
         lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        optimizer = own if own is not None else torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay
+        weights = list(model.parameters())
+        optimizer = own if own is not None else torch.optim.SGD(weights, lr=0.0)  # the weights stay
 
         def loss_of(batch: Batch) -> Tensor:
             assert isinstance(batch, LoopBatch)
-            before = [weight.grad is None for weight in model.parameters()]
+            before = [weight.grad is None for weight in weights]
             found = loss(model, batch.whole())
-            if before != [weight.grad is None for weight in model.parameters()]:
+            if before != [weight.grad is None for weight in weights]:
                 raise UsageError("loss(model, batch) calls backward itself; let it only return the loss")
             if not isinstance(found, Tensor) or found.numel() != 1:
                 tensor = isinstance(found, Tensor)
@@ -154,7 +155,7 @@ def _builder(
 
         def update(scale: float, correction: float, meter: UpdateMeter | None) -> None:
             if scale != 1:
-                gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+                gradients = [weight.grad for weight in weights if weight.grad is not None]
                 torch._foreach_mul_(gradients, 1 / scale)
             if meter is not None:
                 meter.before()

@@ -450,22 +450,21 @@ class Replay:
 
     def _train_step(self, microbatches: list[Batch]) -> float:
         self.microbatches = microbatches
-        generators, states = random_state(self.step.device), _states(self.model)
         scaled, masters = self.format.needs_loss_scale, self.masters.named_parameters() if self.masters else ()
+        generators, states = (random_state(self.step.device), _states(self.model)) if scaled else ({}, [])
         changed = [*self.model.parameters(), *(master for _, master in masters)]
         while True:
             for weight in changed:
                 weight.grad = None
             with self.around():
                 loss, correction = self.gradients(microbatches)
-            sound = all(finite(weight.grad) for weight in changed if weight.grad is not None)
-            if sound or not scaled or self.scale <= LEAST_SCALE or not self.step.least_scale:
+            if not scaled or all(finite(weight.grad) for weight in changed if weight.grad is not None):
                 break
+            if self.scale <= LEAST_SCALE or not self.step.least_scale:
+                return math.nan
             self.scale /= 2  # as a dynamic scaler would, with the same dropout
             set_random_state(generators, self.step.device)
             _restore(states)
-        if scaled and not sound:
-            return math.nan
         self.update(correction)
         return loss.item()
 

@@ -253,8 +253,9 @@ def _explanations(
     factor, line = _factor(step.reference())
     detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
     replay = step.reference(dtype)
-    largest = max((each.abs().max().item() for name, each in replay.true_gradients().items() if name), default=0.0)
-    small = not explodes and 0 < largest < step.eps
+    gradients = replay.true_gradients() if step.eps and not explodes else {}
+    largest = max((each.abs().max().item() for name, each in gradients.items() if name), default=0.0)
+    small = 0 < largest < step.eps
     if small and largest < factor * step.eps:  # a factor in a line is not the reason, or not the only one
         factor, line, cure = largest, "", f"multiply the loss by {1 / largest:.1g}, or a much lower eps"
         detail = f"if the loss is multiplied by {1 / largest:.1g}: its largest gradient is below eps = {step.eps:g}"
