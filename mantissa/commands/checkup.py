@@ -136,14 +136,14 @@ def image_batches(model: Any, number: int, rows: int) -> list[Batch]:
 
 def table(reports: dict[str, Report]) -> str:
     """Return the verdict of each precision, where it breaks, and what cures it."""
-    rows = [("precision", "verdict", "where", "fp32 islands")]
+    rows = [("precision", "verdict", "where", "fp32 islands", "their cost")]
     for precision, report in reports.items():
-        islands, names = report.diagnosis.islands, "-"
+        islands, names, cost = report.diagnosis.islands, "-", "-"
         if islands is not None:
             more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
-            names = islands.modules[0] + more
+            names, cost = islands.modules[0] + more, islands.cost
         where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
-        rows.append((precision, report.verdict, where, names))
+        rows.append((precision, report.verdict, where, names, cost))
     return columns(rows)
 
 

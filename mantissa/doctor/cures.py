@@ -1,4 +1,4 @@
-"""What cures a step: the fewest modules, or operators, that have to compute in fp32."""
+"""What cures a step: the fewest modules, or operators, that have to compute in fp32, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.display import size
 from mantissa.doctor.cause import UNWRITTEN, find_exception, find_origin
 from mantissa.doctor.dtypes import explicit_casts
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
 from mantissa.formats import FP16
+from mantissa.ledger import MemoryLedger
 from mantissa.step import Batch, Built, Remedies, Replay, Step, Widened
 from mantissa.tensors import numbers_in, relative_error
 from mantissa.trace import HALF, Line, Op, Trace, functional_name, user_line
@@ -39,6 +41,8 @@ class Islands:
     """Whether every module was tried to be left out."""
     own: list[str] = field(default_factory=list)
     """Modules of the run, which stay."""
+    cost: str = ""
+    """Memory that they add to a step; empty: it was not measured."""
 
     @property
     def fp32_modules(self) -> list[str]:
@@ -46,8 +50,9 @@ class Islands:
         return [*self.own, *self.modules]
 
     def text(self, remedies: Remedies) -> str:
-        """Return what to set."""
-        return remedies.modules(self.fp32_modules) + ("" if self.minimal else "  (not minimal: out of time)")
+        """Return what to set, and what it costs."""
+        about = ", ".join(filter(None, [self.cost, "" if self.minimal else "not minimal: out of time"]))
+        return remedies.modules(self.fp32_modules) + (f"  ({about})" if about else "")
 
 
 def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
@@ -155,6 +160,17 @@ def trains_with(step: Step, build: Callable[[], Replay]) -> bool:
         return all(map(math.isfinite, passes.train(step.following(_TRAINED))))
     except (FormatError, RuntimeError):
         return False
+
+
+def measure_cost(step: Step, islands: Islands) -> str:
+    """Return what islands cost: how much more memory a step takes with them at its peak."""
+    peaks = []
+    for side in (step.as_run(), step.in_fp32(islands.modules).as_run()):
+        with MemoryLedger(side.model, side.optimizer) as ledger:
+            side.run()
+        peaks.append(ledger.report().peak_bytes)
+    more = peaks[1] - peaks[0]
+    return f"{'-' if more < 0 else '+'}{size(abs(more))}"
 
 
 def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_on: Callable[[], bool]) -> None:

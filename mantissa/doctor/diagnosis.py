@@ -23,6 +23,7 @@ from mantissa.doctor.cures import (
     in_update,
     line_of_error,
     locate,
+    measure_cost,
     spelled,
     trains_with,
     without_casts,
@@ -516,7 +517,7 @@ def _curable(result: Diagnosis) -> Finding | None:
 
 
 def _cure(result: Diagnosis) -> None:
-    """Search for what cures the finding."""
+    """Search for what cures the finding, and measure what it costs."""
     step, budget, finding, scales = result.step, result.budget, _curable(result), result.range
     assert finding is not None
     of_scale = finding.direction == BACKWARD and finding.kind == OVERFLOW
@@ -539,6 +540,8 @@ def _cure(result: Diagnosis) -> None:
     islands = budget.run("search for islands", lambda: find_islands(step, finding, faulty, goes_on))
     if islands is not None:
         result.islands = islands
+        if finding.kind != EXCEPTION:  # without them there is no step to compare with
+            islands.cost = budget.run("cost of the islands", lambda: measure_cost(step, islands)) or ""
         finding.cure.append(islands.text(step.remedies))
     else:
         _drop_cast(result, finding, faulty)

@@ -89,7 +89,7 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
-    islands = Islands(["1.wo", "0.10"], own=["*.ln"])
+    islands = Islands(["1.wo", "0.10"], own=["*.ln"], cost="+1.2 MiB")
     found.findings = [replace(found.findings[0], cure=[islands.text(found.taken.step.remedies)])]
     found.findings += [Finding("underflow", "backward", name, "fp16", path=[name], cure=[name])]
     found.notes, found.budget.left_out = [name], [name]
@@ -97,7 +97,7 @@ def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     said = [opening(found.taken), *lines(found)]
     assert "\n".join(said) in text
     assert plots == 0
-    assert "  cure: \"precision.fp32_modules=[*.ln,1.wo,'0.10']\"" in said
+    assert "  cure: \"precision.fp32_modules=[*.ln,1.wo,'0.10']\"  (+1.2 MiB)" in said
     for fact in ("larger than the format can hold", COMMAND, "; torch "):
         assert fact in text
 

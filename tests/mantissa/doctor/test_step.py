@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.cause import find_origin
-from mantissa.doctor.cures import find_islands
+from mantissa.doctor.cures import find_islands, measure_cost
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.step import Replay
 from mantissa.tensors import random_state
@@ -115,7 +116,7 @@ ONCE: Callable[[], nn.Module] = lambda: around(large_ffn())  # noqa: E731
 
 
 @pytest.mark.parametrize(("model", "expected"), [(ONCE, ["1.wo"]), (overflowing_twice, ["1.wo", "3.wo"])])
-def test_islands_are_1_minimal(model: Callable[[], nn.Module], expected: list[str]) -> None:
+def test_islands_are_1_minimal_and_have_a_price(model: Callable[[], nn.Module], expected: list[str]) -> None:
     case = step_of(model, "fp16")
     broken = case.as_run()
     broken.run_with_backoff()
@@ -129,7 +130,10 @@ def test_islands_are_1_minimal(model: Callable[[], nn.Module], expected: list[st
     for name in expected:
         left = [other for other in expected if other != name]
         assert case.in_fp32(left).as_run().run_with_backoff().nonfinite
-    assert islands.text(case.remedies) == case.remedies.modules(islands.fp32_modules)
+    islands.cost = measure_cost(case, islands)
+    assert islands.text(case.remedies).startswith(f"{case.remedies.modules(islands.fp32_modules)}  (")
+    price_text = r"  \([+-][\d.]+ (B|KiB|MiB)\)$"
+    assert re.search(price_text, islands.text(case.remedies))
 
 
 def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
