@@ -114,8 +114,10 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
         found.append([[*words, f"{example[1]}={example[2]}"]])
     if settings := re.search(rf"(?:such as|as in) \"?({SETTING}(?: {SETTING})*)", fact):
         found.append([with_settings(words, settings[1])])
-    if folder := re.search(r"; give (?:a run folder|one), such as (\S+)$", said):
-        found.append([with_value(folder[1])])
+    if folder := re.search(
+        r"^error: (?:\w+=)?(\S+?):? (?:this|there|is).*; give (?:a run folder|one), such as (\S+)$", said
+    ):
+        found.append([[word.replace(folder[1], folder[2]) for word in words]])
     if several := re.search(r"(\w+)=(\S+) has several values; use one arm per value", said):
         arms = [f"arm.{value}={several[1]}={value}" for value in several[2].split(",")]
         found.append([[*(word for word in words if f"{several[1]}={several[2]}" not in word), *arms]])
@@ -166,12 +168,14 @@ def remedies(words: list[str], said: str) -> list[list[list[str]]]:
     advice = re.sub(
         r"python (?:scripts/|-m ).*|(?:, or )?use scripts/\S+|(?:give a run of|train with) [^,]*", "", advice
     )
+    advice = re.sub(r"'(\w[\w.]*=\S+)'", r"\1", advice)
+    end_of_sentence = re.compile(r"(?<=\w)\.$")
     settings: list[list[str]] = []
     for match in re.finditer(rf"({SETTING}(?: {SETTING})*)({OTHERS})", advice):
-        key, _, first = match[1].rstrip(".").rpartition("=")
+        key, _, first = match[1].rpartition("=")
         command = words if "with precision=" in fact and key == "precision" else kept
         values = [*first.split("|"), *re.split(OR, match[2])[1:]]
-        settings += [with_settings(command, f"{key}={each.rstrip('.')}") for each in values]
+        settings += [with_settings(command, f"{key}={end_of_sentence.sub('', each)}") for each in values]
     is_any = "it belongs to" in advice or "the encoding that" in advice
     found += [settings] * bool(settings) if is_any else [[each] for each in settings]
     several = rf"use (?!\[|another\b)({WORD}(?:{OR}(?!more\b){WORD}(?=$|[,;|.)]| or ))*)(?=$|[,;]| or )(?!=)"
@@ -381,7 +385,7 @@ SMALL = {"recipe=bignet": ["recipe.layers=2", "recipe.width=16"], "recipe=gpt2":
 CASES = [*TYPED, *(f"recipe={row}" for row in RECIPES), *components(), *filter(None, MORE.split("\n"))]
 NOT_HERE = re.compile(
     r"missing required option|is not available on|torch finds no|does not answer|weights.pth: there is no|"
-    r"/folder is not a"
+    r"/folder is not a|outputs/gpt2-bf16-s0: there is no such folder|recipe was None"
 )
 """Ends of a second command that names what only the user has: a GPU, the network, a file of data."""
 

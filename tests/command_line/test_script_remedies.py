@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
@@ -25,6 +27,7 @@ SCRIPTS = {
     "max_batch": ("evidence.memory.command:max_batch", "evidence.memory.max_batch.search"),
     "doctor": ("evidence.doctor.command:main", "evidence.doctor.command.diagnose"),
     "reproduce": ("evidence.claims.reproduce:main", "evidence.claims.reproduce.test"),
+    "evaluate": ("inference.evaluate:evaluate", "inference.evaluate.measure"),
     "sync": ("scripts.sync:main", "trainer.tracking.follower.Follower.send"),
     "ui": ("scripts.ui:main", "os.execve"),
 }
@@ -192,3 +195,37 @@ def test_what_a_script_says_to_do_is_accepted(
     said = end(words)
     assert said, "no mistake"
     check_remedies(words, f"error: {said}", end)
+
+
+TINIER = "data=synthetic data.samples=64 recipe.size=nano batch_size=8 eval_samples=8 steps=2 profiler=none"
+"""What makes a command that a message prints fast."""
+
+
+@pytest.mark.parametrize("command", ["ui", "ui uri=sqlite:///runs.db", "evaluate run=outputs/ended"])
+def test_a_command_that_a_message_prints_makes_the_first_one_end_well(
+    command: str, made: Path, folder: Path, store: str, commands_in_this_process: None
+) -> None:
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    shutil.rmtree("outputs/ended/best")
+    Path("outputs/ended/summary.json").unlink()
+    Path("mlflow.db").unlink()
+    said = end_of(command.split())
+    (printed,) = re.findall(r"python scripts/train.py (.*)", said)
+    done = train_here(*shlex.split(printed), *TINIER.split() * ("resume" not in printed))
+    assert done.code == 0, done.err
+    assert not end_of(command.split())
+
+
+def test_a_run_with_a_damaged_tracking_file_is_sent_after_what_the_message_says(
+    made: Path, folder: Path, store: str, commands_in_this_process: None
+) -> None:
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    damaged = Path("outputs/ended/tracking.json")
+    damaged.write_text("{")
+    said = end_of(["sync", "outputs/ended"])
+    assert "or remove it and train on, as a new run in MLflow: resume=outputs/ended steps=…" in said
+    damaged.unlink()
+    done = train_here("resume=outputs/ended", "steps=8", "tracking=mlflow")
+    assert done.code == 0, done.err
+    assert not end_of(["sync", "outputs/ended"])
+    assert json.loads(damaged.read_text())["delivered"]

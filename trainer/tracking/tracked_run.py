@@ -60,7 +60,7 @@ class TrackedRun:
         except FileNotFoundError:
             raise UserError(f"{folder} is not a run folder (it has no {TRACKING_FILE})") from None
         except (OSError, ValueError, TypeError) as error:
-            remedy = "restore it, or remove it: then MLflow gets a new run"
+            remedy = f"restore it, or remove it and train on, as a new run in MLflow: resume={folder} steps=…"
             raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
 
     def write(self, folder: Path) -> None:
