@@ -28,8 +28,7 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], tuple[T, bool]]) ->
         of: everything that the result depends on, as JSON.
         work: returns JSON, and whether it is kept.
     """
-    key = json.dumps(of, sort_keys=True)
-    path = cache_folder() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    key, path = json.dumps(of, sort_keys=True), _path(kind, of)
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(path.read_text(encoding="utf-8"))
         if known["of"] == json.loads(key):
@@ -44,3 +43,13 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], tuple[T, bool]]) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"of": of, "result": result}))
     return result
+
+
+def forget(kind: str, of: dict[str, Any]) -> None:
+    """Remove what is kept for ``kind`` and ``of``."""
+    with suppress(OSError):
+        _path(kind, of).unlink()
+
+
+def _path(kind: str, of: dict[str, Any]) -> Path:
+    return cache_folder() / kind / f"{hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]}.json"

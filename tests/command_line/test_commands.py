@@ -159,6 +159,16 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> 
     assert done.err == ""
 
 
+def test_a_run_that_is_faster_than_the_measured_rate_lets_the_next_one_measure_it(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr("trainer.profiling.rates.cached", lambda kind, of, work: 1e-9)
+    monkeypatch.setattr("trainer.run.summary.forget_rate", lambda hardware, name: forgotten.append(name))
+    assert "not known: the run was faster than the 1e-09 TFLOP/s" in train(*BIGNET, *SHORT, "precision=bf16").out
+    assert set(forgotten) == {"bf16"}
+
+
 def test_bignet_ends_with_the_ledger(train: Train, folder: Path) -> None:
     """One peak: that of the tensors, beside the memory of the process."""
     done = train(*BIGNET, "recipe.width=64", "steps=4", *SHORT[1:], "precision=bf16")

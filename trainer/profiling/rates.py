@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FP8, NUMBERS, TF32, Number
 from mantissa.memory import available_bytes
-from trainer.cache import cached
+from trainer.cache import cached, forget
 from trainer.hardware import CPU, CUDA, UNAVAILABLE, Hardware
 from trainer.precision import kernels
 
@@ -55,6 +55,13 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
         of = _of(hardware, name)
         rates[name] = _WHILE_BUSY.get(repr(of)) or cached("products", of, partial(_measure_quietly, hardware, name))
     return rates
+
+
+def forget_rate(hardware: Hardware, name: str) -> None:
+    """Let a later run measure the rate of a format again."""
+    of = _of(hardware, name)
+    _WHILE_BUSY.pop(repr(of), None)
+    forget("products", of)
 
 
 def _measure_quietly(hardware: Hardware, name: str) -> tuple[float, bool]:

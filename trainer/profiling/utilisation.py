@@ -75,6 +75,10 @@ class Utilisation:
         """Return the share of the measured rate that a throughput (of all ranks) needs: 0 to about 1."""
         return self._share(units_per_s, self.measured_tflops)
 
+    def exceeded(self, units_per_s: float | None) -> bool:
+        """Return whether the run was faster than the rate allows, which was then measured on a busy machine."""
+        return (self.mfu(units_per_s) or 0) > 1
+
     def _share(self, units_per_s: float | None, tflops: float | None) -> float | None:
         if self.flops_per_unit is None or units_per_s is None or tflops is None:
             return None
@@ -82,10 +86,14 @@ class Utilisation:
 
     def facts(self, units_per_s: float | None) -> dict[str, Any]:
         """Return what summary.json holds."""
+        mfu, unknown = self.mfu(units_per_s), self.unknown
+        if self.exceeded(units_per_s):
+            rate = f"{quantity(self.measured_tflops or 0)} TFLOP/s of {self.format} matmuls"
+            mfu, unknown = None, f"the run was faster than the {rate} measured here; the next one measures them again"
         return {
-            "mfu": self.mfu(units_per_s),
+            "mfu": mfu,
             "mfu_of_data_sheet": self._share(units_per_s, self.data_sheet_tflops),
-            "unknown": self.unknown,
+            "unknown": unknown,
             "model_flops_per_unit": self.flops_per_unit,
             "format": self.format,
             "measured_tflops": self.measured_tflops,

@@ -121,3 +121,10 @@ def test_a_rate_of_a_busy_machine_is_kept_for_this_process_alone(
         rates.matmul_rates(PLAIN_CPU, ["fp32"])
     assert (measured, len(list(cache.iterdir()))) == (["fp32"] * 2, 1)
     assert not rates._WHILE_BUSY
+
+
+def test_a_rate_that_a_run_exceeds_is_measured_again_by_the_next(measured: list[str], cache: Path) -> None:
+    rates.matmul_rates(PLAIN_CPU, ["fp32", "bf16"])
+    rates.forget_rate(PLAIN_CPU, "bf16")
+    rates.matmul_rates(PLAIN_CPU, ["fp32", "bf16"])
+    assert measured == ["fp32", "bf16", "bf16"]
