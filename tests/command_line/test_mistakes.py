@@ -109,7 +109,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{TEXT} data.path=notes.txt init_from=empty": ("init_from=empty cannot be opened as a gpt2",),
     "data=text": ("missing required option: data.path",),
     f"{TEXT} 'data.path=mein Ordner ü'": ("data.path=mein Ordner ü: there is no such file or folder",),
-    f"{TEXT} data.path=*.txt": ("no such file or folder; write 'data.path=.' 'data.pattern=*.txt'",),
+    f"{TEXT} data.path=*.txt": ("no such file or folder; set data.path='.' data.pattern='*.txt'",),
     "recipe=gpt2 recipe.lr=1e-3": ("did you mean 'optimizer.lr'?",),
     f"{TEXT} data.path=docs.jsonl": ("is a file of rows", "use data=hub data.name=docs.jsonl"),
     f"{BIGNET} output_dir=notes.txt/runs": ("output_dir=notes.txt/runs", "notes.txt: it is a file", "output_dir="),

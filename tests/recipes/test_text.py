@@ -360,7 +360,7 @@ def test_a_pattern_in_the_place_of_a_path_is_told_where_it_belongs(tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my code").mkdir()
     (tmp_path / "my code" / "a.py").write_text("text")
-    with pytest.raises(UserError, match=r"write 'data.path=my code' 'data.pattern=\*.py'$"):
+    with pytest.raises(UserError, match=r"set data.path='my code' data.pattern='\*.py'$"):
         TextFiles(path="my code/*.py")
 
 

@@ -202,7 +202,7 @@ class TextFiles(TokenizedText):
                 near = nearest(path.name, [each.name for each in path.parent.glob("*")])
                 remedy = "give a file or folder of text; data=python_docs needs none"
                 if "*" in path.name:
-                    near, remedy = "", f"write '{key}={path.parent}' 'data.pattern={path.name}'"
+                    near, remedy = "", f"set {key}='{path.parent}' data.pattern='{path.name}'"
                 raise UserError(f"{key}={name}: there is no such file or folder{near}; {remedy}")
             if path.suffix.lower() in _TABLES and path.is_file():
                 raise UserError(
