@@ -66,8 +66,6 @@ def ratio_interval(values: Sequence[float]) -> Interval:
     Raises:
         ValueError: see ``mean_interval``; or a ratio that is not positive.
     """
-    if any(not value > 0 for value in values):
-        raise ValueError(f"ratios must be positive, not {list(values)}")
     logs = mean_interval([math.log(value) for value in values])
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.level, logs.count)
 

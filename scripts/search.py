@@ -2,7 +2,7 @@
 
   space.<key>=…        any option, several together: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c)
   trials=20            trials of the whole study; each is a run, with a folder of its own
-  pruner=median        ends trials that are worse than the median of the earlier ones; or hyperband, none
+  pruner=median        ends trials that are worse than the median of the earlier ones; or none
   metric=valid/loss    of the best checkpoint, such as valid/top1
   study=<name>         name of the study (default: the recipe, precision and seed)
 All other arguments are passed to every run, as for train.py. After a stop, the same command continues; the same command

@@ -13,10 +13,11 @@ from typing import Any
 
 import optuna
 import torch
+from optuna.pruners import MedianPruner, NopPruner
 from optuna.trial import FrozenTrial, TrialState
 
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
-from evidence.search.study import DATABASE, Search, open_study, pruner_of
+from evidence.search.study import DATABASE, Search, open_study
 from evidence.search.trial import Pruned, reporting_to
 from mantissa.display import columns, duration, loss
 from trainer.config.compose import compose, key_of
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
         output_dir,
         described,
         maximise=not metrics.lower_is_better(options.metric),
-        pruner=pruner_of(options.pruner, math.ceil(plan.eval_every), plan.steps),
+        pruner=MedianPruner() if options.pruner == "median" else NopPruner(),
     )
     search = Search(study, output_dir / "search" / name, space, options.trials, first.seed, described)
     search.folder.mkdir(parents=True, exist_ok=True)

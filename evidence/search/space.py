@@ -45,7 +45,7 @@ class SearchOptions(Overriding):
     study: str = ""
 
     def __post_init__(self) -> None:
-        check_choice("pruner", self.pruner, ("median", "hyperband", "none"))
+        check_choice("pruner", self.pruner, ("median", "none"))
         check_folder_name("study", self.study)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.pruners import BasePruner
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState
@@ -34,19 +34,6 @@ _SEARCH, _RUN = "search", "run"
 """Attributes of Optuna's studies and trials."""
 _retry = partial(RetryHeartbeatStaleTrialCallback, inherit_intermediate_values=True)
 """Proposes what a trial that was killed has tried once more."""
-
-
-def pruner_of(name: str, first: int, steps: int) -> BasePruner:
-    """Return a pruner.
-
-    Args:
-        name: ``median`` (Golovin et al., Google Vizier, 2017), ``hyperband`` (Li et al., 2018) or ``none``.
-        first: optimizer steps before the first evaluation.
-        steps: of a whole run.
-    """
-    if name == "hyperband":
-        return HyperbandPruner(min_resource=first, max_resource=max(first, steps))
-    return MedianPruner() if name == "median" else NopPruner()
 
 
 def studies(output_dir: Path) -> RDBStorage:
@@ -72,7 +59,7 @@ def open_study(
         output_dir: of the runs; the SQLite file is there.
         described: what makes it this search, as JSON; a study that was begun with another one is refused.
         maximise: whether the highest value is the best.
-        pruner: see ``pruner_of``.
+        pruner: of trials.
 
     Raises:
         UserError: the study is of another search.

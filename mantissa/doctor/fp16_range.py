@@ -70,13 +70,11 @@ class Exponents:
             self.counts += torch.bincount(bins, minlength=_BINS).cpu()
             self.squares += torch.bincount(bins, found.double().square(), _BINS).cpu()
 
-    def flushed(self, scale: float) -> float:
-        """Return the share of the nonzero elements that become 0 in fp16 at a scale."""
-        return _share_below(self.counts, scale)
-
     def lost(self, scale: float) -> float:
-        """Return the share of the norm that they have."""
-        return math.sqrt(_share_below(self.squares, scale))
+        """Return the share of the norm of the elements that become 0 in fp16 at a scale, below half of its least."""
+        border = max(0, min(_BINS, _HALF_OF_LEAST - math.frexp(scale)[1] + 1 - LOWEST))
+        total = self.squares.sum().item()
+        return math.sqrt(self.squares[:border].sum().item() / total) if total else 0.0
 
     def least_scale(self, share: float = HELD) -> int:
         """Return the exponent of the least scale that loses no more than this share of the norm."""
@@ -84,13 +82,6 @@ class Exponents:
         while exponent < _HALF_OF_LEAST - LOWEST and self.lost(2.0**exponent) > share:
             exponent += 1
         return exponent
-
-
-def _share_below(sums: Tensor, scale: float) -> float:
-    """Return the share of a sum by exponents that a scale leaves below half of fp16's least number."""
-    border = max(0, min(_BINS, _HALF_OF_LEAST - math.frexp(scale)[1] + 1 - LOWEST))
-    total = sums.sum().item()
-    return sums[:border].sum().item() / total if total else 0.0
 
 
 @dataclass
@@ -162,10 +153,8 @@ def fp16_range(step: Step) -> Range:
 
 def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, step: Step) -> Finding:
     what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
-    detail = (
-        f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {layer.flushed(scale):.0%} of its "
-        f"elements and {layer.lost(scale):.0%} of its norm become 0"
-    )
+    lost = f"{layer.lost(scale):.0%} of its norm becomes 0"
+    detail = f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {lost}"
     needed = layer.least_scale(JUDGED)
     if needed > highest:
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"

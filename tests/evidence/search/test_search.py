@@ -11,11 +11,12 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.pruners import NopPruner
 from optuna.trial import TrialState
 
 from evidence.search.search import main as search
 from evidence.search.space import parse_space
-from evidence.search.study import DATABASE, Search, open_study, pruner_of, studies
+from evidence.search.study import DATABASE, Search, open_study, studies
 from trainer.errors import NonFiniteError, UserError
 from trainer.trainer import Trainer
 
@@ -55,7 +56,7 @@ def searched(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 def opened(outputs: Path, name: str = "x", typed: str = LR, trials: int = 3, seed: int = 0) -> Search:
     space, _ = parse_space([typed])
-    study = open_study(name, outputs, {}, maximise=False, pruner=pruner_of("none", 1, 1))
+    study = open_study(name, outputs, {}, maximise=False, pruner=NopPruner())
     (outputs / "search" / name).mkdir(parents=True, exist_ok=True)
     return Search(study, outputs / "search" / name, space, trials, seed, {"metric": "valid/loss"})
 

@@ -20,7 +20,6 @@ def test_what_a_scale_loses_is_what_fp16_rounds_to_0() -> None:
     assert layer.amax == gradient.abs().max()
     for exponent in (0, 3, 11, 20, 30):
         flushed = ((gradient * 2.0**exponent).half() == 0) & (gradient != 0)
-        assert layer.flushed(2.0**exponent) == pytest.approx(flushed.sum().item() / 3993)
         assert layer.lost(2.0**exponent) == pytest.approx((gradient[flushed].norm() / gradient.norm()).item(), rel=1e-4)
     least = layer.least_scale(0.1)
     assert layer.lost(2.0**least) <= 0.1 < layer.lost(2.0 ** (least - 1))
