@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mantissa.compare import SEED_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
+from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
 from trainer.errors import UserError, check_folder_name, check_range, nearest
 
@@ -43,6 +44,13 @@ class CompareOptions(Overriding):
     output_dir: Path = Path("outputs")
 
     def __post_init__(self) -> None:
+        precisions = choices("precision")
+        for name in self.arms:
+            if name not in precisions:
+                raise UserError(
+                    f"arms: {name} is not a precision ({', '.join(precisions)}){nearest(name, precisions)}; "
+                    'for other overrides use arm.<name>="key=value …"'
+                )
         check_folder_name("name", self.name)
 
     def split(self, others: list[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:

@@ -181,7 +181,7 @@ IN_OTHERS = {
     "advise recipe=gpt2 presicion=bf16": "did you mean 'precision'?",
     "advise recipe=gpt2 budget_minutes=inf": "budget_minutes=inf must be above 0 and finite",
     "advise recipe=gpt2 precision=fp32,bf16": "precision=fp32,bf16 has several values; advise.py chooses",
-    "compare recipe=gpt2 arms=fp32,bf61": "arm bf61: precision=bf61 is not a choice; did you mean 'bf16'?",
+    "compare recipe=gpt2 arms=fp32,bf61": "arms: bf61 is not a precision",
     "compare recipe=gpt2 arms=fp32,bf16 arm.x=steps=many": "steps=many must be a whole number",
     f"{PAIR} arm.fp32=clip=norm": "the arm fp32 appears twice; give each a name: arm.<name>=",
     f"{PAIR} arm.typo=precison=bf16": "arm typo: precison is not a key of the config; did you mean 'precision'?",
