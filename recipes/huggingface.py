@@ -120,9 +120,9 @@ class SizedRecipe(Recipe):
             if saved := sorted(path.glob("*/config.json"), key=lambda file: (len(file.parent.name), file)):
                 raise UserError(f"init_from={path} holds several models; use init_from={saved[-1].parent}")
             raise UserError(
-                f"init_from={self.pretrained} cannot be opened as a {self.name}: it has no config.json and tokenizer; "
-                f"load it into transformers' {self.model_class}, and give the folder that save_pretrained writes, as "
-                "docs/finetune.md shows for nanoGPT's ckpt.pt"
+                f"init_from={self.pretrained} cannot be opened as a {self.name}: it has no config.json; load it into "
+                f"transformers' {self.model_class} (merge adapters of peft into it), and give the folder that "
+                "save_pretrained writes, with its tokenizer, as docs/finetune.md shows for nanoGPT's ckpt.pt"
             )
         with self._opening() as place:
             config = AutoConfig.from_pretrained(**place)

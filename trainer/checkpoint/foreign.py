@@ -23,7 +23,7 @@ SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Of files of weights."""
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """What DDP, torch.compile, FSDP and activation checkpointing insert into names."""
-_AVERAGED = re.compile(r"(^|[._])ema|ema($|[._])|averag|shadow|swa")
+_AVERAGED = re.compile(r"(^|[._])ema|ema($|[._])|averag|shadow|swa|teacher")
 _ELSE = {
     b"version https://git-lfs": "is a pointer of Git LFS; get the file itself with git lfs pull",
     b"<": "is a web page; download the file itself (on the hub its address has /resolve/, not /blob/)",
@@ -110,6 +110,8 @@ def read_weights(
         raise UserError(f"{key} holds no tensors with names; {_SAVE}")
     if not readings:
         there = max(states.values(), key=len)
+        if any(name.endswith((".zero_point", ".qweight", ".absmax", ".SCB")) for name in there):
+            raise UserError(f"{key} holds quantised weights; give those from before, in floating point")
         of = "an optimizer" if {"exp_avg", "momentum_buffer"} & {*there} else "another model"
         raise UserError(
             f"{key}: the weights are of {of}: none of its names ({', '.join([*there][:3])}, …) is one of this "
@@ -125,7 +127,7 @@ def read_weights(
 
 
 def _readings(where: str, state: dict[str, Tensor], names: Collection[str]) -> Iterator[_Reading]:
-    """Yield the ways to take the model's ``names`` from those of a state dict that begin alike."""
+    """Yield the ways to take ``names``: of those that begin alike, or of a numbered body, as fastai's, in order."""
     wrappers = _WRAPPERS - {part for name in names for part in name.split(".")}
     bare = {".".join(part for part in name.split(".") if part not in wrappers): state[name] for name in state}
     starts: Counter[str] = Counter()
@@ -140,6 +142,13 @@ def _readings(where: str, state: dict[str, Tensor], names: Collection[str]) -> I
         label = "/".join(filter(None, (where, start and f"{start}*")))
         left_out = [name for name in bare if name.removeprefix(start) not in weights]
         yield _Reading(fits, _AVERAGED.search(label.lower()) is not None, label, weights, left_out)
+    body = [name for name in names if name.partition(".")[0] != [*names][-1].partition(".")[0]]
+    for start in dict.fromkeys(re.sub(r"(^|(?<=\.))\d+\..*", "", name) for name in bare):
+        same = [name for name in bare if name.startswith(start)][: len(body)]
+        if body and [name.rpartition(".")[2] for name in same] == [name.rpartition(".")[2] for name in body]:
+            weights = dict(zip(body, map(bare.__getitem__, same), strict=True))
+            left_out = [name for name in bare if name not in same]
+            yield _Reading(len(body), False, f"{where}/{start}*, in order".lstrip("/"), weights, left_out)
 
 
 def _states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -155,7 +164,8 @@ def _states(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, Tens
         content = dict(enumerate(content))
     inside = isinstance(content, Mapping) and not whole and where.count("/") < 3
     for name, each in content.items() if inside else ():
-        yield from _states(each, f"{where}/{name}" if where else str(name))
+        if name != "average_model_state":  # of Lightning: not begun or without statistics, in the end the state_dict's
+            yield from _states(each, f"{where}/{name}" if where else str(name))
 
 
 def _module_state(module: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,10 +199,8 @@ def _files(path: Path, key: str) -> list[Path]:
     if len(found) == 1:
         return found
     if (folder / ".metadata").is_file():
-        make = (
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(folder))} weights.pth"
-        )
-        raise UserError(f"{key} is a checkpoint of torch.distributed; make one file of it: {make}")
+        tool = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(folder))}"
+        raise UserError(f"{key} is a checkpoint of torch.distributed; make one file of it: {tool} weights.pth")
     holds = ", ".join(file.name for file in found or sorted(folder.iterdir())) or "it is empty"
     raise UserError(f"{key} holds {'several files' if found else 'no file'} of weights ({holds:.200}); give the file")
 
@@ -211,9 +219,8 @@ def _content(file: Path, key: str) -> Any:
                 raise UserError(f"{key} {what}")
         if start[8:9] == b"{":
             return load_file(file)
-        if zipfile.is_zipfile(file) and any(
-            name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist()
-        ):
+        parts = zipfile.ZipFile(file).namelist() if zipfile.is_zipfile(file) else []
+        if any(name.endswith("/constants.pkl") for name in parts):
             raise UserError(f"{key} is a program of TorchScript; {_SAVE}, of torch.jit.load({file.name!r})")
         return _load(file)
     except OSError as error:

@@ -98,9 +98,14 @@ SAVED: dict[str, tuple[Any, str]] = {
         {"model": STATE, "ema": {"decay": 0.9, "shadow_params": [torch.ones(2), LONE], "collected_params": None}},
         "its model, not ema/shadow_params, an average without names",
     ),
-    "DINO": (
-        {"student": under("module.backbone."), "teacher": under("backbone.", ZEROS), "args": ARGS},
-        "its student/backbone.*, not teacher/backbone.*",
+    "DINO, whose teacher is the average": (
+        {"student": under("module.backbone.", ZEROS), "teacher": under("backbone."), "args": ARGS},
+        "its teacher/backbone.*, not student/backbone.*",
+    ),
+    "Lightning's StochasticWeightAveraging, whose average has no statistics": (
+        {"state_dict": under("net."),
+         "callbacks": {"StochasticWeightAveraging": {"n_averaged": 0, "average_model_state": under("net.", ZEROS)}}},
+        "its state_dict/net.*",
     ),
     "MoCo": (
         {"state_dict": under("module.encoder_q.") | under("module.encoder_k.", ZEROS) | {"module.queue": LONE}},
@@ -200,6 +205,34 @@ def test_16_bit_weights_stay_as_they_are(tmp_path: Path) -> None:
     assert same_bits(read(tmp_path / "half.pt")[0], half)
 
 
+BODY = {name: STATE[name] for name in STATE if not name.startswith("fc.")}
+NUMBERED = {f"{'01'[name.startswith('norm')]}.{name.partition('.')[2]}": BODY[name] for name in BODY}
+"""As in nn.Sequential(*model.children())."""
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"state_dict": under("backbone.", NUMBERED) | {"projection.weight": LONE}},
+         "its state_dict/backbone.*, in order, without projection.weight"),
+        ({"model": under("0.", NUMBERED) | {"1.8.weight": LONE, "1.9.weight": LONE}, "opt": ADAM},
+         "its model/*, in order, without 1.8.weight, …"),
+    ],
+    ids=["lightly", "fastai"],
+)  # fmt: skip
+def test_a_numbered_body_is_taken_in_order(content: State, said: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "weights.pth")
+    weights, note = read(tmp_path / "weights.pth")
+    assert same_bits(weights, BODY)
+    assert note == said
+
+
+def test_numbers_of_another_order_are_of_another_model(tmp_path: Path) -> None:
+    torch.save({f"0.{name}": NUMBERED[name] for name in reversed(NUMBERED)}, tmp_path / "weights.pth")
+    with pytest.raises(UserError, match="the weights are of another model: none of its names"):
+        read(tmp_path / "weights.pth")
+
+
 def saved(content: Any, share: float = 1.0) -> Callable[[Path], object]:
     def write(path: Path) -> None:
         torch.save(content, path)
@@ -246,6 +279,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a zip of photos": (zipped, DAMAGED),
     "no tensors": (saved({"a": 1}), "holds no tensors with names"),
     "only a tensor": (saved(torch.ones(3)), "holds no tensors with names"),
+    "quantised": (
+        saved({"conv.bias": LONE, "conv.scale": LONE, "conv.zero_point": LONE}),
+        "holds quantised weights; give those from before",
+    ),
     "another model": (saved({"wte": torch.ones(2)}), r"none of its names \(wte, …\) is one of this model \(stem"),
     "an optimizer": (saved(ADAM), r"the weights are of an optimizer: none of its names \(step, exp_avg, …\)"),
     "another optimizer": (saved({"opt": {"state": {0: {"momentum_buffer": LONE}}}}), "weights are of an optimizer"),
