@@ -15,7 +15,7 @@ from inference.options import PredictOptions
 from inference.run_config import RunConfig, configure
 from recipes.data.images.augment import ImageNet
 from recipes.data.images.folder import FolderImages
-from recipes.data.images.layout import EXTENSIONS, read
+from recipes.data.images.layout import EXTENSIONS, numbers, read
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
 from trainer.data.evaluation import evaluation_samples
@@ -64,9 +64,11 @@ def predict(arguments: list[str]) -> int:
             "give a run of recipe=resnet, or use scripts/evaluate.py"
         )
     path = Path(options.path).expanduser()
-    files = [path] if path.is_file() else [Path(file) for file in read(str(path)).files()]
+    folder = None if path.is_file() else read(str(path))
+    files = [Path(file) for file in folder.files()] if folder else [path]
+    passed = f"; passed over: {numbers(folder.passed)}" if folder and folder.passed.total() else ""
     if not files:
-        raise UserError(f"path={path}: no images in this folder (looked for {', '.join(EXTENSIONS)})")
+        raise UserError(f"path={path}: no images in this folder (looked for {', '.join(EXTENSIONS)}{passed})")
     run = configure(exported, overrides, with_data=False)
     names: list[str] = exported.config["classes"]
     top = min(options.top, len(names))
@@ -89,7 +91,7 @@ def predict(arguments: list[str]) -> int:
         raise UserError(f"output={target} cannot be written ({error.strerror}); choose another file") from error
     if not classified:
         raise UserError(f"path={path}: no photo can be read; give images such as .jpg or .png files")
-    print(f"\n{classified} photo{'s' * (classified != 1)}, written to {target}")
+    print(f"\n{classified} photo{'s' * (classified != 1)}, written to {target}{passed}")
     return 0 if classified == len(files) else 1
 
 

@@ -93,8 +93,10 @@ def test_a_photo_that_cannot_be_read_is_named_and_all_others_are_classified(
         messages.append(done.err)
     assert messages == 2 * [f"{damaged} cannot be read as an image; it is left out\n"]
     damaged.unlink()
+    (tmp_path / "photos/IMG_1.HEIC").touch()
     done = predict("run=outputs/images", f"path={tmp_path}/photos", "batch_size=4", f"output={tmp_path}/all.csv")
     assert (done.code, done.err) == (0, "")
+    assert "/all.csv; passed over: 1 .heic\n" in done.out
     whole = read(tmp_path / "all.csv")
     for found in rows:
         assert [(row["path"], row["class_1"]) for row in found] == [(row["path"], row["class_1"]) for row in whole]
@@ -104,6 +106,7 @@ def test_a_photo_that_cannot_be_read_is_named_and_all_others_are_classified(
 
 MISTAKES = {
     "run=outputs/images path=outputs/gpt2": "no images in this folder (looked for .jpg",
+    "run=outputs/images path=phone": ".pnm; passed over: 1 .heic)",
     "run=outputs/images path=text.txt": "text.txt cannot be read as an image; it is left out",
     "run=outputs/images path=cut": "path=cut: no photo can be read; give images such as .jpg or .png files",
     "run=outputs/bert path=photos": "run=outputs/bert is a bert, which does not classify images; give a run of recipe",
@@ -114,6 +117,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("command", MISTAKES)
 def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> None:
+    Path("phone").mkdir(exist_ok=True)
+    Path("phone/IMG_1.HEIC").touch()
     photo(Path("cut/half.png"), 10, np.random.default_rng(0))
     content = Path("cut/half.png").read_bytes()
     Path("cut/half.png").write_bytes(content[: len(content) // 2])

@@ -13,6 +13,7 @@ from PIL import Image
 
 from recipes.data.hub import Hub
 from recipes.data.images.folder import ImageFolder
+from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
 
@@ -168,6 +169,34 @@ FOUND: dict[str, tuple[tuple[str, ...] | Callable[[Path], None], str, tuple[int,
         (10, 10),
         "2 classes",
     ),
+    "splits in Spanish": (
+        ("{Entrenamiento,Validacio\u0301n,Prueba}/" + PET,),
+        "cat dog",
+        (10, 10, 10),
+        "test PATH/Prueba)",
+    ),
+    "splits in Portuguese": (
+        ("{Treino,Validação,Teste}/" + PET,),
+        "cat dog",
+        (10, 10, 10),
+        "training PATH/Treino, validation",
+    ),
+    "splits in French": (("{Entraînement,Validation,Test}/" + PET,), "cat dog", (10, 10, 10), "PATH/Entraînement, "),
+    "splits in German": (
+        ("{Trainingsdaten,Validierung,Testdaten}/" + PET,),
+        "cat dog",
+        (10, 10, 10),
+        "test PATH/Testdaten)",
+    ),
+    "splits in Chinese": (("{训练集,验证集,测试集}/{猫,狗}/{5}.png",), "猫 狗", (10, 10, 10), "validation PATH/验证集"),
+    "splits in Japanese": (("{訓練データ,テスト}/" + PET,), "cat dog", (8, 2, 10), "test PATH/テスト,"),
+    "classes that begin like splits": (("{trainer,testudo,valley}/{5}.png",), "testudo trainer valley", (12, 3), "3 "),
+    "people with one photo": (
+        ("{ann,bob}/{5}.png", "{cyd,dan}/0.png"),
+        "ann bob cyd dan",
+        (10, 2),
+        "but 2 with one image",
+    ),
     "many classes": (
         ("{20}/{2}.png",),
         " ".join(sorted(map(str, range(20)))),
@@ -206,6 +235,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "a table of each split": (
         ("train_images/{5}.jpg", "test_images/{3}.jpg", "{sample_submission,test,train}.csv"),
         r"those of PATH/train\.csv to PATH/train_images/metadata\.csv .* data\.name=PATH/train_images data\.label",
+    ),
+    "a table in each split": (
+        ("{train,valid,test}/{3}.jpg", "{train,valid,test}/_classes.csv"),
+        r"those of PATH/train/_classes\.csv to PATH/train/metadata\.csv ",
     ),
     "loose images": (
         ("{cat,dog}_{5}.jpg", "labels/labels.csv"),
@@ -356,6 +389,22 @@ def test_nothing_is_warned_of(files: tuple[str, ...], tmp_path: Path, caplog: py
     write(tmp_path, *files)
     described(tmp_path)
     assert not caplog.text
+
+
+def test_of_copies_each_file_counts_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "{train,val}/" + PET)
+    for name in ("train/cat/1.png", "train/dog/2.png", "val/dog/1.png"):
+        (tmp_path / name).write_bytes((tmp_path / "train/cat/0.png").read_bytes())
+    described(tmp_path)
+    assert "at least 1 of the validation images are training images" in caplog.text
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    write(tmp_path, PET)
+    for file in tmp_path.rglob("*.png"):
+        file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{hash(file)}\nsize 12345\n")
+    with pytest.raises(UserError, match=r"\.png is a pointer of Git LFS; get the images with git lfs pull$"):
+        ImageFolder(path=str(tmp_path)).images(8).train.batch([SampleId(0, None)])
 
 
 def test_images_on_both_sides_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -156,7 +156,7 @@ def test_a_damaged_file_is_named_whatever_its_decoder_raises(suffix: str, tmp_pa
     assert found
 
 
-@pytest.mark.parametrize("kind", ["blank", "equal", "different"])
+@pytest.mark.parametrize("kind", ["blank", "equal", "12 bits of 16", "different"])
 def test_images_that_show_nothing_are_warned_of(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "{cat,dog}/{4}.png")
     for number, file in enumerate(sorted(tmp_path.rglob("*.png"))):
@@ -164,6 +164,8 @@ def test_images_that_show_nothing_are_warned_of(kind: str, tmp_path: Path, caplo
             Image.new("RGB", (9, 9), (number, 0, 0)).save(file)
         elif kind == "equal":
             Image.fromarray(EIGHT).save(file)
+        elif kind == "12 bits of 16":
+            Image.fromarray(np.random.default_rng(number).integers(0, 4096, (9, 9), dtype=np.uint16)).save(file)
     with caplog.at_level(logging.WARNING, "mantissa"):
         ImageFolder(path=str(tmp_path)).images(8)
-    assert ("have one colour only, or are equal, as the model sees them" in caplog.text) == (kind != "different")
+    assert ("are of one colour, nearly black or equal, as the model sees them" in caplog.text) == (kind != "different")

@@ -47,7 +47,7 @@ class ImageFolder(ImageSource):
             raise UserError(f"missing required option: data.path; set {WANTED}, as in data.path=/folder")
         for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
             if not Path(path).expanduser().is_dir():
-                raise UserError(f"{key}={path} is not a folder; set {WANTED}")
+                raise UserError(f"{key}={path} is not a folder (unpack an archive); set {WANTED}")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Find the images; squares of 224 pixels by default.
@@ -79,7 +79,8 @@ class ImageFolder(ImageSource):
         origin = ", ".join(f"{part} {found.path}" for part, found in folders.items())
         if VALIDATION not in files:
             files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)
-            origin += f", validation {self.valid_fraction:.3g} of each class"
+            lone = f" but {lone} with one image" if (lone := [*files[VALIDATION].values()].count([])) else ""
+            origin += f", validation {self.valid_fraction:.3g} of each class{lone}"
         flat = {part: [file for members in found.values() for file in members] for part, found in files.items()}
         for role in (TRAINING, VALIDATION) if TEST in files else ():
             check_no_overlap(f"data.test={folders[TEST].path}", flat[TEST], flat[role], role)
@@ -130,4 +131,4 @@ def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]
         with suppress(OSError):  # what cannot be read is told where it is decoded
             if filecmp.cmp(*pair, shallow=False):
                 found.append(pair)
-    return found
+    return [*dict(found).items()]

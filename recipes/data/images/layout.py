@@ -22,9 +22,9 @@ EXTENSIONS = (
 TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
 WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
 _SPLITS = {
-    TRAINING: "train(ing)?(set|data|images?|[ab])?",
-    VALIDATION: "val(id|idation)?(set|data|images?)?|dev",
-    TEST: "test(ing)?(set|data|images?|[ab])?|eval(uation)?",
+    TRAINING: "train(ings?)?(set|dat[ae]n?|images?|[ab])?|entrenamiento|treino|entrainement|[训訓][练練].*",
+    VALIDATION: "val(id|idation|idierungs?)?(set|dat[ae]n?|images?)?|dev|validac(ion|ao)|validazione|[验驗検].*",
+    TEST: "test(ing|e|s)?(set|dat[ae]n?|images?|[ab])?|eval(uation)?|pruebas?|(测试|測試|テスト).*",
 }
 _IMAGES = re.compile("images?|imgs?|jpegimages|jpg", re.IGNORECASE)
 _ABOUT_IMAGES = re.compile("(.*[^a-z])?(masks?|annotations?|labels?|segmentation.*|ground.?truth|gt)", re.IGNORECASE)
@@ -141,7 +141,8 @@ def arrange(root: Folder) -> dict[str, Folder]:
 
 def _role(name: str) -> str | None:
     """Return the split that a name means; None: it means none, or several."""
-    words = re.findall("[a-z]+", name.lower())
+    bare = re.sub("[\u0300-\u036f]", "", unicodedata.normalize("NFKD", name.lower()))  # without accents
+    words = re.findall(r"[^\W\d_]+", bare)
     roles = {role for role, split in _SPLITS.items() for word in words if re.fullmatch(split, word)}
     return roles.pop() if len(roles) == 1 and not _ABOUT_IMAGES.fullmatch(name) else None
 
@@ -160,7 +161,8 @@ def _no_classes(root: Folder, top: Folder, inside: dict[str, Folder]) -> list[st
         remedy = f"data.path must be {WANTED}"
         remedy += "; file names or boxes give no classes" if top.files() else f"; images are {', '.join(EXTENSIONS)}"
         place = next((each for name, each in inside.items() if _role(name) == TRAINING), top).path
-        tables = [csv for csv in Path(root.path).rglob("*.csv") if not re.search("[Ss]ubmission|^[Tt]est", csv.name)]
+        tables = [*Path(place).rglob("*.csv")] or Path(root.path).rglob("*.csv")
+        tables = [csv for csv in tables if not re.search("[Ss]ubmission|^[Tt]est", csv.name)]
         if tables and top.files():
             remedy += f"; or write those of {min(tables)} to {place}/metadata.csv (file_name,label), with no other "
             remedy += f"table there, and use data=hub data.name={place} data.label_column=label"

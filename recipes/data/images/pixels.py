@@ -171,7 +171,7 @@ class DecodedImages(Images):
         Raises:
             UserError: an image cannot be read; the message names it.
         """
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         file, name = self.stored(index)
         try:
@@ -179,6 +179,9 @@ class DecodedImages(Images):
                 image.load()
                 return as_seen(image)
         except Exception as error:  # each of Pillow's decoders has its own
+            unknown = isinstance(error, UnidentifiedImageError) and isinstance(file, str)
+            if unknown and np.fromfile(file, np.uint8, 23).tobytes() == b"version https://git-lfs":
+                raise UserError(f"{name} is a pointer of Git LFS; get the images with git lfs pull") from error
             raise UserError(f"{name} cannot be decoded ({error}); {REMEDY}") from error
 
     def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
@@ -216,7 +219,7 @@ class DecodedImages(Images):
 
 
 def show_nothing(images: Images) -> bool:
-    """Return whether one of a few decoded images has one colour only, or equals another one."""
+    """Return whether one of a few decoded images has one colour only, is nearly black, or equals another one."""
     if not isinstance(images, DecodedImages):
         return False
     seen = []
@@ -224,7 +227,7 @@ def show_nothing(images: Images) -> bool:
         with suppress(UserError):  # a damaged one is seen later
             seen.append(np.asarray(images.image(index).resize((64, 64))))
     alike = len({image.tobytes() for image in seen}) < len(seen)
-    return alike or any((image == image[0, 0]).all() for image in seen)
+    return alike or any((image == image[0, 0]).all() or image.max() < 20 for image in seen)  # 12 bits of 16
 
 
 def scale(images: Tensor, size: int) -> Tensor:

@@ -97,7 +97,7 @@ class ImageSource(DataSource):
         for part in parts.values():
             part.image_size, part.augment = image_size, augment
         if show_nothing(parts["training"]):
-            message = "%s: some images have one colour only, or are equal, as the model sees them; look at a few"
+            message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
             logging.getLogger("mantissa").warning(message, where)
         *first, last = (f"{len(part):,} {name}" for name, part in parts.items())
         return ImageDatasets(
