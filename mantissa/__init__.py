@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mantissa.errors import NotFiniteError as NotFiniteError
+    from mantissa.errors import UsageError as UsageError
     from mantissa.examination import examine as examine
     from mantissa.gate import precision_gate as precision_gate
     from mantissa.islands import keep_fp32 as keep_fp32
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 _HOMES = {
     "NotFiniteError": "errors",
+    "UsageError": "errors",
     "Watch": "watch",
     "examine": "examination",
     "fp32_ops": "operators",

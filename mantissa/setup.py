@@ -106,6 +106,7 @@ class FirstStep:
         self.device = next(model.parameters()).device
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.ties = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self.began = {id(each): each._version for each in model.parameters()}
         self.frozen = [(name, each, each._version) for name, each in model.named_parameters() if not each.requires_grad]
         self._hooks = ExitStack()
         for name, module in model.named_modules() if hooked else ():
@@ -277,7 +278,7 @@ def _scaling(first: FirstStep, format: Format | None, rows: dict[str, str]) -> I
     if torch.float16 in half and not enabled:
         keep = "keep fp32 weights, " * bool(refuses_to_unscale(first.optimizer))
         cure = f"{keep}use a GradScaler, and give it to Watch"
-        yield f"Without a loss scale, float16 gradients below 2^-24 become 0: {cure}."
+        yield f"Watch knows of no loss scale; without, float16 gradients below 2^-24 are 0: {cure}."
     elif enabled and half and torch.float16 not in half:
         yield f"The GradScaler has no use with {_counted(half)}, whose exponents are fp32's: leave it out."
     if first.clipped_to:
@@ -383,7 +384,8 @@ def _optimized(first: FirstStep, format: Format | None, rows: dict[str, str]) ->
     changed = {id(each) for each in changed_by(first.optimizer)}
     now = {name: id(each) for name, each in first.model.named_parameters(remove_duplicate=False)}
     foreign, left = changed - set(now.values()), [name for name, number in now.items() if number not in changed]
-    left = [name for name in left if name in first.trainable]
+    trains = first.trainable  # what changed all the same has another optimizer
+    left = [name for name in left if name in trains and first.began.get(now[name]) in (None, trains[name]._version)]
     if foreign and not first.masters:
         cure = "make the optimizer after the model is cast, moved, wrapped and sharded"
         yield f"{len(foreign)} of {len(changed)} tensors of the optimizer are not the model's parameters: {cure}."

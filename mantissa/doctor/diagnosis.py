@@ -299,8 +299,9 @@ def _breaks_first(result: Diagnosis, trial: FormatTrial, may_be_first: bool) -> 
         find = find_origin if trial.status == BREAKS else find_exception
         finding = result.budget.run("cause", partial(find, passes, trial.name), always=True)
         result.findings.append(finding or _unlocated(trial))
-        if finding is not None and finding.kind == DOMAIN and result.is_ok(FP32):
-            finding.detail += "; fp32 does not round what it is given, and is finite"
+        wider = FP64 if trial.name == FP32 else FP32
+        if finding is not None and finding.kind == DOMAIN and result.is_ok(wider):
+            finding.detail += f"; {wider} does not round what it is given, and is finite"
         fp32 = next(other for other in result.sweep if other.name == FP32)
         if trial.status == RAISES and trial.why in fp32.why:
             result.findings[-1].format = FP32
@@ -334,7 +335,7 @@ def _about_fp32(result: Diagnosis) -> None:
     elif first.kind not in (INPUT, EXCEPTION):
         cause = "it is the data, the learning rate or the model"
         if result.is_ok(FP64):
-            cause = "they are beyond fp32's range"
+            cause = "numbers are beyond fp32's range, or lost in its rounding"
         result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
 
 

@@ -42,6 +42,8 @@ def gradients(step: Step) -> Examined:
     for what, names in (("no gradient", absent), ("a gradient of 0", zero)):
         if names:
             result.notes.append(f"gradients: of {len(weights)}, {listed(names)} with {what} in this step")
+    if step.optimized and (left := [name for name in once if name not in step.optimized]):
+        result.notes.append(f"in no group of the optimizer, but with a gradient: {listed(left)}")
     if step.format.needs_loss_scale and step.scale > 1:
         result.findings += _changed_by_scale(reference, once, step)
     result.findings += _cast(step, exact)

@@ -56,6 +56,8 @@ HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
 second one."""
 _SIGNAL = 0.1
 """Share of the variation of an input over the samples that a format may round away."""
+_ROWS = 8
+"""Samples from which on each column of a table is judged alone."""
 _WRONG, _WRONG_LOSS, _SHARE, _PERTURBATIONS = 0.5, 0.25, 1e-3, 2
 """Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
 that a parameter's must have; how often weights and inputs are perturbed."""
@@ -236,12 +238,18 @@ def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
         given = op.args[0].flatten()
         for name, tensor in batch.items():
             if tensor.ndim and tensor.is_floating_point() and torch.equal(tensor.flatten(), given):
-                exact, low = tensor.detach().double(), rounded(tensor.detach().double(), step.format.number)
-                varies, error = (each - each.mean(0, keepdim=True) for each in (exact, low - exact))
-                lost = error.norm().item() / max(varies.norm().item(), 1e-300)
-                if varies.any() and lost > share:
-                    into = f"rounding {batch_key(name)} to {step.format.number.name} loses"
-                    detail = f"{into} {min(1.0, lost):.0%} of what varies in it: subtract its mean before"
+                exact = tensor.detach().double()
+                error = rounded(exact, step.format.number) - exact
+                table = 0 if tensor.ndim == 2 and len(tensor) >= _ROWS else None
+                varies, lost, size = (
+                    torch.linalg.vector_norm(each, dim=table)
+                    for each in (exact - exact.mean(0), error - error.mean(0), exact)
+                )
+                lost = (lost / varies.clamp(min=1e-12 * size)).nan_to_num(0.0)  # a constant has nothing to lose
+                if (lost > share).any():
+                    where = "it" if table is None else f"columns {(lost > share).nonzero().flatten().tolist()}"
+                    into = f"rounding {batch_key(name)} to {step.format.number.name} loses {lost.max().clamp(max=1):.0%}"
+                    detail = f"{into} of what varies in {where}: subtract the mean before"
                     finding = op.finding(op.result)
                     found.append(
                         replace(finding, kind=INPUT, format=step.format.name, detail=detail, tensor=batch_key(name))

@@ -107,6 +107,7 @@ BF16 = torch.bfloat16
         ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu", 4096), "step": clipped(unscales=False, largest=0.05)}),
         ("fp32", {"scaler": SCALER("cpu", enabled=False)}),
         ("bf16", {"autocast": "bf16", "change": lambda net: net.inner.requires_grad_(False).to(BF16)}),
+        ("fp32", {"made": lambda net: torch.optim.SGD(net.inner.parameters()), "late": lambda net: stepped(net.embed)}),
     ],
 )
 def test_what_is_as_requested_differs_in_nothing(precision: str | None, options: dict[str, Any]) -> None:
@@ -114,6 +115,13 @@ def test_what_is_as_requested_differs_in_nothing(precision: str | None, options:
     assert found.differences == []
     assert f"requested: {precision or 'not stated'}" in str(found)
     assert {"weights", "gradients", "optimizer state", "autocast", "fp8"} <= found.effective.keys()
+
+
+@torch.no_grad()
+def stepped(module: nn.Module) -> None:
+    """Change weights as another optimizer does."""
+    for each in module.parameters():
+        each.mul_(0.99)
 
 
 def freed(net: Net) -> None:
@@ -173,8 +181,8 @@ def low_state(net: Net) -> torch.optim.Optimizer:
             ("Autocast is off in 1 module (inner)", "autocast(enabled=False)"),
         ),
         ("bf16", {"autocast": "bf16", "step": inside}, ("inside of autocast", "leave it before")),
-        ("fp16", {"autocast": "fp16"}, ("Without a loss scale", "use a GradScaler, and give it to Watch")),
-        ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu", enabled=False)}, ("Without a loss scale",)),
+        ("fp16", {"autocast": "fp16"}, ("knows of no loss scale", "use a GradScaler, and give it to Watch")),
+        ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu", enabled=False)}, ("knows of no loss scale",)),
         ("bf16", {"autocast": "bf16", "scaler": SCALER("cpu")}, ("no use with bfloat16", "leave it out")),
         ("fp16", {"autocast": "fp16", "scaler": SCALER("cpu"), "step": plain}, ("was never used",)),
         (

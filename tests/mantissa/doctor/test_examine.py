@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import mantissa
 from mantissa.__main__ import main
 from mantissa.doctor.diagnosis import HEALTHY
-from mantissa.errors import FormatError, UsageError
+from mantissa import UsageError
+from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW
 from mantissa.tensors import random_state
 from tests.helpers import PROJECT, same_bits
@@ -98,6 +99,31 @@ def test_data_that_bf16_tells_apart_is_no_fault(
     model, batches = build(), [{**batch, "x": change(batch["x"])} for batch in regression()]
     report = mantissa.examine(model, error, batches, "bf16", torch.optim.AdamW(model.parameters(), 1e-3))
     assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
+
+
+def test_columns_of_a_table_that_bf16_does_not_tell_apart_are_named() -> None:
+    batches = [{**each, "x": torch.cat([each["x"][:, :6], 100 + 0.1 * each["x"][:, 6:]], 1)} for each in regression()]
+    model = Own()
+    (finding,) = mantissa.examine(model, error, batches, "bf16", torch.optim.AdamW(model.parameters(), 1e-3)).findings
+    assert (finding.kind, finding.tensor) == (INPUT, "batch['x']")
+    assert "100% of what varies in columns [6, 7]: subtract the mean" in finding.detail
+
+
+def test_weights_in_no_group_of_the_optimizer_are_named() -> None:
+    model = Own()
+    named = list(model.named_parameters())
+    report = mantissa.examine(model, error, regression(), "bf16", torch.optim.SGD([named[0][1]], 1e-3))
+    left = f"in no group of the optimizer, but with a gradient: {len(named) - 1} parameter"
+    assert any(left in note for note in report.diagnosis.notes), str(report)
+
+
+def test_what_fp32_rounds_to_a_logarithm_of_0_is_not_beyond_its_range() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return (1 - torch.sigmoid(error(model, batch) + 18)).log()
+
+    report = mantissa.examine(Own(), loss, regression(), "bf16")
+    assert "fp64 does not round what it is given, and is finite" in report.findings[0].detail, str(report)
+    assert "beyond fp32's range, or lost in its rounding" in str(report)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
