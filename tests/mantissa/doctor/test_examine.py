@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mantissa
+from mantissa import UsageError
 from mantissa.__main__ import main
 from mantissa.doctor.diagnosis import HEALTHY
-from mantissa import UsageError
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW
 from mantissa.tensors import random_state
