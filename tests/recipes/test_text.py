@@ -353,7 +353,10 @@ def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> 
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(UserError, match=r"data.pattern=\*.txt \(it has \*.md\)"):
         TextFiles(path=str(tmp_path)).tokens(None)
-    TextFiles(path=str(tmp_path), pattern="*.md", tokenizer="bytes").tokens(None)
+    with pytest.raises(UserError, match=r"data.pattern=/a/\*.md \(it has \*.md\)"):
+        TextFiles(path=str(tmp_path), pattern="/a/*.md").tokens(None)
+    for pattern in ("*.md", "**.md", "**/*.md"):
+        TextFiles(path=str(tmp_path), pattern=pattern, tokenizer="bytes").tokens(None)
 
 
 def test_a_pattern_in_the_place_of_a_path_is_told_where_it_belongs(tmp_path: Path, monkeypatch: Any) -> None:

@@ -193,7 +193,7 @@ def _files(path: Path, key: str) -> list[Path]:
         if missing := [shard.name for shard in shards if not shard.is_file()]:
             raise UserError(f"{key}: {missing[0]} is missing, which {index.name} names; copy it there")
         return shards
-    tag = latest.read_text().strip("/ \n") if (latest := folder / "latest").is_file() else "."  # of DeepSpeed
+    tag = "./" + latest.read_text().strip("/ \n") if (latest := folder / "latest").is_file() else "."  # of DeepSpeed
     named = [file for name in ("model.safetensors", "pytorch_model.bin", f"{tag}/mp*.pt") for file in folder.glob(name)]
     found = named[:1] or [file for file in sorted(folder.iterdir()) if file.suffix in SUFFIXES]
     if len(found) == 1:

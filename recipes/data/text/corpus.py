@@ -231,7 +231,7 @@ class TextFiles(TokenizedText):
         path = Path(name).expanduser().resolve()
         if not path.is_dir():
             return [path]
-        paths = sorted(file for file in path.rglob(self.pattern) if file.is_file())
+        paths = sorted(file for file in path.rglob(self.pattern.lstrip("/").replace("**.", "*.")) if file.is_file())
         if not paths:
             found = ", ".join(sorted({f"*{file.suffix}" for file in path.rglob("*") if file.is_file()}))
             raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {found or 'no files'})")

@@ -287,6 +287,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an optimizer": (saved(ADAM), r"the weights are of an optimizer: none of its names \(step, exp_avg, …\)"),
     "another optimizer": (saved({"opt": {"state": {0: {"momentum_buffer": LONE}}}}), "weights are of an optimizer"),
     "TensorFlow": (folder("checkpoint", "model.ckpt-9.index"), r"holds no file of weights \(checkpoint, model.ckpt"),
+    "of no newest": (folder("latest", "notes"), "holds no file of weights .latest, notes."),
     "several": (folder("epoch=1.ckpt", "last.ckpt"), r"holds several files of weights \(epoch=1.ckpt, last.ckpt\)"),
     "an empty folder": (folder(), "holds no file of weights"),
     "a missing shard": (incomplete, "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json"),
