@@ -4,7 +4,7 @@
 All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
 
 Tried are the precisions that this hardware computes fast, torch.compile, microbatches, forms of attention and of the
-loss, the order of images in memory, the optimizer's kernel, threads on a CPU. Each change runs in a fresh process and
+loss, the order of images in memory, threads on a CPU. Each change runs in a fresh process and
 takes turns with train.py's default; those that help are combined. The doctor examines a step of the fastest setting,
 and six pairs of fresh processes (three at least, where time is short) time it against the default: that ratio is what
 is reported.

@@ -18,7 +18,6 @@ from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.errors import UserError, first_line
 from trainer.hardware import UNAVAILABLE, Hardware
-from trainer.optim.optimizer import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.precision.kernels import convolves, not_timed_here
 from trainer.recipe import Recipe
@@ -108,9 +107,6 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     if tight and type(recipe).blocks is not Recipe.blocks:
         now = config.activation_checkpointing.mode
         values["activation_checkpointing"] = [mode for mode in CHECKPOINTING if mode != now]
-    optimizer = config.optimizer
-    if optimizer.fused and "fused" in accepted_options(optimizer_class(optimizer.name)):
-        values["optimizer.fused"] = ["false"]
     for key, several in values.items():
         for override in (f"{key}={value}" for value in several if not is_set(overrides, key)):
             if why := _refusal(merge_overrides(common, [override]), hardware):

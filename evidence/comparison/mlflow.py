@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evidence.comparison.compare import Result
+from evidence.comparison.judge import ArmResult
 from evidence.comparison.report import lead
 from evidence.mlflow import publish
 from evidence.runs import Outcome, redacted_arguments
@@ -84,12 +85,9 @@ def _update_parent(
     return run
 
 
-def _numbers(arm: Any) -> dict[str, float]:
-    found = {
-        f"{name}_ratio": ratio.ratio.mean
-        for name, ratio in (("speed", arm.speed), ("memory", arm.memory))
-        if ratio.ratio and not ratio.why
-    } | {
-        "loss_difference": arm.quality.test and arm.quality.test.difference.mean,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+def _numbers(arm: ArmResult) -> dict[str, float]:
+    sides = (("speed", arm.speed), ("memory", arm.memory))
+    found = {f"{name}_ratio": side.ratio.mean for name, side in sides if side.ratio and not side.why}
+    if arm.quality.test:
+        found["loss_difference"] = arm.quality.test.difference.mean
+    return found
