@@ -96,7 +96,7 @@ class Store:
                 file.write(json.dumps([kind, content]) + "\n")
 
     def of(self, kind: str) -> list[Any]:
-        """Return what is known of a kind, ``plan``, ``run`` or ``look``, in the order kept."""
+        """Return what is known of a kind, ``plan``, ``run``, ``look`` or ``mistake``, in the order kept."""
         return [content for each, content in self._lines if each == kind]
 
     def begin(self, plan: dict[str, Any], seeds: Sequence[int], remedy: str, **facts: Any) -> None:
@@ -111,10 +111,14 @@ class Store:
         Raises:
             UsageError: another comparison is known, or a seed that was judged before is left out.
         """
+        known = (self.of("plan") or [plan])[0]
+        different = [key for key in plan if plan[key] != known.get(key, plan[key])]
+        if different and self._path and self.of("mistake") and not self.of("look"):  # it is corrected now
+            self._path.unlink()
+            self._lines, different = [], []
         if not self.of("plan"):
             self.add("plan", plan | facts)
-        known = self.of("plan")[0]
-        if different := [key for key in plan if plan[key] != known.get(key, plan[key])]:
+        if different:
             there, here = known.get(different[0]), plan[different[0]]
             place = "" if self._path is None else f"{self._path.parent} holds "
             raise UsageError(

@@ -98,9 +98,7 @@ def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[
         if len(tokens) < count:
             raise UsageError(f"the text has {len(tokens)} of {count} tokens; set smaller --length, --batch or --steps")
         if tokens.max() >= vocabulary:
-            raise UsageError(
-                f"the tokenizer has token {tokens.max()}, the model ends at {vocabulary - 1}; take its own"
-            )
+            raise UsageError(f"the tokenizer has token {tokens.max()}, the model ends at {vocabulary - 1}; use its own")
     paddings = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
     padding = next((each for each in paddings if each is not None and each >= 0), 0)
     present = torch.ones(rows, length, dtype=torch.long)

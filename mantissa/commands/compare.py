@@ -78,6 +78,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends the run, too
     try:
         comparison.run(range(options.seeds), run, store)
+    except UsageError as error:
+        store.add("mistake", str(error))
+        raise
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         raise
@@ -211,9 +214,7 @@ def last_number(metric: str, text: str) -> float | None:
     if place and re.compile(r"(?<![\w.])[-+]").match(text, place - 1):
         raise UsageError(f"the metric {metric!r} has the number's sign before its (…); put it inside, as in ([-0-9.]+)")
     if _UNCLEAR.match(text, place) and "," not in metric[end : end + 2]:
-        raise UsageError(
-            f"the metric {metric!r} found {said!r}, with separators; print digits and a decimal point alone"
-        )
+        raise UsageError(f"the metric {metric!r} found {said!r}, with separators; print digits and a decimal point")
     try:
         return float(numbers[-1][1])
     except ValueError:

@@ -35,11 +35,9 @@ def main(arguments: list[str]) -> int:
         inspect.signature(function).bind()
     except (TypeError, ValueError) as error:
         raise UsageError(f"{options.function}: {error}; give a function that needs no arguments") from None
-    found = function()
+    found = None if isinstance(function, nn.Module) else function()
     if not isinstance(found, tuple) or len(found) not in (3, 4) or not isinstance(found[0], nn.Module):
-        raise UsageError(
-            f"{options.function} must be a function that returns model, loss, batches and maybe an optimizer"
-        )
+        raise UsageError(f"{options.function} must be a function that returns model, loss, batches[, optimizer]")
     model, loss, batches, *rest = found
     folder = report_folder(options.report)
     report = examine(

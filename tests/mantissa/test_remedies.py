@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 import mantissa
+from mantissa.__main__ import main
 from mantissa.errors import FormatError, NotFiniteError, UsageError
 
 START = """
@@ -349,3 +353,111 @@ def test_every_value_that_a_message_names_is_accepted(program: str, place: str, 
         assert "must be" not in after, f"{text}: {after}"
         assert "unknown" not in after, f"{text}: {after}"
         assert "too few" not in after, f"{text}: {after}"
+
+
+SAME = "echo loss 2.$((10 + {seed} % 7))31"
+OTHER = "echo loss 2.$((10 + {seed} % 7))32"
+METRIC = "--metric 'loss ([0-9.]+)'"
+COMMANDS: list[tuple[str, str, str]] = [
+    (f"compare '{SAME}' {METRIC}", "give two commands or more", f"compare '{SAME}' '{OTHER}' {METRIC}"),
+    (
+        f"compare '{SAME}' 'echo loss 2.1' {METRIC}",
+        "write {seed} where it takes the seed",
+        f"compare '{SAME}' '{OTHER}' {METRIC}",
+    ),
+    *[
+        (f"compare '{SAME}' '{OTHER}' --metric '{wrong}'", advice, f"compare '{SAME}' '{OTHER}' --metric '{right}'")
+        for wrong, advice, right in (
+            ("loss", "put (…) around the number alone", "loss (.*)"),
+            ("(loss) .*", "put (…) around the number alone", "loss (.*)"),
+            ("loss (", "unlike 'loss ([0-9.]+)'", "loss ([0-9.]+)"),
+        )
+    ],
+    (
+        "compare 'echo loss -2.{seed}1' 'echo loss -2.{seed}2' --metric 'loss -([0-9.]+)' --margin 0.1",
+        "put it inside, as in ([-0-9.]+)",
+        "compare 'echo loss -2.{seed}1' 'echo loss -2.{seed}2' --metric 'loss ([-0-9.]+)' --margin 0.1",
+    ),
+    (
+        f"compare 'echo loss 1,{{seed}}23.5' 'echo loss 1,{{seed}}23.6' {METRIC}",
+        "print digits and a decimal point",
+        f"compare 'echo loss 1{{seed}}23.5' 'echo loss 1{{seed}}23.6' {METRIC}",
+    ),
+    (
+        f"compare '{SAME}' '{OTHER}' {METRIC} --seeds 2",
+        "use 4 or more",
+        f"compare '{SAME}' '{OTHER}' {METRIC} --seeds 4",
+    ),
+    (
+        f"compare '{SAME}' '{OTHER}' {METRIC} --margin 3",
+        "such as 0.003",
+        f"compare '{SAME}' '{OTHER}' {METRIC} --margin 0.003",
+    ),
+    *[
+        (f"compare 'echo loss 2.{{seed}}' 'echo loss 2.{{seed}}' {METRIC}", advice, right)
+        for advice, right in {
+            "print 4 decimals": f"compare 'echo loss 2.{{seed}}131' 'echo loss 2.{{seed}}132' {METRIC}",
+            "or set a wider margin": f"compare 'echo loss 2.{{seed}}' 'echo loss 2.{{seed}}' {METRIC} --margin 0.1",
+        }.items()
+    ],
+    *[
+        (f"compare 'echo loss 2.5 && true {{seed}}' '{OTHER}' {METRIC}", advice, f"compare '{SAME}' '{OTHER}' {METRIC}")
+        for advice in ("let the seed change the training", "or print more digits")
+    ],
+    (
+        f"compare '{SAME}' '{OTHER}' {METRIC} --report file/here",
+        "give another folder",
+        f"compare '{SAME}' '{OTHER}' {METRIC} --report here",
+    ),
+    (
+        f"compare '{SAME}' '{OTHER}' {METRIC} --margin 0.01 --report kept",
+        "give this one another folder with --report",
+        f"compare '{SAME}' '{OTHER}' {METRIC} --margin 0.01 --report another",
+    ),
+    (
+        f"compare '{SAME}' '{OTHER}' {METRIC} --seeds 4 --report kept",
+        "keep all seeds",
+        f"compare '{SAME}' '{OTHER}' {METRIC} --seeds 5 --report kept",
+    ),
+    ("compere", "use one of doctor, compare, checkup", f"compare '{SAME}' '{OTHER}' {METRIC}"),
+    ("doctor nowhere", "give module:function, importable from this folder", "doctor own_loop:step"),
+    ("doctor own_loop:model", "must be a function that returns model, loss, batches", "doctor own_loop:step"),
+    ("doctor own_loop:needs", "give a function that needs no arguments", "doctor own_loop:step"),
+    ("doctor own_loop:nothing", "must be a function that returns model, loss, batches", "doctor own_loop:step"),
+    ("doctor own_loop:step --report file/here", "give another folder", "doctor own_loop:step --report here"),
+    ("doctor own_loop:step --budget 0", "such as 60", "doctor own_loop:step --budget 60"),
+]
+"""A mistake in a command of ``python -m mantissa``, what its message says to do, and that done."""
+OWN_LOOP = f"""
+import torch
+from torch import nn
+{START}
+def step():
+    return model, lambda model, batch: model(batch).square().mean(), batches
+def needs(argument):
+    return step()
+def nothing():
+    return model
+"""
+
+
+@pytest.mark.parametrize(("wrong", "advice", "right"), COMMANDS)
+def test_what_a_command_says_to_do_ends_well(
+    wrong: str,
+    advice: str,
+    right: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("mantissa.commands.doctor.examine", partial(mantissa.examine, checks=["formats"]))
+    monkeypatch.delitem(sys.modules, "own_loop", raising=False)
+    Path("own_loop.py").write_text(OWN_LOOP)
+    Path("file").touch()
+    if "kept" in wrong:
+        main(shlex.split(f"compare '{SAME}' '{OTHER}' {METRIC} --seeds 5 --report kept"))
+    assert main(shlex.split(wrong)) == 2
+    assert advice in capsys.readouterr().err
+    assert main(shlex.split(right)) in (0, 1), capsys.readouterr().err
