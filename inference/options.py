@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +80,7 @@ class GenerateOptions(RunOptions):
         super().__post_init__()
         if not self.prompt:
             raise UserError('missing required option: prompt; set the beginning of a text, such as prompt="def "')
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature={self.temperature} must be 0 (always the most probable token) or above")
+        check_range("temperature", self.temperature, "[0, inf)")
         check_range("top_p", self.top_p, "(0, 1]")
 
 

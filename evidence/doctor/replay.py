@@ -33,9 +33,7 @@ def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Config
     trainer = Trainer.from_config(config)
     wanted = max(1, step)
     if wanted > trainer.plan.steps:
-        raise UserError(
-            f"step={wanted}: the run has {trainer.plan.steps} steps; set steps={wanted}, or a smaller step="
-        )
+        raise UserError(f"step={wanted}: the run has {trainer.plan.steps} steps; set steps={wanted}, or step=1")
     return _take(config, trainer, wanted, None), config
 
 

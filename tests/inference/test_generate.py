@@ -105,7 +105,7 @@ MISTAKES = {
     "run=outputs/bert prompt=a": "is a bert, which cannot generate text; give a run of gpt2, llama or t5",
     "run=outputs/images prompt=a": "is a resnet, which cannot generate text; give a run of gpt2, llama or t5",
     "run=outputs/chars prompt=λ": "'λ' (1 in all); remove them from this text, or train with data.tokenizer=bytes",
-    "run=outputs/gpt2 prompt=a temperature=-1": "temperature=-1.0 must be 0 (always the most probable token) or above",
+    "run=outputs/gpt2 prompt=a temperature=-1": "temperature=-1.0 must be at least 0 and finite",
     "run=outputs/gpt2 prompt=a top_p=0": "top_p=0.0 must be above 0 and at most 1",
     "run=outputs/gpt2 prompt=a data=text": "data=text has no effect on a model that is trained",
     "run=outputs/gpt2 prompt=a precision=bf61": "bf61",
