@@ -117,7 +117,7 @@ def read_weights(
             f"{key}: the weights are of {of}: none of its names ({', '.join([*there][:3])}, …) is one of this "
             f"model ({', '.join([*names][:3])}, …); {remedy}"
         )
-    best = max(readings, key=lambda reading: (reading.fits, reading.averaged))
+    best = max(readings, key=lambda reading: (reading.fits, -len(reading.weights), reading.averaged))
     others = [reading.label for reading in readings if reading.fits == best.fits and reading is not best]
     parts = [f"its {best.label}"] if best.label else []
     parts += [f"not {label}" for label in others if label]

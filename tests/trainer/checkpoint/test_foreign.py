@@ -107,6 +107,10 @@ SAVED: dict[str, tuple[Any, str]] = {
          "callbacks": {"StochasticWeightAveraging": {"n_averaged": 0, "average_model_state": under("net.", ZEROS)}}},
         "its state_dict/net.*",
     ),
+    "distillation from a larger model": (
+        {"state_dict": under("teacher.", ZEROS | {"stem.gate": LONE}) | under("student.")},
+        "its state_dict/student.*, not state_dict/teacher.*, without teacher.stem.weight, …",
+    ),
     "MoCo": (
         {"state_dict": under("module.encoder_q.") | under("module.encoder_k.", ZEROS) | {"module.queue": LONE}},
         "its state_dict/encoder_q.*, not state_dict/encoder_k.*, without encoder_k.stem.weight, …",
