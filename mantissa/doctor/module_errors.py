@@ -248,14 +248,11 @@ def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
                 lost = (lost / varies.clamp(min=1e-12 * size)).nan_to_num(0.0)  # a constant has nothing to lose
                 if (lost > share).any():
                     where = "it" if table is None else f"columns {(lost > share).nonzero().flatten().tolist()}"
-                    into = (
-                        f"rounding {batch_key(name)} to {step.format.number.name} loses {lost.max().clamp(max=1):.0%}"
-                    )
-                    detail = f"{into} of what varies in {where}: subtract the mean before"
+                    key = batch_key(name)
+                    part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
+                    detail = f"rounding {key} to {step.format.number.name} loses {part}: subtract the mean before"
                     finding = op.finding(op.result)
-                    found.append(
-                        replace(finding, kind=INPUT, format=step.format.name, detail=detail, tensor=batch_key(name))
-                    )
+                    found.append(replace(finding, kind=INPUT, format=step.format.name, detail=detail, tensor=key))
 
     with Trace(passes.model, note):
         passes.loss(batch)
