@@ -150,7 +150,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
     left_out = [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]
     assert [each.partition(" (")[0] for each in left_out] == [
-        *("fp64", "manifest", "gradients", "range", "modules", "whole gradients", "state", "divergence")
+        *("fp64", "manifest", "gradients", "range", "data", "modules", "whole gradients", "state", "divergence")
     ]
     assert left_out[0] == "fp64 (no time left of budget_s=1)"
 
