@@ -98,7 +98,7 @@ class Hub(TokenizedText, ImageSource):
         names = getattr(train.features[label], "names", None)
         classes = names or [str(value) for value in sorted(set(train.unique(label)) - {None})]
         labels = self._labels("train_split", self.train_split, label, classes)
-        parts = {"training": self._images(train, labels)}
+        parts, origin = {"training": self._images(train, labels)}, f"the dataset's split {valid}"
         if valid is None:
             chosen, origin = held_out(labels, self.valid_fraction), f"{self.valid_fraction:.3g} of each class"
             parts["training"] = self._images(train, labels, np.flatnonzero(~chosen))
@@ -107,8 +107,6 @@ class Hub(TokenizedText, ImageSource):
             if choice is not None:
                 own = self._split(key, choice)
                 parts[part] = self._images(own, self._labels(key, choice, label, classes))
-        if valid is not None:
-            origin = f"the dataset's split {valid}"
         size = image_size or min(*parts["training"].decoded(0)[0].size, 224)
         return self.opened(
             f"{self.name} ({origin})",
@@ -183,7 +181,7 @@ class Hub(TokenizedText, ImageSource):
         if path and path.is_file() and path.suffix not in BUILDERS:
             raise UserError(
                 f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}; "
-                f"any file of text opens with data=text data.path={self.name}"
+                f"unpack what is compressed; any other file of text opens with data=text data.path={self.name}"
             )
         return path
 
@@ -259,13 +257,17 @@ class Hub(TokenizedText, ImageSource):
         fitting = [name for name, feature in dataset.features.items() if fits(feature)]
         if choice and choice in fitting:
             return choice
-        if choice is None and len(fitting) == 1:
-            return fitting[0]
         kind = key.removesuffix("_column")
-        wrong = f"{len(fitting) or 'no'} columns are" if choice is None else f"{choice} is no column"
-        types = {name: getattr(feature, "dtype", None) or feature for name, feature in dataset.features.items()}
+        parts = {name: getattr(each, "feature", None) for name, each in dataset.features.items() if kind == "text"}
+        chats = [name for name, part in parts.items() if isinstance(part, dict) and {"content", "value"} & part.keys()]
+        if choice is None and len(fitting) == 1 and (not chats or fitting == ["text"]):
+            return fitting[0]
+        are = "column is" if len(fitting) == 1 else "columns are"
+        wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is no column"
+        types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
         found = "its columns are " + ", ".join(f"{name} ({of})" for name, of in types.items())
         use = f"set data.{key}={'|'.join(fitting)}" if fitting else f'{found}; give a file with {{"{kind}": …}} in rows'
+        use += "".join(f"; {name} has turns of chats: write them as one text, in a column of its own" for name in chats)
         raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
@@ -289,23 +291,24 @@ class Hub(TokenizedText, ImageSource):
 def table_options(path: Path) -> dict[str, Any]:
     """Return how ``datasets`` reads a CSV file: its separator, and names for columns where it has none.
 
-    The separator cuts all rows into the same number of columns, two or more. The first row is data where it has a
-    number, or a value that its column has again.
+    The separator cuts all rows into the same number of columns, two or more; between tabs a quote that does not end
+    is a letter. The first row is data where it has a number, or a value that its column has again.
     """
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         lines = file.read(_SNIFFED).splitlines(keepends=True)
         whole = not file.read(1)
-    for separator in ",\t;|":
-        rows = list(filter(None, csv.reader(lines, delimiter=separator)))
+    for separator, quoted in ((",", True), ("\t", False), ("\t", True), (";", True), ("|", True)):
+        rows = list(filter(None, csv.reader(lines, delimiter=separator, quoting=0 if quoted else 3)))
         names, *rows = (rows if whole else rows[:-1]) or [[]]
-        if len(names) > 1 and all(len(row) == len(names) for row in rows):
+        letters = any(cell[:1] == '"' and cell.count('"') == 1 for row in rows for cell in row)
+        if len(names) > 1 and all(len(row) == len(names) for row in rows) and (letters or quoted):
             break
     else:
-        return {}
+        return {"sep": "\t"} if path.suffix == ".tsv" else {}
     cells = [(name, column) for name, *column in zip(names, *rows, strict=True) if name]
     has_names = not any(_is_number(name) or name in column for name, column in cells)
     own = {} if has_names else {"column_names": [f"column_{number + 1}" for number in range(len(names))]}
-    return {"sep": separator, **own}
+    return {"sep": separator, **own} | ({} if quoted else {"quoting": csv.QUOTE_NONE})
 
 
 def are_lines(rows: Sequence[str | None]) -> bool:

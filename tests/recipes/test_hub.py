@@ -303,11 +303,54 @@ def _digits(count: int) -> int:
         (",text\n0,a\n1,b\n", {"sep": ","}),  # as pandas writes it
         ("text;label\n" + "a, b;1\n" * 40_000, {"sep": ";"}),  # cut within a row
         ("", {}),
+        ("id\ttext\n" + '1\t5" pipes\n2\t"no end\n' * 9, {"sep": "\t", "quoting": csv.QUOTE_NONE}),
     ],
 )
 def test_how_a_table_is_read(content: str, read: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(content)
     assert table_options(tmp_path / "a.csv") == read
+
+
+def test_a_quote_in_a_table_of_tabs_is_a_letter_where_it_has_no_end(tmp_path: Path) -> None:
+    rows = [f"{'' if n % 5 else chr(34)}tweet {n} of the day" for n in range(60)]
+    path = tmp_path / "tweets.tsv"
+    path.write_text("id\ttext\n" + "".join(f"{n}\t{text}\n" for n, text in enumerate(rows)))
+    data = Hub(name=str(path), tokenizer="bytes").tokens(None)
+    assert sum(data.text_bytes.values()) == sum(map(len, rows))
+    path.write_text("id\ttext\n" + "1\ta, b\n2\tc\tmore\n" * 9)  # ragged
+    assert table_options(path) == {"sep": "\t"}
+
+
+TURNS = {"conversations": [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]}
+MESSAGES = {"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (TURNS | {"id": "c"}, {}, "1 column is of type text; set data.text_column=id; conversations has turns"),
+        (MESSAGES, {}, r"its columns are messages \(.*; messages has turns of chats: write them as one text"),
+        (MESSAGES | {"text": "a"}, {"text_column": "messages"}, "messages is no column of type text; .*; messages has"),
+        ({"text": "a", "entities": [{"start": 1, "label": "x"}]}, {}, None),
+        (MESSAGES | {"text": "a"}, {"text_column": "text"}, None),
+    ],
+)
+def test_chats_are_not_passed_over(row: dict, options: dict, message: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join([json.dumps(row)] * 100))
+    hub = Hub(name=str(path), tokenizer="bytes", **options)
+    if message is None:
+        assert sum(hub.tokens(None).text_bytes.values()) == 100
+    else:
+        with pytest.raises(UserError, match=message):
+            hub.tokens(None)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "b.jsonl.zst", "archive.zip"])
+def test_a_compressed_file_is_to_be_unpacked(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(UserError, match="unpack what is compressed; any other file of text opens with data=text"):
+        Hub(name=str(tmp_path / name))
 
 
 def test_columns_that_do_not_fit_are_named(stories: Path, pictures: Path, parquet: Path, tmp_path: Path) -> None:

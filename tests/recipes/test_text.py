@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import tracemalloc
 from pathlib import Path
@@ -367,9 +368,31 @@ def test_a_pattern_in_the_place_of_a_path_is_told_where_it_belongs(tmp_path: Pat
         TextFiles(path="my code/*.py")
 
 
+def test_a_pattern_finds_names_in_capitals_and_in_folders(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    (texts / "old").mkdir(parents=True)
+    for name in ("a.txt", "B.TXT", "old/c.Txt", "d.md"):
+        (texts / name).write_text("x" * 9)
+    found = {"*.txt": 27, "old/*.txt": 9, "**/*.txt": 27, "?.TXT": 27, "[ab].txt": 18, "*": 36}
+    for pattern, size in found.items():
+        data = TextFiles(path=str(texts), pattern=pattern, tokenizer="bytes").tokens(None)
+        assert sum(data.text_bytes.values()) == size, pattern
+
+
 def test_a_cache_folder_that_cannot_be_written(file: Path) -> None:
     with pytest.raises(UserError, match=r"data.cache_dir=.* MANTISSA_CACHE"):
         TextFiles(path=str(file), tokenizer="bytes", cache_dir=str(file)).tokens(None)
+
+
+def test_a_disk_that_fills_up_while_text_is_tokenized(tmp_path: Path) -> None:
+    (tmp_path / "big.txt").write_text("a line\n" * 9000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(UserError, match=r"cache cannot be written \(.*\); free disk space, or set another folder"):
+            TextFiles(path=str(tmp_path / "big.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "cache")).tokens(None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- tokenizers of the hub, without a network

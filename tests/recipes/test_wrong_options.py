@@ -58,6 +58,7 @@ ROWS = {
     "gpt2 data=text data.path=LICENSE data.encoding=latin-l": r"data\.encoding=latin-l is unknown",
     "gpt2 data=hub": "missing required option: data.name",
     "gpt2 data=hub data.name=./nowhere": "data.name=./nowhere: there is no such file or folder",
+    "gpt2 data=hub data.name=rows.jsonl": "data.name=rows.jsonl: there is no such file or folder",
     "gpt2 data=hub data.name=a/b/c": "data.name=a/b/c: there is no such file or folder",
     "gpt2 data=hub data.name=LICENSE": "data.name=LICENSE: the name of a file must end with .parquet",
     "gpt2 data=hub data.name=docs data.rows=line": r"use data.rows=auto\|lines\|documents",

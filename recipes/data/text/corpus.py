@@ -145,12 +145,10 @@ class TokenizedText(TextSource):
         one = self.whole and train.source == valid.source
         if one:
             parts = {"train": replace(train, rows=range(len(train.sizes)), share=(0.0, 1.0))}
-        if tokenizer is None and self.tokenizer in OF_TEXT:
-            known = None
-        elif tokenizer is None:
-            known = open_tokenizer(self.tokenizer, f"data.tokenizer={self.tokenizer}")
-        else:
-            known = open_tokenizer(tokenizer, f"init_from={tokenizer}")
+        known = None
+        if tokenizer is not None or self.tokenizer not in OF_TEXT:
+            key = f"data.tokenizer={self.tokenizer}" if tokenizer is None else f"init_from={tokenizer}"
+            known = open_tokenizer(tokenizer or self.tokenizer, key)
         how = (known, self.tokenizer, self.vocab_size)
         ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, *how)
         counts = f"{quantity(len(ids['train']))} tokens"
@@ -231,9 +229,11 @@ class TextFiles(TokenizedText):
         path = Path(name).expanduser().resolve()
         if not path.is_dir():
             return [path]
-        paths = sorted(file for file in path.rglob(self.pattern.lstrip("/").replace("**.", "*.")) if file.is_file())
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        pattern = self.pattern.lower().lstrip("/").replace("**.", "*.")
+        paths = [file for file in files if Path(str(file).lower()).match(pattern or "*")]  # A.TXT, too
         if not paths:
-            found = ", ".join(sorted({f"*{file.suffix}" for file in path.rglob("*") if file.is_file()}))
+            found = ", ".join(sorted({f"*{file.suffix}" for file in files}))
             raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {found or 'no files'})")
         return paths
 

@@ -116,7 +116,8 @@ def local_path(name: str, key: str, remedy: str) -> Path | None:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if name.startswith(("/", ".", "~")) or name.partition("@")[0].count("/") > 1:
+    is_file = name.endswith((".parquet", ".json", ".jsonl", ".csv", ".tsv", ".txt"))
+    if is_file or name.startswith(("/", ".", "~")) or name.partition("@")[0].count("/") > 1:
         raise UserError(f"{key}: there is no such file or folder; {remedy}")
     return None
 

@@ -117,8 +117,6 @@ def open_or_build(
     for the first; one that is killed leaves nothing that looks complete. ``tokenizer`` is None where it is made of the
     text, as ``choice`` and ``vocab_size`` say. ``name`` begins the folder's name.
 
-    (The cache of ``datasets`` would do, but its import alone takes a second, which every start would wait for.)
-
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
     """
@@ -131,17 +129,15 @@ def open_or_build(
     if not folder.exists():
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            lock = parent / f".{folder.name}.lock"
-            lock.touch()
-        except OSError as error:
+            with locked(parent / f".{folder.name}.lock"):
+                if not folder.exists():  # another process may have built it while this one waited
+                    log.info("tokenizing %s; later runs load it from %s", name, folder)
+                    _build(folder, splits, tokenizer, choice, vocab_size)
+        except OSError as error:  # numpy's has no strerror
             raise UserError(
-                f"data.cache_dir={cache} cannot be written ({error.strerror}); set another folder, "
-                "here or in the environment variable MANTISSA_CACHE"
+                f"data.cache_dir={cache} cannot be written ({error.strerror or error}); free disk space, or set "
+                "another folder, here or in the environment variable MANTISSA_CACHE"
             ) from None
-        with locked(lock):
-            if not folder.exists():  # another process may have built it while this one waited
-                log.info("tokenizing %s; later runs load it from %s", name, folder)
-                _build(folder, splits, tokenizer, choice, vocab_size)
     meta = read_json(folder / "meta.json")
     ids: dict[str, np.ndarray] = {
         part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
