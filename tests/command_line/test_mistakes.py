@@ -77,6 +77,12 @@ TYPED: dict[str, tuple[str, ...]] = {
     "recipe=bert init_from=./no.pth": ("init_from=./no.pth: there is no such file or folder; give a file of weights",),
     "recipe=gpt2 data=notes.txt": ("write data=text data.path=…, data=imagefolder data.path=… or data",),
     "recipe=gpt2,bignet": ("recipe=gpt2,bignet has several values; add -m",),
+    "optimizer.lr=0,001": ("optimizer.lr=0,001 has several values; write optimizer.lr=0.001, or add -m",),
+    "recipe=gpt2 recipe.dropout=0,1": ("write recipe.dropout=0.1, or add -m",),
+    "seed=0,1": ("seed=0,1 has several values; add -m",),
+    "optimizer.lr=1e-3,1e-4": ("optimizer.lr=1e-3,1e-4 has several values; add -m",),
+    f"{BIGNET} output_dir=gs://bucket/runs": ("output_dir=gs://bucket/runs is no folder on this machine",),
+    f"{BIGNET} output_dir=": ("output_dir= is no folder on this machine; set output_dir=outputs",),
     "steps": ("'steps' is not an override; write key=value",),
     "steps=${nothing}": ("steps", "'nothing' not found"),
     "-m seed=0,1 precision=bf16,bf61": ("did you mean 'bf16'?",),
@@ -173,6 +179,16 @@ print(sorted(heavy & set(sys.modules)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     reported = [line for line in done.stdout.splitlines() if line in ("2", "True", "False") or line[:1] == "["]
     assert reported == ["2"] * len(names) + ["False"] + ["2"] * len(others) + ["True", "[]"], done.stderr
+
+
+@pytest.mark.parametrize(("asked", "precision", "warned"), [("bf16", "fp32", True), ("no", "bf16", False)])
+def test_a_precision_of_accelerate_launch_is_said_to_have_no_effect(
+    asked: str, precision: str, warned: bool, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    done = train(*BIGNET.split(), "steps=2", f"precision={precision}", "checkpoint=none")
+    assert done.code == 0
+    assert ("ACCELERATE_MIXED_PRECISION=bf16 has no effect; set precision=bf16" in done.out + done.err) == warned
 
 
 PAIR = "compare recipe=bignet arms=fp32,bf16"

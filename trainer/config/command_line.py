@@ -66,7 +66,10 @@ class CommandLine:
         """Raise UserError where a key has several values; ``remedy`` says what to do."""
         for override in self.overrides:
             if override.is_sweep_override():
-                raise UserError(f"{override.input_line} has several values; {remedy}")
+                line = str(override.input_line)
+                if re.search(r"=\d+,\d+$", line) and types_of(override.key_or_group) & {"float", "float | None"}:
+                    remedy = f"write {line.replace(',', '.')}, or {remedy}"
+                raise UserError(f"{line} has several values; {remedy}")
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or the default where it is not set or has several."""

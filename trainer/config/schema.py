@@ -85,8 +85,8 @@ class Config(RunConfig, StepConfig):
         check_folder_name("run_name", self.name)
         if self.tracking.mlflow:
             configured_uri(self.tracking.uri)  # or the environment's: not in the group, whose default may not be used
-        if not self.output_dir:
-            raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
+        if not self.output_dir or "://" in self.output_dir:
+            raise UserError(f"output_dir={self.output_dir} is no folder on this machine; set output_dir=outputs")
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mantissa.formats import STOCHASTIC
-from trainer.errors import Interrupted, RunError, UserError, check_range
+from trainer.errors import Interrupted, RunError, UserError, check_range, first_line
 from trainer.hardware import DEVICE_KINDS, best_type, kind_of
 from trainer.parallel.shards import shard_again
 from trainer.parallel.world import UNSET, World, check_launch, launched_local_rank, launched_processes, tasks_alone
@@ -173,6 +173,8 @@ def _waiting(limit: timedelta) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise UserError(f"the processes did not meet at {address}:{port} ({first_line(error)}); {UNSET}") from error
     finally:
         timer.cancel()
         for number, handler in zip(numbers, before, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,7 @@ from trainer.run.fit import REMEDY, fit_plan, ran_out, release_memory
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
-from trainer.run_folder import RunFolder
+from trainer.run_folder import RunFolder, to_continue
 from trainer.terminal import Terminal
 from trainer.tracking.sync import finish_delivery
 
@@ -83,6 +84,9 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         stack.enter_context(terminal.in_use())
         if alone := tasks_alone():
             terminal.warn(f"{alone}, and each trains a run of its own; to train one together, let it start torchrun")
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # by accelerate launch
+        if asked != "no" and not config.precision.mode.startswith(asked):
+            terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
         hardware = detect(config.device)
         try:
             plan = config.plan(hardware, world)
@@ -196,7 +200,9 @@ def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path |
 def _begun(config: Config, datasets: Datasets, stack: ExitStack, terminal: Terminal) -> RunFolder:
     folder = RunFolder.create(config.output_dir, config.name)
     if folder.path.name != config.name:
-        terminal.note(f"{config.name} exists; this run is {folder.path.name} (resume=auto would have continued it)")
+        auto = to_continue(config.output_dir, config.name, "auto")
+        why = "resume=auto would have continued it" if auto else f"{config.name} has no checkpoint"
+        terminal.note(f"{config.name} exists; this run is {folder.path.name} ({why})")
     stack.enter_context(in_use(folder.path))
     datasets.keep(folder.path)
     described = Path(str(getattr(config.recipe, "pretrained", None))).expanduser() / "config.json"

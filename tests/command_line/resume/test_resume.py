@@ -138,6 +138,11 @@ def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Train,
     again = succeed(*RUN, "steps=2").out
     assert f"{NAME} exists; this run is {NAME}-2 (resume=auto would have continued it)\n" in again
     succeed(*RUN, "steps=2", "seed=1")
+    for how in ("resume=null", "resume=auto"):  # of a run that saved nothing, as one that was killed at its start
+        done = succeed(*RUN, "steps=2", "run_name=none", "checkpoint=none", how)
+    assert "none exists; this run is none-2 (none has no checkpoint)\n" in done.out
+    for path in (folder / "outputs").glob("none*"):
+        shutil.rmtree(path)
     done = train(*RUN, "steps=3", "resume=auto")
     assert f"{NAME}-2, resumed after step 2\n" in done.out
     assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-fp32-s1"]

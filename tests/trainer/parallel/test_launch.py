@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,6 +100,15 @@ def test_what_is_missing_is_named_at_once_and_the_remedy_helps(
     for name in unset.split():
         monkeypatch.delenv(name, raising=False)
     assert Parallel().world("cpu").size == 1
+
+
+@pytest.mark.parametrize("error", [wrap.dist.DistStoreError, wrap.dist.DistNetworkError])
+def test_processes_that_do_not_meet_are_one_sentence(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, SEVERAL["torchrun"])
+    monkeypatch.setattr(wrap.dist, "rendezvous", Mock(side_effect=error("address already in use")))
+    words = "the processes did not meet at 127.0.0.1:29500 (address already in use); for one process: unset RANK"
+    with pytest.raises(UserError, match=re.escape(words)):
+        DDP().world("cpu")
 
 
 @pytest.mark.parametrize("case", SEVERAL)
