@@ -448,6 +448,8 @@ class Comparison:
             lines += failures(label, {run.seed: run.failure for run in self.runs if run.arm == label and run.failure})
             if label != self.baseline:
                 same = "" if any(found.differences) or not found.differences else "equal in every digit, with each seed"
+                changes = [-each if self.higher_is_better else each for each in found.differences]
+                same += "do both print it in one unit?" * any(each > 49 or each < -0.98 for each in changes)
                 clauses = (f"{self.metric} {self.difference(label)}".strip() + f": {found.sentence}", same, found.why)
                 lines.append(f"{label}, compared with {self.baseline}: {'; '.join(filter(None, clauses))}.")
         return lines

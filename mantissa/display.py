@@ -15,7 +15,7 @@ def loss(value: float | None) -> str:
     """Return a loss or another score: four decimals, or three significant digits of a small one; ``not finite``."""
     if value is None or not math.isfinite(value):
         return "not finite"
-    return f"{value:.4f}" if abs(value) >= 0.01 or value == 0 else f"{value:.3g}"
+    return f"{value:.4f}" if 0.01 <= abs(value) < 1e9 or value == 0 else f"{value:.3g}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

@@ -44,6 +44,7 @@ _UNCLEAR = re.compile(
 """Numbers such as ``12_345``, ``1,5``, ``1:30``, ``1 234``, ``1.234,5``, ``1.2.3`` and ``1.2k``."""
 _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
 """Colours, movements of the cursor, and links of terminals."""
+_OTHER_RANK = re.compile(r"\[(?:rank|default)[1-9]")  # as torchrun marks the lines of all ranks but the first
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\??|\)", re.DOTALL)
 """What decides where a group of a regular expression begins and ends."""
 
@@ -202,6 +203,7 @@ def last_number(metric: str, text: str) -> float | None:
     else:
         return None
     longer_name = re.compile(r"(?<=[\w/.-])\w")
+    found = [each for each in found if not _OTHER_RANK.match(text, text.rfind("\n", 0, each[0]) + 1)] or found
     _, place, stop = max(
         [each for each in found if not longer_name.match(text, each[0])] or found, key=lambda it: it[1]
     )

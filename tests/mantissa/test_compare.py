@@ -200,7 +200,18 @@ def test_a_higher_metric_may_be_better(commands: Commands, capsys: pytest.Captur
     up, down = commands.like("up", 0.05), commands.like("down", -0.05)
     assert commands.compare(commands.base(), up, down, "--higher-is-better") == 1
     assert commands.verdicts() == {"up": "BETTER", "down": "WORSE"}
-    assert "down, compared with fp32: val loss -1.99 % [-2.0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "down, compared with fp32: val loss -1.99 % [-2.0" in printed
+    assert "one unit" not in printed
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(247.5, "BETTER"), (-2.475, "WORSE")])
+def test_percents_against_fractions_are_asked_about(
+    shift: float, verdict: str, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.compare(commands.base(), commands.like("other", shift), "--higher-is-better") == 1
+    assert commands.verdicts() == {"other": verdict}
+    assert "do both print it in one unit?" in capsys.readouterr().out
 
 
 def test_an_arm_that_diverges_where_the_first_does_not_is_worse(commands: Commands) -> None:

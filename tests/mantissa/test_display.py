@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mantissa.display import mebibytes
+from mantissa.display import loss, mebibytes
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,10 @@ from mantissa.display import mebibytes
 )
 def test_the_memory_of_a_small_model_is_not_0(amount: float, shown: str) -> None:
     assert mebibytes(amount) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(2.5, "2.5000"), (0.00123456, "0.00123"), (123456.7, "123456.7000"), (1.2851e216, "1.29e+216")]
+)
+def test_a_huge_perplexity_has_no_hundred_digits(value: float, shown: str) -> None:
+    assert loss(value) == shown

@@ -108,6 +108,9 @@ def test_whatever_the_expression_accepts_the_last_number_is_read_whole(metric: s
         ("'acc': ([0-9.]+)", "{'acc': 0.5}\n{'acc': None}", math.nan),
         ("None: ([0-9.]+)", "None: 2.25", 2.25),
         ("loss ([0-9.]+)", "info: loss 2.25\ninf done", 2.25),
+        (LOSS, "[rank0]: val loss 2.5\n[rank3]: val loss 2.75\n[rank1]: val loss 2.25", 2.5),
+        (LOSS, "[default1]:\x1b[32mval loss 2.75\n[default0]:val loss nan\n[default12]:val loss 2.25\n", math.nan),
+        (LOSS, "[default0]:starting\n[default7]:val loss 2.75\n[default7]:val loss 2.5", 2.5),  # Megatron's last rank
         ("([0-9.]+),[0-9]+$", "2.25,100", 2.25),
         ("^([0-9.]+)", "2.25,100", 2.25),
         ("([0-9]+),[0-9]+$", "12,100", 12.0),
