@@ -449,7 +449,7 @@ class Comparison:
             if label != self.baseline:
                 same = "" if any(found.differences) or not found.differences else "equal in every digit, with each seed"
                 changes = [-each if self.higher_is_better else each for each in found.differences]
-                same += "do both print it in one unit?" * any(each > 49 or each < -0.98 for each in changes)
+                same += "check that both print it in one unit" * any(each > 49 or each < -0.98 for each in changes)
                 clauses = (f"{self.metric} {self.difference(label)}".strip() + f": {found.sentence}", same, found.why)
                 lines.append(f"{label}, compared with {self.baseline}: {'; '.join(filter(None, clauses))}.")
         return lines

@@ -211,7 +211,7 @@ def test_percents_against_fractions_are_asked_about(
 ) -> None:
     assert commands.compare(commands.base(), commands.like("other", shift), "--higher-is-better") == 1
     assert commands.verdicts() == {"other": verdict}
-    assert "do both print it in one unit?" in capsys.readouterr().out
+    assert "check that both print it in one unit" in capsys.readouterr().out
 
 
 def test_an_arm_that_diverges_where_the_first_does_not_is_worse(commands: Commands) -> None:
