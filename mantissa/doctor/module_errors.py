@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mantissa import islands
-from mantissa.display import listed
+from mantissa.display import dtype_name, listed
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, INPUT, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
@@ -239,7 +239,7 @@ def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
         for name, tensor in batch.items():
             if tensor.ndim and tensor.is_floating_point() and torch.equal(tensor.flatten(), given):
                 exact = tensor.detach().double()
-                error = rounded(exact, step.format.number) - exact
+                error = op.result.reshape(tensor.shape).double() - exact
                 table = 0 if tensor.ndim == 2 and len(tensor) >= _ROWS else None
                 varies, lost, size = (
                     torch.linalg.vector_norm(each, dim=table)
@@ -250,7 +250,7 @@ def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
                     where = "it" if table is None else f"columns {(lost > share).nonzero().flatten().tolist()}"
                     key = batch_key(name)
                     part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
-                    detail = f"rounding {key} to {step.format.number.name} loses {part}: subtract the mean before"
+                    detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
                     finding = op.finding(op.result)
                     found.append(replace(finding, kind=INPUT, format=step.format.name, detail=detail, tensor=key))
 
