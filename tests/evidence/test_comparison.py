@@ -45,7 +45,7 @@ def ended(
     """Write a run folder as train.py leaves it, and return its outcome; a loss of None was not finite."""
     run = runs / f"{arm}-s{seed}"
     run.mkdir(parents=True)
-    lines = [{"step": step, "valid/loss": loss} for step, loss in zip(steps, losses, strict=True)]
+    lines = [{"step": step, "time": 0.0, "valid/loss": loss} for step, loss in zip(steps, losses, strict=True)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     common = {
         "status": "FINISHED",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from mantissa.memory import available_bytes
-from trainer.data.loader import PinnedLoader
+from trainer.data.loader import Batches, PinnedLoader
 from trainer.errors import UserError
 from trainer.hardware import (
     CPU,
@@ -156,7 +156,9 @@ def test_pinning_and_profiling_are_asked_only_where_they_exist(
     kind: DeviceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = detect(kind.type)
-    assert PinnedLoader(0)._options(found) == {"pin_memory": kind in GPUS}
+    batches = PinnedLoader(0).batches(range(1), [], found)
+    assert isinstance(batches, Batches)
+    assert batches.pins == (kind in GPUS)
     asked: list[set[ProfilerActivity]] = []
     monkeypatch.setattr(torch.profiler, "profile", lambda activities, **options: asked.append(set(activities)))
     new_profile(found.device)
