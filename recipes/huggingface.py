@@ -185,6 +185,8 @@ class SizedRecipe(Recipe):
         """Return transformers' model in fp32, without adapters: the pretrained one, or one of random weights."""
         import transformers
 
+        if sys.flags.optimize > 1:
+            raise UserError("transformers needs docstrings: leave out python -OO and PYTHONOPTIMIZE=2")
         cls = getattr(transformers, self.model_class)
         if self.attention == "sdpa" and not cls._supports_sdpa:
             raise UserError(f"the {cls.__name__} of this transformers has no recipe.attention=sdpa; use eager")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from recipes.gpt2 import GPT2
 from tests.helpers import CPU, compose, fit, gradients, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -117,3 +120,9 @@ def test_a_text_shorter_than_one_sample_is_refused_with_a_context_that_fits(tmp_
     with pytest.raises(UserError, match=message):
         trainer_of("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text",
                    f"data.path={tmp_path}/short.txt", "data.tokenizer=bytes", f"data.cache_dir={tmp_path}")  # fmt: skip
+
+
+def test_a_python_without_docstrings_is_named_before_transformers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
+    with pytest.raises(UserError, match="leave out python -OO and PYTHONOPTIMIZE=2"):
+        GPT2().new_model(None)  # type: ignore[arg-type]
