@@ -145,9 +145,8 @@ class Hub(TokenizedText, ImageSource):
                 yield from ((text or "").splitlines(keepends=True) for text in batch[name])
 
         sizes = np.full(len(column), size // len(column))
-        return Text(
-            sizes, read, source, range(len(column)), note=f"{first}; each row a document (data.rows={self.rows})"
-        )
+        note = f"{first}; each row a document (data.rows={self.rows})"
+        return Text(sizes, read, source, range(len(column)), note=note)
 
     @cached_property
     def _empty_line(self) -> str | None:
@@ -218,6 +217,11 @@ class Hub(TokenizedText, ImageSource):
                     builder = datasets.load_dataset_builder(**arguments, sample_by="document")
                 builder.download_and_prepare()
                 splits: Mapping[str, Any] = builder.as_dataset()
+                if file and file.suffix == ".json" and len(splits["train"]) == 1:  # such as {"data": [{…}, …]}
+                    types = splits["train"].features
+                    lists = [name for name in types if isinstance(getattr(types[name], "feature", None), dict)]
+                    if len(lists) == 1:
+                        splits = datasets.load_dataset(**arguments, field=lists[0])
             except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
                 cause = error.__cause__ or error
                 if file and isinstance(cause, UnicodeDecodeError):
@@ -265,7 +269,7 @@ class Hub(TokenizedText, ImageSource):
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is no column"
         types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
-        found = "its columns are " + ", ".join(f"{name} ({of})" for name, of in types.items())
+        found = "its columns are " + ", ".join(f"{name} ({str(of)[:60]})" for name, of in types.items())
         use = f"set data.{key}={'|'.join(fitting)}" if fitting else f'{found}; give a file with {{"{kind}": …}} in rows'
         use += "".join(f"; {name} has turns of chats: write them as one text, in a column of its own" for name in chats)
         raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")

@@ -321,6 +321,31 @@ def test_a_quote_in_a_table_of_tabs_is_a_letter_where_it_has_no_end(tmp_path: Pa
     assert table_options(path) == {"sep": "\t"}
 
 
+STANZAS = [{"title": f"T{i}", "text": f"Stanza {i} of the poem."} for i in range(100)]
+
+
+@pytest.mark.parametrize("whole", [{"version": "1.0", "data": STANZAS}, {"rows": STANZAS, "count": 100}, STANZAS])
+def test_rows_of_json_may_stand_under_a_key(whole: Any, tmp_path: Path) -> None:
+    path = tmp_path / "poems.json"
+    path.write_text(json.dumps(whole))
+    data = Hub(name=str(path), tokenizer="bytes", text_column="text").tokens(None)
+    assert sum(data.text_bytes.values()) == sum(len(row["text"]) for row in STANZAS)
+
+
+def test_lists_of_rows_of_json_under_two_keys_are_not_chosen_from(tmp_path: Path) -> None:
+    path = tmp_path / "poems.json"
+    path.write_text(json.dumps({"train": STANZAS, "test": STANZAS}))
+    with pytest.raises(UserError, match=r"no columns are of type text; its columns are train \(.*, test \("):
+        Hub(name=str(path)).tokens(None)
+
+
+def test_a_column_of_a_hundred_parts_is_named_in_short(tmp_path: Path) -> None:
+    path = tmp_path / "columns.json"  # as pandas writes it without orient
+    path.write_text(json.dumps({"text": {str(i): f"row {i}" for i in range(100)}}))
+    with pytest.raises(UserError, match=r"its columns are text \(.{60}\); give a file"):
+        Hub(name=str(path)).tokens(None)
+
+
 TURNS = {"conversations": [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]}
 MESSAGES = {"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]}
 
