@@ -263,15 +263,16 @@ class Hub(TokenizedText, ImageSource):
             return choice
         kind = key.removesuffix("_column")
         parts = {name: getattr(each, "feature", None) for name, each in dataset.features.items() if kind == "text"}
-        chats = [name for name, part in parts.items() if isinstance(part, dict) and {"content", "value"} & part.keys()]
-        if choice is None and len(fitting) == 1 and (not chats or fitting == ["text"]):
+        texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
+        lists = [name for name, part in parts.items() if isinstance(part, dict) and texts & part.keys()]
+        if choice is None and len(fitting) == 1 and (not lists or fitting == ["text"]):
             return fitting[0]
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is no column"
         types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
         found = "its columns are " + ", ".join(f"{name} ({str(of)[:60]})" for name, of in types.items())
         use = f"set data.{key}={'|'.join(fitting)}" if fitting else f'{found}; give a file with {{"{kind}": …}} in rows'
-        use += "".join(f"; {name} has turns of chats: write them as one text, in a column of its own" for name in chats)
+        use += "".join(f"; {name} has texts in lists: write them as one text, in a column of its own" for name in lists)
         raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
@@ -339,8 +340,7 @@ def _is_class(feature: Any) -> bool:
 
 
 def _may_be_class(feature: Any) -> bool:
-    kind = str(getattr(feature, "dtype", ""))
-    return _is_class(feature) or _is_text(feature) or any(each in kind for each in ("int", "float", "bool"))
+    return any(each in str(getattr(feature, "dtype", "")) for each in ("int", "float", "bool", "string"))
 
 
 class HubImages(DecodedImages):

@@ -349,18 +349,23 @@ def test_a_column_of_a_hundred_parts_is_named_in_short(tmp_path: Path) -> None:
 TURNS = {"conversations": [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]}
 MESSAGES = {"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]}
 
+PARAGRAPHS = {"paragraphs": [{"context": "Once.", "qas": []}]}
+
 
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        (TURNS | {"id": "c"}, {}, "1 column is of type text; set data.text_column=id; conversations has turns"),
-        (MESSAGES, {}, r"its columns are messages \(.*; messages has turns of chats: write them as one text"),
+        (TURNS | {"id": "c"}, {}, "1 column is of type text; set data.text_column=id; conversations has texts"),
+        (PARAGRAPHS | {"title": "T"}, {}, "1 column is of type text; set data.text_column=title; paragraphs has texts"),
+        (PARAGRAPHS | {"title": "T"}, {"text_column": "title"}, None),
+        (MESSAGES, {}, r"its columns are messages \(.*; messages has texts in lists: write them as one"),
         (MESSAGES | {"text": "a"}, {"text_column": "messages"}, "messages is no column of type text; .*; messages has"),
         ({"text": "a", "entities": [{"start": 1, "label": "x"}]}, {}, None),
+        ({"sentence": "a", "entities": [{"start": 1, "text": "x"}]}, {}, None),
         (MESSAGES | {"text": "a"}, {"text_column": "text"}, None),
     ],
 )
-def test_chats_are_not_passed_over(row: dict, options: dict, message: str | None, tmp_path: Path) -> None:
+def test_texts_in_lists_are_not_passed_over(row: dict, options: dict, message: str | None, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join([json.dumps(row)] * 100))
     hub = Hub(name=str(path), tokenizer="bytes", **options)
