@@ -62,10 +62,17 @@ def empty_class(folder: Path) -> None:
 
 
 PET = "{cat,dog}/{5}.png"
+RUNS = (
+    "outputs/{a,b}/run.json",
+    "outputs/{a,b}/plots/loss.png",
+    "cat/outputs/c/{run.json,loss.png}",
+    "mlartifacts/1.png",
+)
 FOUND: dict[str, tuple[tuple[str, ...] | Callable[[Path], None], str, tuple[int, ...], str]] = {
     # files; classes; images for training, validation and test; what the start block says
     "one folder a class": ((PET,), "cat dog", (8, 2), "(cat, dog)"),
     "train and val": (("{train,val}/" + PET,), "cat dog", (10, 10), "training PATH/train, validation PATH/val)"),
+    "runs that were started in it": ((PET, *RUNS), "cat dog", (8, 2), "passed over: 3 run folders, 1 hidden)"),
     "capitals": (("{Train,Valid,Test}/" + PET,), "cat dog", (10, 10, 10), "validation PATH/Valid, test PATH/Test)"),
     "shouted": (("{TRAIN,VAL}/{cat,dog}/{5}.JPG",), "cat dog", (10, 10), "validation PATH/VAL"),
     "Training and Testing": (("{Training,Testing}/{glioma,notumor}/{5}.png",), "glioma notumor", (8, 2, 10), "0.1 of"),

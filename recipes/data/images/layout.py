@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mantissa.display import shortened
 from trainer.errors import UserError
+from trainer.files import RUN_FILE
 
 log = logging.getLogger("mantissa")
 
@@ -31,7 +32,7 @@ _ABOUT_IMAGES = re.compile("(.*[^a-z])?(masks?|annotations?|labels?|segmentation
 _MASKS = ("mask", "annotation", "label", "seg", "segmentation", "gt")
 _MASK = re.compile(f"[^a-z0-9]({'|'.join(_MASKS)})s?([_-]?[0-9]+)?$", re.IGNORECASE)
 _FOLD = re.compile("(.*[^a-z])?(k?fold|cv|split|part|batch|site|cent(er|re)|domain|client)s?([^a-z].*)?", re.IGNORECASE)
-_OF_SYSTEMS = re.compile("__macosx|@eadir|[#$]recycle([.]bin)?|lost[+]found|system volume information|thumbnails")
+_OF_SYSTEMS = re.compile("__macosx|@eadir|[#$]recycle([.]bin)?|lost[+]found|system volume.*|thumbnails|mlartifacts")
 
 
 @dataclass(eq=False)
@@ -77,14 +78,15 @@ def read(path: str, passed: Counter[str] | None = None, above: tuple[str, ...] =
         if name.startswith(".") or _OF_SYSTEMS.fullmatch(name):
             passed["hidden"] += 1
         elif entry.is_dir():
-            if entry.is_symlink() and any(place.startswith(os.path.realpath(entry.path) + os.sep) for place in above):
-                passed["links to a folder above"] += 1
+            up = entry.is_symlink() and any(place.startswith(os.path.realpath(entry.path) + os.sep) for place in above)
+            if up or os.path.exists(os.path.join(entry.path, RUN_FILE)):  # plots of a run are no photos
+                passed["links to a folder above" if up else "run folders"] += 1
                 continue
             before = passed.copy()
             inner = read(entry.path, passed, above)
             if inner.images or inner.folders:
                 found.folders[entry.name] = inner
-            else:
+            elif passed["run folders"] == before["run folders"]:
                 found.empty.append(f"{entry.name} ({numbers(passed - before) or 'empty'})")
         elif not entry.is_file():
             passed["broken links"] += 1
