@@ -18,7 +18,7 @@ from trainer.files import read_object
 
 DEFAULT = "DEFAULT"
 """The weights that the library recommends."""
-REMEDY = "set the recipe.arch and the recipe.image_size that they were trained with"
+REMEDY = "set the recipe.arch and the recipe.image_size that they were trained with; those of transformers do not fit"
 """Where weights are of another model."""
 _FILE = "give a file or the best/ of a run: init_from=weights.pth"
 
@@ -77,15 +77,17 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     Raises:
         UserError: the download failed, or the file cannot be read.
     """
-    path, about = Path(pretrained).expanduser(), exported_config(pretrained)
+    path, about = Path(pretrained).expanduser(), dict[str, Any]()
     names, note, name = architectures.shapes(arch, image_size, 2), "", DEFAULT
     if path.exists():
         state, note = read_weights(path, names, f"init_from={pretrained}", REMEDY)
+        config = read_object((path if path.is_dir() else path.parent) / "config.json")
+        about = config.get("pretrained_cfg", config)  # timm's on the hub, or the export of a run
     else:
         published, name = _published(arch, pretrained, image_size), pretrained
         state = {key: value for key, value in published.items() if key in names}  # without heads for training only
-    if about:
-        return Weights(state, tuple(about["mean"]), tuple(about["std"]), about["classes"], note)
+    if {"mean", "std"} <= about.keys():
+        return Weights(state, tuple(about["mean"]), tuple(about["std"]), about.get("classes"), note)
     return Weights(state, *_normalisation(arch, name), None, note)
 
 

@@ -104,6 +104,28 @@ def test_a_checkpoint_of_timm_s_script_gives_its_average_and_other_classes_a_new
     assert "its state_dict_ema, not state_dict; a new head for 10 classes (fc.weight, fc.bias)" in choice.why
 
 
+@pytest.mark.parametrize("nested", [True, False])  # of today's timm, and of its first ones on the hub
+def test_a_folder_of_timm_on_the_hub_gives_its_normalisation(
+    nested: bool, published: dict[str, Tensor], tmp_path: Path
+) -> None:
+    save_file(published, tmp_path / "model.safetensors")
+    given = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
+    config = {"architecture": ARCH, "num_classes": 1000} | ({"pretrained_cfg": given} if nested else given)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        datasets: Any = trainer_of(*SMALL, f"init_from={path}").datasets
+        assert (datasets.mean, datasets.std) == ((0.5,) * 3, (0.25,) * 3)
+
+
+def test_a_classifier_of_transformers_is_named(tmp_path: Path) -> None:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic")
+    ResNetForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"trained with; those of transformers do not fit$"):
+        trainer_of(*SMALL, f"init_from={tmp_path}")
+
+
 def test_a_body_without_a_head_or_with_another_kind_of_head_gets_a_new_one(
     published: dict[str, Tensor], tmp_path: Path
 ) -> None:
