@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -90,7 +91,9 @@ class SizedRecipe(Recipe):
                     f"use a longer text or recipe.context={max(2, len(array) // 2)}"
                 )
         tokenizer, samples, about = self.sampling(tokens.tokenizer)
-        own = int(self.pretrained_config().vocab_size) if self.pretrained else 0
+        own = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
+        if (new := tokenizer.vocab_size - own) > 0:
+            about += f", {new} of the tokenizer's tokens are new to the model"
         return TextDatasets(
             samples(tokens.train),
             samples(tokens.valid),
@@ -116,9 +119,10 @@ class SizedRecipe(Recipe):
         from transformers import AutoConfig
 
         path = Path(str(self.pretrained)).expanduser()
-        if path.exists() and not (path / "config.json").is_file():
-            if saved := sorted(path.glob("*/config.json"), key=lambda file: (len(file.parent.name), file)):
-                raise UserError(f"init_from={path} holds several models; use init_from={saved[-1].parent}")
+        if path.exists() and not os.path.lexists(path / "config.json"):
+            if saved := [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]:  # of the hub's cache
+                newest = max(saved, key=lambda file: (len(file.parent.name), file)).parent
+                raise UserError(f"init_from={path} has no config.json of its own; use init_from={newest}")
             raise UserError(
                 f"init_from={self.pretrained} cannot be opened as a {self.name}: it has no config.json; load it into "
                 f"transformers' {self.model_class} (merge adapters of peft into it), and give the folder that "
@@ -148,10 +152,8 @@ class SizedRecipe(Recipe):
         assert self.pretrained
         if torch.get_default_device().type == "meta" or is_kept(self.pretrained):  # only the shapes are needed
             config = self.pretrained_config()
-            config.vocab_size, config._attn_implementation = vocabulary, self.attention
-            for name, value in options.items():
-                setattr(config, name, value)
-            config.dtype = torch.float32
+            config._attn_implementation = self.attention
+            config.update(options | {"vocab_size": vocabulary, "dtype": torch.float32})
             return cls(config)
         from transformers.utils.logging import disable_progress_bar
 

@@ -208,10 +208,33 @@ def test_a_checkpoint_of_nanogpt_becomes_a_folder_as_the_page_says(
 def test_the_newest_of_the_models_in_a_folder_is_named(tmp_path: Path) -> None:
     for number in (2, 10, 9):
         write_model("gpt2", tmp_path / f"out/checkpoint-{number}")
-    said = rf"init_from={tmp_path}/out holds several models; use init_from={tmp_path}/out/checkpoint-10$"
+    said = rf"init_from={tmp_path}/out has no config.json of its own; use init_from={tmp_path}/out/checkpoint-10$"
     with pytest.raises(UserError, match=said):
         trainer_of(*options("gpt2", tmp_path / "out"))
     trainer_of(*options("gpt2", tmp_path / "out/checkpoint-10"))
+
+
+def test_of_a_cache_of_the_hub_the_snapshot_is_named(tmp_path: Path) -> None:
+    cache = tmp_path / "models--me--gpt2"
+    write_model("gpt2", cache / "snapshots/607a30d7")
+    with pytest.raises(UserError, match=rf"use init_from={cache}/snapshots/607a30d7$"):
+        trainer_of(*options("gpt2", cache))
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "said", ["a pointer of Git LFS; git lfs pull gets it", "a link to nothing; copy it with cp -rL"]
+)
+def test_a_file_that_was_not_copied_is_named(said: str, file: str, folder: tuple[str, Path]) -> None:
+    recipe, path = folder
+    (path / file).unlink()
+    if "Git" in said:
+        (path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345\n")
+    else:
+        (path / file).symlink_to("../../blobs/ab")
+    with pytest.raises(UserError, match=rf"^init_from={path}: {file} is {said}"):
+        trainer_of(*options(recipe, path))
 
 
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
@@ -228,6 +251,7 @@ def test_token_ids_of_model_and_tokenizer_may_differ(known: int, folder: tuple[s
     trainer = trainer_of(*options(recipe, path, words=min(known, WORDS)))
     vocabulary = max(known, WORDS) + 1
     assert trainer.datasets.vocabulary == trainer.model.gpt2.lm_head.vocabulary == vocabulary
+    assert (", 5 of the tokenizer's tokens are new to the model" in trainer.datasets.description) is (known > WORDS)
     rows = trainer.model.gpt2.transformer.wte.weight
     assert torch.allclose(rows[WORDS + 1 : vocabulary], rows[: WORDS + 1].mean(0).expand(vocabulary - WORDS - 1, -1))
     assert own_loss(trainer) < 2 * math.log(WORDS)

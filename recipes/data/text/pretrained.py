@@ -91,6 +91,11 @@ def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str
     except Exception as error:  # of transformers, the hub and its HTTP client, and of whatever reads a damaged file
         if is_out_of_memory(error) or isinstance(error, UserError):
             raise
+        for file in sorted(path.glob("*.*")) if path else ():
+            if not file.exists():
+                raise UserError(f"{key}: {file.name} is a link to nothing; copy it with cp -rL") from error
+            if file.is_file() and file.stat().st_size < 1000 and b"//git-lfs" in file.read_bytes():
+                raise UserError(f"{key}: {file.name} is a pointer of Git LFS; git lfs pull gets it") from error
         if silent:
             raise UserError(f"{key} is not complete in the local cache, and {silent}; {remedy}") from error
         seen: list[BaseException] = [error]
