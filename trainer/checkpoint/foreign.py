@@ -27,8 +27,9 @@ _AVERAGED = re.compile(r"(^|[._])ema|ema($|[._])|averag|shadow|swa|teacher")
 _ELSE = {
     b"version https://git-lfs": "is a pointer of Git LFS; get the file itself with git lfs pull",
     b"<": "is a web page; download the file itself (on the hub its address has /resolve/, not /blob/)",
+    b"\x89HDF": "is HDF5, as Keras and TensorFlow write it; give weights of PyTorch",
 }
-"""How files begin that were downloaded in the place of weights."""
+"""How files begin that are no weights of PyTorch."""
 _SAVE = 'write the weights with torch.save(model.state_dict(), "weights.pth")'
 
 

@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle": (lambda path: path.write_bytes(pickle.dumps({"a": 1})), DAMAGED),
     "a web page": (lambda path: path.write_text("\n<!DOCTYPE html>"), "is a web page; download the file itself"),
     "Git LFS": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid x"), "git lfs pull"),
-    "Keras": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), DAMAGED),
+    "Keras": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "is HDF5, as Keras and TensorFlow write it; give"),
     "TorchScript": (script, r"is a program of TorchScript; write .* of torch.jit.load\('given'\)"),
     "a zip of photos": (zipped, DAMAGED),
     "no tensors": (saved({"a": 1}), "holds no tensors with names"),
