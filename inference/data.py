@@ -56,7 +56,7 @@ def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
     found: Dataset | None = getattr(datasets, split)
     if found is None:
         given = "set data.test=…, or " if hasattr(data, "test") else ""
-        raise UserError(f"split={split}: data={data.kind} has none; {given}use split=valid or split=all")
+        raise UserError(f"split={split}: there is none in {datasets.description}; {given}use split=valid or split=all")
     return found
 
 

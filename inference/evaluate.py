@@ -94,18 +94,14 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     results = {label: measure(exported, run, options.split, BATCHES if several else 1) for label, run in runs.items()}
     run, result = list(runs.values())[-1], list(results.values())[-1]
     unit, about = run.config.recipe.unit, result.about
-    left_out = (
-        f"; {about['left_out']:,} more are left out (eval_samples={about['samples']})" if about["left_out"] else ""
-    )
+    left_out = f"; {about['left_out']:,} more left out (eval_samples={about['samples']})" if about["left_out"] else ""
     print(f"{exported.folder}, {about['data']}")
     print(f"{about['samples']:,} samples of split={options.split} in batches of {about['batch_size']}{left_out}\n")
     folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"output={folder} cannot be written ({error.strerror}); choose another with output=…"
-        ) from error
+        raise UserError(f"output={folder} cannot be written ({error.strerror}); choose another") from error
     facts: dict[str, Any] = {
         "run": str(exported.run.path) if exported.run else None,
         "weights": str(exported.folder),

@@ -151,7 +151,7 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
             raise UserError(f"{key} is not an option{near} ({', '.join(own)})")
         if why := fixed.get(key) or fixed.get(group):
             raise UserError(f"{override} has no effect: {why}; leave it out")
-        if takes and not {key, group} & {*takes}:
+        if takes and not {key, intended_key(key).partition(".")[0]} & {*takes}:
             raise UserError(f"{override} has no effect on a model that is trained; leave it out")
 
 
