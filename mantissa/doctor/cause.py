@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mantissa.display import dtype_name
 from mantissa.doctor.sweep import FP32, FP64
-from mantissa.doctor.training import find_outlier, without_outliers
+from mantissa.doctor.training import find_outlier, samples, without_outliers
 from mantissa.errors import described
 from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.formats import FP16
@@ -206,7 +206,7 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
             finding.detail += f"; {sample}"
         if format == FP32 and sample is not None and _is_finite(passes, map(without_outliers, passes.microbatches)):
             finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
-            finding.cure = [f"leave out {sample.place}: with a usual sample in its place, the step is finite"]
+            finding.cure = [f"leave out {sample.place}: with usual samples in the place of such, the step is finite"]
             return finding
         for name, tensor in data if sample is None and finding.op == CAST else ():
             if tensor.numel() == math.prod(finding.shape) and tensor.float().abs().max() > FP16.largest:
@@ -218,8 +218,8 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
     if finding.kind == DOMAIN and finding.direction == BACKWARD:
         finding.detail += "; torch.where and masks leave such a derivative as it is: change what it is computed from"
     if format == FP32 and (rows := _spoiling(passes)):
-        finding.detail += f"; {_samples(rows)} of the batch alone"
-        finding.cure = [f"leave out {_samples(rows)}: without, the step is finite"]
+        finding.detail += f"; {samples(rows)} of the batch alone"
+        finding.cure = [f"leave out {samples(rows)}: without, the step is finite"]
     if not alone:
         finding.detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding
@@ -250,22 +250,17 @@ def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
     finding.module, finding.tensor = ("", name) if name.startswith("batch") else (name.rpartition(".")[0], name)
     size = len(outside.tensor) if outside.tensor.ndim else 0
     if name.startswith("batch") and 0 < len(rows) < size:
-        samples = _samples(rows)
-        finding.tensor += f", {samples}"
+        named = samples(rows)
+        finding.tensor += f", {named}"
         left = [row for row in range(size) if row not in rows]
         batches = [_with_rows(batch, left, size) for batch in passes.microbatches]
-        cure, cured = f"leave out {samples} of {name}: without, the step is finite", _is_finite(passes, batches)
+        cure, cured = f"leave out {named} of {name}: without, the step is finite", _is_finite(passes, batches)
     else:
         cure = f"finite values in {name}: with zeros in their place, the step is finite"
         batches = [map_tensors(batch, _without_infinities) for batch in passes.microbatches]
         cured = _is_finite(passes, batches, _without_infinities)
     finding.cure = [cure] if cured else []
     return finding
-
-
-def _samples(rows: list[int]) -> str:
-    """Return samples in words."""
-    return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
 
 
 def _with_rows(batch: Batch, rows: list[int], size: int) -> Batch:

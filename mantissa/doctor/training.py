@@ -211,7 +211,8 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
     if not explodes and _learned(exact, still) > _NO_PROGRESS:
         return None
     broken = (~exact.isfinite()).nonzero()
-    last = f"{exact[-1]:.4g}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
+    peak = f" (at most {exact.max():.4g})" * explodes  # from which it may have come back
+    last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in {dtype_name(dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
     rises = False
     for finding, losses in _explanations(step, batches, dtype, explodes):
@@ -315,10 +316,10 @@ _OUTLIER_RATIO = 30.0
 
 
 class Sample(NamedTuple):
-    """A sample of a batch that is far larger than the others."""
+    """Samples of a batch that are far larger than the others."""
 
     place: str
-    """The batch's tensor, and the number of the sample."""
+    """The batch's tensor, and the numbers of such samples."""
     largest: float
     usual: float
     """The largest number of the median sample."""
@@ -326,16 +327,16 @@ class Sample(NamedTuple):
     """The number of the batch, from 0."""
 
     def __str__(self) -> str:
-        return f"{self.place} has numbers up to {self.largest:.3g}, half of the others none above {self.usual:.3g}"
+        return f"{self.place}: numbers up to {self.largest:.3g}, in half of the others none above {self.usual:.3g}"
 
 
 def find_outlier(batches: Iterable[Batch]) -> Sample | None:
-    """Return the sample that is farther from the others of its batch than all; None: there is none."""
+    """Return the samples that are farther from the others of their batch than all; None: there are none."""
     found = []
     for number, name, tensor in ((number, *item) for number, batch in enumerate(batches) for item in batch.items()):
         sizes, usual = _sizes(tensor)
-        if bool((sizes > _OUTLIER_RATIO * usual).any()):
-            found.append(Sample(f"{batch_key(name)}, sample {int(sizes.argmax())}", sizes.max().item(), usual, number))
+        if rows := (sizes > _OUTLIER_RATIO * usual).nonzero().flatten().tolist():
+            found.append(Sample(f"{batch_key(name)}, {samples(rows)}", sizes.max().item(), usual, number))
     return max(found, key=lambda sample: sample.largest / sample.usual, default=None)
 
 
@@ -353,9 +354,15 @@ def without_outliers(batch: Batch) -> Batch:
     return map_tensors(batch, lambda tensor: tensor[taken] if tensor.shape[:1] == (count,) else tensor)
 
 
+def samples(rows: list[int]) -> str:
+    """Return samples in words."""
+    return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
+
+
 def _sizes(tensor: Tensor) -> tuple[Tensor, float]:
     """Return the largest number of each sample, and that of the median sample; none where there are few, or it is 0."""
-    if tensor.ndim and len(tensor) > 2 and tensor.numel() and tensor.dtype != torch.bool and not tensor.is_complex():
+    is_dense = tensor.ndim and tensor.layout == torch.strided
+    if is_dense and len(tensor) > 2 and tensor.numel() and tensor.dtype != torch.bool and not tensor.is_complex():
         sizes = tensor.detach().abs().reshape(len(tensor), -1).amax(1).double()
         if usual := sizes.median().item():
             return sizes, usual

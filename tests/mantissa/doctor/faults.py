@@ -743,6 +743,15 @@ FAULTS = {
         batches=lambda: with_value(regression(), 0, 9.97e36),
         cure="leave out batch['x'], sample 5",
     ),
+    "fill values in some samples": Fault(
+        INPUT,
+        "batch['x'], samples 2, 5",
+        "fp32",
+        batches=lambda: [
+            {**each, "x": each["x"].index_fill(0, torch.tensor([2, 5]), 9.97e36)} for each in regression()
+        ],
+        cure="leave out batch['x'], samples 2, 5",
+    ),
     "an optimizer that goes up the gradient": Fault(
         RATE, WHOLE, "fp32", optimizer=lambda parameters: Signed(parameters, -1.0)
     ),
