@@ -524,8 +524,10 @@ class Replay:
             yield
 
     def widened(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of a batch as this replay takes it."""
-        return tensor.to(self._wide) if self._wide and tensor.is_floating_point() else tensor
+        """Return a tensor of a batch as this replay takes it, with no fewer bits than it has."""
+        if self._wide is None or not tensor.is_floating_point() or tensor.itemsize > self._wide.itemsize:
+            return tensor
+        return tensor.to(self._wide)
 
 
 class Widened(TorchDispatchMode):

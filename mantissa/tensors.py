@@ -79,15 +79,18 @@ def finite(tensor: Tensor) -> bool:
 def perturbed(tensor: Tensor, unit: float, generator: torch.Generator, data: bool = False) -> Tensor:
     """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size.
 
-    Of ``data``, whole numbers stay, which may be indices, and so do numbers that are all from 0 to 1 in that range.
+    Of ``data``, whole numbers stay, which may be indices, and so do numbers that are all from 0 to 1 in that range. So
+    does what this would leave no trace of, as of 2000 ± 1: a step that learns from it does not round it.
     """
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
         return tensor
     sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
     changed = tensor * (1 + unit * sign)
     if not data:
         return changed
-    changed = torch.where(tensor == tensor.round(), tensor, changed)
+    over = 0 if tensor.shape[:1] >= (8,) else None  # the samples, if they are enough
+    varies, size = (torch.linalg.vector_norm(each, dim=over) for each in (tensor - tensor.mean(over), tensor))
+    changed = torch.where((tensor == tensor.round()) | (unit * size > varies / 2), tensor, changed)
     return changed.clamp(max=1.0) if bool(((tensor >= 0) & (tensor <= 1)).all()) else changed
 
 

@@ -56,8 +56,8 @@ HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
 second one."""
 _SIGNAL = 0.1
 """Share of the variation of an input over the samples that a format may round away."""
-_ROWS = 8
-"""Samples from which on each column of a table is judged alone."""
+_ROWS, _COLUMNS = 8, 100
+"""Samples from which on, columns up to which, each column of a table is judged alone: more are pixels or features."""
 _WRONG, _WRONG_LOSS, _SHARE, _PERTURBATIONS = 0.5, 0.25, 1e-3, 2
 """Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
 that a parameter's must have; how often weights and inputs are perturbed."""
@@ -233,14 +233,15 @@ def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
     found: list[Finding] = []
 
     def note(op: Op) -> None:  # a loss is given copies of the tensors
-        if not op.casts_to_half or found:
+        if not op.casts_to_half or found or op.args[0].layout != torch.strided:
             return
         given = op.args[0].flatten()
         for name, tensor in batch.items():
-            if tensor.ndim and tensor.is_floating_point() and torch.equal(tensor.flatten(), given):
+            is_dense = tensor.ndim and tensor.is_floating_point() and tensor.layout == torch.strided
+            if is_dense and torch.equal(tensor.flatten(), given):
                 exact = tensor.detach().double()
                 error = op.result.reshape(tensor.shape).double() - exact
-                table = 0 if tensor.ndim == 2 and len(tensor) >= _ROWS else None
+                table = 0 if tensor.ndim == 2 and len(tensor) >= _ROWS and tensor.shape[1] <= _COLUMNS else None
                 varies, lost, size = (
                     torch.linalg.vector_norm(each, dim=table)
                     for each in (exact - exact.mean(0), error - error.mean(0), exact)

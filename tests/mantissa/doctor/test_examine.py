@@ -27,7 +27,7 @@ from mantissa import UsageError
 from mantissa.__main__ import main
 from mantissa.doctor.diagnosis import HEALTHY
 from mantissa.errors import FormatError
-from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW
+from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW, RATE
 from mantissa.tensors import random_state
 from tests.helpers import PROJECT, same_bits
 from tests.mantissa.doctor.faults import FAULTS, Batch, Own, adam, error, regression, sgd, with_value
@@ -90,8 +90,9 @@ class Centred(Own):
         (Centred, lambda x: 2000 + x),
         (Own, lambda x: torch.where(torch.arange(8) == 3, 257.0, x)),
         (Own, lambda x: 2 + x),
+        (lambda: nn.Sequential(nn.Linear(128, 1), nn.Flatten(0)), lambda x: torch.cat([*[x] * 15, 8 + 0.01 * x], 1)),
     ],
-    ids=["centred before it is rounded", "a constant that bf16 does not hold", "not centred"],
+    ids=["centred before it is rounded", "a constant that bf16 does not hold", "not centred", "features of one unit"],
 )
 def test_data_that_bf16_tells_apart_is_no_fault(
     build: Callable[[], nn.Module], change: Callable[[Tensor], Tensor]
@@ -99,6 +100,40 @@ def test_data_that_bf16_tells_apart_is_no_fault(
     model, batches = build(), [{**batch, "x": change(batch["x"])} for batch in regression()]
     report = mantissa.examine(model, error, batches, "bf16", torch.optim.AdamW(model.parameters(), 1e-3))
     assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
+
+
+@pytest.mark.parametrize("scale", [10, 0.1])
+def test_targets_that_the_loss_centres_are_not_rounded_for_the_spread(scale: float) -> None:
+    def centred(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch["x"]), (batch["y"].double() - 1e6).float() / scale)
+
+    batches = [{**batch, "y": 1e6 + scale * batch["y"].double()} for batch in regression()]
+    model = Own()
+    report = mantissa.examine(model, centred, batches, "bf16", torch.optim.AdamW(model.parameters(), 1e-3))
+    assert (report.verdict, report.findings, report.diagnosis.notes) == (HEALTHY, [], []), str(report)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("rate", [1e-3, 100.0])
+def test_sparse_data_are_examined(layout: torch.layout, rate: float) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (torch.sparse.mm(batch["x"], model.get_parameter("weight").T)[:, 0] - batch["y"]).square().mean()
+
+    batches = [{**batch, "x": batch["x"].relu().to_sparse(layout=layout)} for batch in regression()]
+    model = nn.Linear(8, 1, bias=False)
+    report = mantissa.examine(model, loss, batches, "bf16", torch.optim.SGD(model.parameters(), rate))
+    assert [each.kind for each in report.findings] == [RATE] * (rate > 1), str(report)
+    assert not any("sparse" in each for each in report.diagnosis.budget.left_out), str(report)
+
+
+def test_a_rate_that_explodes_and_comes_back_is_told_with_its_peak() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    batches = [{**batch, "y": torch.randn(16)} for batch in regression()]
+    finding = mantissa.examine(model, error, batches, "fp32", torch.optim.Adam(model.parameters(), 1.0)).findings[0]
+    assert finding.kind == RATE
+    assert re.search(r"to [\d.]+ \(at most [\d.e+]+\) in \d+ steps, and to ", finding.detail), finding.detail
 
 
 def test_columns_of_a_table_that_bf16_does_not_tell_apart_are_named() -> None:
