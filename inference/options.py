@@ -98,4 +98,4 @@ class PredictOptions(RunOptions):
         if not self.path:
             raise UserError("missing required option: path; set a photo or a folder of photos, such as path=photo.jpg")
         if not Path(self.path).expanduser().exists():
-            raise UserError(f"path={self.path}: there is no such file or folder")
+            raise UserError(f"path={self.path}: there is no such file or folder; give a photo, or a folder of them")

@@ -226,7 +226,7 @@ IN_OTHERS = {
     "max_batch recipe=bignet budget=8": "budget=8 is not an amount of memory; write budget=8GiB",
     "max_batch recipe=bignet budget=900TiB": "has free now",
     "max_batch recipe=gpt2 micro_batch_size=4": "micro_batch_size=4 has no effect: it is what this command finds",
-    "predict run=run path=nowhere": "path=nowhere: there is no such file or folder",
+    "predict run=run path=nowhere": "path=nowhere: there is no such file or folder; give a photo, or a folder of them",
     "reproduce claim=bignet_memory all=true": "claim=… and all=true exclude each other",
     "reproduce claim=bignet_memory steps=3": "a claim's file fixes all other options (these claims have no option to",
     "reproduce claim=gpt2_ladder device=cpu": "claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU",
