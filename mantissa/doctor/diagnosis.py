@@ -385,7 +385,9 @@ _LOST_DATA = 0.5
 def _data(result: Diagnosis) -> None:
     """Find data that the format cannot tell apart, and the module that should have it in fp32."""
     finding = rounded_data(result.step, _LOST_DATA)
-    if finding is None:
+    if finding is None:  # a column alone may be noise
+        lost = rounded_data(result.step, _LOST_DATA, columns=True)
+        result.notes += [lost.detail] if lost else []
         return
     result.findings.append(finding)
     other = result.step.in_fp32([finding.module])

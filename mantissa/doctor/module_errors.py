@@ -56,8 +56,8 @@ HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
 second one."""
 _SIGNAL = 0.1
 """Share of the variation of an input over the samples that a format may round away."""
-_ROWS, _COLUMNS = 8, 100
-"""Samples from which on, columns up to which, each column of a table is judged alone: more are pixels or features."""
+_ROWS = 8
+"""Samples from which on each column of a table can be judged alone."""
 _WRONG, _WRONG_LOSS, _SHARE, _PERTURBATIONS = 0.5, 0.25, 1e-3, 2
 """Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
 that a parameter's must have; how often weights and inputs are perturbed."""
@@ -226,8 +226,11 @@ def wrong_gradients(step: Step) -> WrongGradients:
     return result
 
 
-def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
-    """Return where a tensor of the batch is rounded by more than a share of what varies in it over the samples."""
+def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:
+    """Return where a tensor of the batch is rounded by more than a share of what varies in it over the samples.
+
+    With ``columns`` those of a table are judged, each alone.
+    """
     passes = step.as_run()
     batch = passes.microbatches[0]
     found: list[Finding] = []
@@ -237,18 +240,23 @@ def rounded_data(step: Step, share: float = _SIGNAL) -> Finding | None:
             return
         given = op.args[0].flatten()
         for name, tensor in batch.items():
-            is_dense = tensor.ndim and tensor.is_floating_point() and tensor.layout == torch.strided
-            if is_dense and torch.equal(tensor.flatten(), given):
+            judged = tensor.ndim == 2 and len(tensor) >= _ROWS if columns else tensor.ndim
+            if (
+                judged
+                and tensor.is_floating_point()
+                and tensor.layout == torch.strided
+                and torch.equal(tensor.flatten(), given)
+            ):
                 exact = tensor.detach().double()
                 error = op.result.reshape(tensor.shape).double() - exact
-                table = 0 if tensor.ndim == 2 and len(tensor) >= _ROWS and tensor.shape[1] <= _COLUMNS else None
                 varies, lost, size = (
-                    torch.linalg.vector_norm(each, dim=table)
+                    torch.linalg.vector_norm(each, dim=0 if columns else None)
                     for each in (exact - exact.mean(0), error - error.mean(0), exact)
                 )
                 lost = (lost / varies.clamp(min=1e-12 * size)).nan_to_num(0.0)  # a constant has nothing to lose
                 if (lost > share).any():
-                    where = "it" if table is None else f"columns {(lost > share).nonzero().flatten().tolist()}"
+                    numbers = (lost > share).nonzero().flatten().tolist()
+                    where = listed(list(map(str, numbers)), "column") if columns else "it"
                     key = batch_key(name)
                     part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
                     detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
