@@ -1,4 +1,4 @@
-"""Names of formats elsewhere; without torch, which a mistake in a command line does not wait for."""
+"""Other libraries' names of formats; without torch, so that a mistake in a command line is answered at once."""
 
 _OTHERS = {
     **dict.fromkeys(("no", "32", "32-true", "float32", "float"), "fp32"),
@@ -12,6 +12,6 @@ _OTHERS = {
 
 
 def format_name(given: object) -> str:
-    """Return the name of a format that is named as elsewhere, such as ``torch.bfloat16``; any other name as it is."""
+    """Translate another library's name of a format, such as ``torch.bfloat16``; return any other name unchanged."""
     name = str(given).removeprefix("torch.")
     return _OTHERS.get(name, name)

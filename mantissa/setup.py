@@ -43,7 +43,7 @@ class Setup:
 
 
 def observing(method: Callable[..., None]) -> Callable[..., None]:
-    """Let a method raise nothing but what its caller is to hear; ``_missed`` hears the rest: the training goes on."""
+    """Let a method raise NotFiniteError and UsageError alone; ``_missed`` gets other errors; the training goes on."""
 
     @wraps(method)
     def observe(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -384,7 +384,7 @@ def _optimized(first: FirstStep, format: Format | None, rows: dict[str, str]) ->
     changed = {id(each) for each in changed_by(first.optimizer)}
     now = {name: id(each) for name, each in first.model.named_parameters(remove_duplicate=False)}
     foreign, left = changed - set(now.values()), [name for name, number in now.items() if number not in changed]
-    trains = first.trainable  # what changed all the same has another optimizer
+    trains = first.trainable  # a weight that moves without this optimizer has another one
     left = [name for name in left if name in trains and first.began.get(now[name]) in (None, trains[name]._version)]
     if foreign and not first.masters:
         cure = "make the optimizer after the model is cast, moved, wrapped and sharded"

@@ -187,7 +187,7 @@ class _Tested:
 def student_cdf(t: float, freedom: float) -> float:
     """Return the probability that Student's t with these degrees of freedom is at most ``t``.
 
-    With t = sqrt(freedom) tan(angle) the density is a power of the cosine, which a Gauss rule integrates to all digits.
+    With t = sqrt(freedom) tan(angle) the density is a power of the cosine, which a Gauss rule integrates to 1e-11.
     """
     angle = math.atan(abs(t) / math.sqrt(freedom))
     points, weights = _gauss_rule()
