@@ -1,15 +1,18 @@
-"""The language model beside nanoGPT's recipe for a CPU: the time to a validation loss.
+"""The language model beside nanoGPT's recipe for a CPU: the time of a step, and the time to a validation loss.
 
 The baseline is written from the description of that project's model (GPT-2's blocks without biases, exact GELU, tied
 tables, a smaller start of what is added to the residual) and of its loop (random windows of one array, AdamW, a cosine
-after a warm-up, the loss read in every iteration). No code is shared with it.
+after a warm-up, the loss read in every iteration; autocast around the forward pass, which that project has on a GPU).
+No code is shared with it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,14 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.jobs import Job, shakespeare
-from benchmarks.rows import Bench, Row
+from benchmarks.rows import ENDLESS, Bench, Row, Times, ratios
+from benchmarks.rows import interleave as interleaved
 from evidence.stopwatch import Block, steps_of, stopwatch
 from mantissa.compare import interleave
 from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
-from trainer.hardware import NATIVE, Hardware
+from trainer.hardware import Hardware
+from trainer.precision import kernels
 from trainer.trainer import Trainer
 
 CLIP = 1.0
@@ -34,14 +39,10 @@ WEIGHT_DECAY = 0.1
 GOAL = 1.89
 """Validation loss in nats per character: what the recipe reaches with the text of tinyshakespeare."""
 RACES = 3
-PLAIN, DEFAULT = "nanoGPT's loop", "ours"
-_MUON = ("optimizer=muon", "optimizer.lr=6e-3", "schedule.final=0", "recipe.vocabulary_multiple=1")
-SETTINGS = {
-    DEFAULT: (),
-    "ours with Muon": (*_MUON, "recipe.gelu=erf", "steps=550"),
-    "ours with Muon and recipe=llama": (*_MUON, "recipe=llama", "steps=450"),
-}
-"""What races: the recipe as published, with an optimizer that needs fewer steps, and with another model, too."""
+PLAIN, DEFAULT, FAST = "nanoGPT's loop", "ours", "ours, experiment=shakespeare_fast"
+BLOCKS = 8
+"""Short blocks of each loop for a repeat: each gives a ratio, of loops that saw the same load."""
+STEP_TARGET, RACE_TARGET = 0.95, 0.5
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,15 @@ class PlainGPT(nn.Module):
 
 
 class PlainLoop:
-    """The loop of that project, in fp32: a fixed learning-rate schedule, one batch a step, the loss read in every step.
+    """The loop of that project: a fixed learning-rate schedule, one batch a step, the loss read in every step.
 
     Args:
         shape: of model and run.
         train: token ids.
         seed: of the weights and of the batches.
         device: where it trains; with fused AdamW only where the project has it, on CUDA.
+        bf16: whether the forward pass is under autocast.
+        compiled: whether the model is.
     """
 
     def __init__(
@@ -131,11 +134,14 @@ class PlainLoop:
         train: np.ndarray,
         seed: int,
         device: torch.device,
+        bf16: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.shape, self.train = shape, train.astype(np.uint16)
-        self.device = device
+        self.device, self.bf16 = device, bf16
         torch.manual_seed(seed)
         self.model = PlainGPT(shape).to(self.device)
+        self.forward = torch.compile(self.model) if compiled else self.model
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -152,7 +158,8 @@ class PlainLoop:
         for _ in range(steps):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.shape.lr_at(self.step)
-            loss = self.model(*self._batch)
+            with torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext():
+                loss = self.forward(*self._batch)
             self._batch = self._next()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -176,10 +183,11 @@ class Contest:
     """What is measured; tests make it smaller."""
 
     job: Job
+    """The recipe as published."""
+    fast: Job
+    """With an optimizer that needs fewer steps."""
     shape: PlainShape = field(default_factory=PlainShape)
     """Shape of the baseline; the vocabulary is the text's."""
-    ours: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SETTINGS)
-    """Further options of the recipe by the name of what races with them."""
     rounds: int = 40
     """Blocks of each contestant on the way to the loss, in turns; each takes its share of its steps."""
     windows: int = 1000
@@ -187,13 +195,49 @@ class Contest:
     judged_from: float = 0.4
     """The share of the rounds after which losses are looked at."""
 
+    @classmethod
+    def on(cls, text: str) -> Contest:
+        """Return the contest on a file of text."""
+        return cls(shakespeare(text), shakespeare(text, "shakespeare_fast"))
 
-def _plain(contest: Contest, trainer: Trainer, seed: int) -> PlainLoop:
+
+def _plain(contest: Contest, trainer: Trainer, seed: int, bf16: bool = False, compiled: bool = False) -> PlainLoop:
     """Return the baseline on a trainer's text."""
     assert isinstance(trainer.datasets, TextDatasets)
     tokens = trainer.datasets.tokens
     shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
-    return PlainLoop(shape, tokens.train, seed, trainer.device)
+    return PlainLoop(shape, tokens.train, seed, trainer.device, bf16, compiled)
+
+
+def nanogpt_steps(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
+    """Measure a step beside one of nanoGPT's loop, and of that loop beside itself: what the ratios are worth."""
+    contest = contest or Contest.on(bench.text)
+    for mode, compiled in ((mode, compiled) for mode in ("fp32", "bf16") for compiled in (False, True)):
+        name = f"{contest.job.name}, step, {{}} / {PLAIN}, {mode}{', compiled' * compiled}"
+        if why := bench.left_out(mode):
+            yield Row(name.format(DEFAULT), "x", [], why)
+            continue
+        options = (f"precision={mode}", f"compile={'default' if compiled else 'off'}")
+        times = _steps(bench, contest, mode == "bf16", compiled, options)
+        how = f"{contest.job.line(*options)}; blocks of {contest.job.steps} steps"
+        yield Row(name.format(DEFAULT), "x", ratios(times, DEFAULT, PLAIN), how, STEP_TARGET)
+        yield Row(name.format("itself"), "x", ratios(times, "itself", PLAIN), "two instances of the loop")
+
+
+def _steps(bench: Bench, contest: Contest, bf16: bool, compiled: bool, options: tuple[str, ...]) -> Times:
+    """Return the seconds of the blocks of each loop."""
+    job, hardware = contest.job, bench.hardware
+    trainer = Trainer.from_config(job.config(*options, ENDLESS, f"device={hardware.device}"), hardware)
+    loops = {DEFAULT: steps_of(trainer)}
+    loops |= {name: _plain(contest, trainer, seed, bf16, compiled).run for seed, name in enumerate((PLAIN, "itself"))}
+
+    def block(name: str) -> float:
+        kernels.clear()  # the kernels of 16-bit operands are the process's, and the others have torch's own
+        if name == DEFAULT:
+            trainer.config.precision.apply(trainer.kernels)
+        return stopwatch(loops[name], hardware.device)(job.steps)
+
+    return interleaved({name: partial(block, name) for name in loops}, bench.repeats * BLOCKS)
 
 
 class Point(NamedTuple):
@@ -235,15 +279,13 @@ def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
     One repeat is a whole run of each, with a seed of its own; more than ``RACES`` are not worth their time. A run that
     does not reach the loss counts as infinite.
     """
-    contest = contest or Contest(shakespeare(bench.text))
-    job, hardware = contest.job, bench.hardware
-    fastest = ("precision=bf16",) if hardware.support("bf16") == NATIVE else ()
-    options = {name: (*given, *fastest) if given else () for name, given in contest.ours.items()}
-    found: dict[str, list[float]] = {name: [] for name in options}
-    said: dict[str, list[str]] = {name: [] for name in options}
+    contest, hardware = contest or Contest.on(bench.text), bench.hardware
+    jobs = {DEFAULT: contest.job, FAST: contest.fast}
+    found: dict[str, list[float]] = {name: [] for name in jobs}
+    said: dict[str, list[str]] = {name: [] for name in jobs}
     for seed in range(min(bench.repeats, RACES)):
         plain = _baseline(contest, seed, hardware)
-        racers = {name: _ours(contest, given, seed, hardware) for name, given in options.items()}
+        racers = {name: _ours(contest, job, seed, hardware) for name, job in jobs.items()}
         race([*racers.values(), plain], contest)
         goal = max(GOAL, min(point.loss for point in plain.curve))
         end = plain.reached(goal)
@@ -252,9 +294,10 @@ def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
             own = racer.reached(goal)
             said[name].append(f"{racer.end(goal)} against {plain.end(goal)}")
             found[name].append(own.seconds / end.seconds if own else math.inf)
-    for name, values in found.items():
-        how = f"{job.line(*options[name])}; {'; '.join(said[name])}"
-        yield Row(f"{job.name}, time to the loss, {name} / {PLAIN}", "x", values, how)
+    for name, job in jobs.items():
+        how = f"{job.line()}; {'; '.join(said[name])}"
+        target = RACE_TARGET if name == FAST else None
+        yield Row(f"{job.name}, time to the loss, {name} / {PLAIN}", "x", found[name], how, target)
 
 
 def race(racers: Sequence[Contestant], contest: Contest) -> None:
@@ -267,8 +310,8 @@ def race(racers: Sequence[Contestant], contest: Contest) -> None:
             racer.curve.append(Point(racer.seconds, racer.done, racer.judge()))
 
 
-def _ours(contest: Contest, options: tuple[str, ...], seed: int, hardware: Hardware) -> Contestant:
-    config = contest.job.config(*options, f"seed={seed}", f"device={hardware.device}")
+def _ours(contest: Contest, job: Job, seed: int, hardware: Hardware) -> Contestant:
+    config = job.config(f"seed={seed}", f"device={hardware.device}")
     trainer = Trainer.from_config(config, hardware)
     batches = _windows(trainer, contest.windows)
 

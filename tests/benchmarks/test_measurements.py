@@ -7,18 +7,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks import bench, overhead, peers, ratios, rows
-from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job, shakespeare
-from benchmarks.nanogpt import DEFAULT, PLAIN, Contest, PlainShape, _plain, nanogpt
+from benchmarks import nanogpt as nanogpt_module
+from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job
+from benchmarks.nanogpt import (
+    BLOCKS,
+    DEFAULT,
+    FAST,
+    PLAIN,
+    Contest,
+    PlainLoop,
+    PlainShape,
+    _plain,
+    nanogpt,
+    nanogpt_steps,
+)
 from benchmarks.rows import Bench, Row
 from evidence.stopwatch import Block
 from trainer.config.options import run
 from trainer.hardware import Hardware, detect
+from trainer.parallel.compile import Compile
 from trainer.trainer import Trainer
 
 CPU = detect("cpu")
@@ -162,7 +176,9 @@ def test_only_lightning_2_5_is_ever_imported(monkeypatch: pytest.MonkeyPatch, in
     assert "lightning" not in sys.modules
 
 
-# --- time to a loss ---
+# --- beside nanoGPT's loop ---
+
+KINDS = ("fp32", "fp32, compiled", "bf16", "bf16, compiled")
 
 
 @pytest.fixture
@@ -170,14 +186,15 @@ def contest(tmp_path: Path) -> Contest:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     small = ("recipe.context=8", "batch_size=4", "steps=8", "eval_samples=4")
-    job = replace(shakespeare(str(text)), steps=1)
-    job = replace(job, overrides=(*job.overrides, *small))
+    jobs = Contest.on(str(text))
+    job, fast = (replace(job, overrides=(*job.overrides, *small), steps=1) for job in (jobs.job, jobs.fast))
+    fast = replace(fast, overrides=(*fast.overrides[:-2], "steps=4", "eval_samples=4"))
     shape = PlainShape(context=8, layers=2, heads=2, width=16, batch_size=4, steps=8, warmup=2)
-    return Contest(job, shape, {DEFAULT: (), "ours, other options": ("steps=4",)}, 4, 6, judged_from=0.5)
+    return Contest(job, fast, shape, 4, 6, judged_from=0.5)
 
 
 def test_the_models_that_race_are_the_same_function(contest: Contest) -> None:
-    trainer = Trainer.from_config(contest.job.config("recipe.vocabulary_multiple=1", "recipe.context=64"))
+    trainer = Trainer.from_config(contest.job.config("recipe.context=64"))
     plain = _plain(replace(contest, shape=PlainShape()), trainer, seed=0).model
     ours = dict(trainer.model.named_parameters())
     biases = sum(parameter.numel() for name, parameter in ours.items() if name.endswith("bias"))
@@ -186,8 +203,6 @@ def test_the_models_that_race_are_the_same_function(contest: Contest) -> None:
         for parameter in plain.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # else all blocks add next to nothing
         _copy(plain, ours)
-    for block in plain.blocks:
-        block.gelu = nn.GELU(approximate="tanh")
     batch = next(trainer.batches())[0]
     tokens = batch["tokens"]
     ours_loss = trainer.recipe.loss(trainer.model, batch).loss_sum / trainer.recipe.count_targets(batch)
@@ -209,6 +224,41 @@ def _copy(plain: nn.Module, ours: dict[str, nn.Parameter]) -> None:
 
 
 def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:
-    found = list(nanogpt(Bench(CPU, 1, tmp_path, modes=frozenset({"bf16"})), contest))
-    assert [row.name for row in found] == [f"shakespeare, time to the loss, {name} / {PLAIN}" for name in contest.ours]
+    found = list(nanogpt(Bench(CPU, 1, tmp_path), contest))
+    assert [row.name for row in found] == [
+        f"shakespeare, time to the loss, {name} / {PLAIN}" for name in (DEFAULT, FAST)
+    ]
     assert all(min(row.values) > 0 for row in found)
+    assert [job.overrides[0] in row.measured for job, row in zip((contest.job, contest.fast), found, strict=True)] == [
+        True
+    ] * 2
+
+
+def test_a_step_takes_turns_with_two_of_the_plain_loop(
+    contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[PlainLoop] = []
+
+    def plain(*given: Any, **options: Any) -> PlainLoop:
+        loops.append(_plain(*given, **options))
+        return loops[-1]
+
+    monkeypatch.setattr(nanogpt_module, "_plain", plain)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    monkeypatch.setattr(Compile, "apply", lambda *given: None)
+    found = list(nanogpt_steps(Bench(CPU, 1, tmp_path, modes=frozenset({"bf16"})), contest))
+    loops_of = [f"{other} / {PLAIN}, {kind}" for kind in KINDS for other in (DEFAULT, "itself")]
+    assert [row.name for row in found] == [f"shakespeare, step, {each}" for each in loops_of]
+    assert all(len(row.values) == BLOCKS and min(row.values) > 0 for row in found)
+    assert [loop.bf16 for loop in loops] == [False] * 4 + [True] * 4
+    assert {loop.step for loop in loops} == {1 + BLOCKS}
+
+
+def test_the_plain_loop_computes_in_bf16_where_it_is_asked_to(contest: Contest) -> None:
+    trainer = Trainer.from_config(contest.job.config())
+    seen: list[torch.dtype] = []
+    for bf16 in (False, True):
+        loop = _plain(contest, trainer, 0, bf16)
+        loop.model.head.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+        loop.run(1)
+    assert seen == [torch.float32, torch.bfloat16]

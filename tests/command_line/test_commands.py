@@ -50,6 +50,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     ),
     "experiment/resnet50_imagenet": (*IMAGES, "data.path=images"),
     "experiment/shakespeare_cpu": (*TEXT, "data.path=texts/0.txt"),
+    "experiment/shakespeare_fast": (*TEXT, "data.path=texts/0.txt"),
     "optimizer/rmsprop": ("optimizer.weight_decay=0.01",),
     "precision/fp16": ("scaler.init=1024",),
     "profiler/torch": ("profiler.wait=0", "profiler.warmup=1", "profiler.active=1"),
