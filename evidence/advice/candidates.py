@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evidence.memory.fits import fitting, is_set, too_large
 from evidence.runs import merge_overrides
-from mantissa.formats import BASIC
+from mantissa.formats import BASIC, FP32
 from mantissa.memory import available_bytes
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
@@ -29,6 +29,7 @@ AROUND = 8
 REACH = 3
 """Number of values of one option that are tried, those nearest to the default."""
 PRECISION, COMPILE = "precision", "compile"
+IN_FP32 = f"{PRECISION}={FP32.name}"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Space:
     """Values and candidates that are not tried, each with its reason."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
+    in_fp32: Candidate | None = None
+    """The default in fp32, where the user set a 16-bit precision: timed beside it, but not advised."""
     refused: Callable[[Candidate], str] = lambda candidate: ""
     """Returns why a candidate is not to be started: its forecast memory. Empty: it fits."""
 
@@ -95,6 +98,8 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     values: dict[str, Sequence[object]] = {}
     if not is_set(overrides, PRECISION):
         values[PRECISION] = _precisions(space, config, hardware, model)
+    elif config.precision.half and not _refusal(merge_overrides(common, [IN_FP32]), hardware):
+        space.in_fp32 = Candidate((IN_FP32,))
     values[COMPILE] = ["default" if config.compile.mode == "off" else "off"]
     if not is_set(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, model)

@@ -96,6 +96,8 @@ class Search:
             RunError: no candidate works.
         """
         self._try("reference", Candidate())
+        if self.space.in_fp32:
+            self._try("beside it", self.space.in_fp32)
         singles = self.space.singles()
         for number, candidate in enumerate(singles, 1):
             self._try(f"single change {number} of {len(singles)}", candidate)
@@ -144,7 +146,7 @@ class Search:
     def _faster(self) -> list[Entry]:
         """Return what is faster than the reference so far, the fastest first."""
         found = [entry for entry in self.entries.values() if entry.times and self.speed(entry) > HELPS]
-        return sorted(found, key=self.speed, reverse=True)
+        return sorted((entry for entry in found if entry.candidate != self.space.in_fp32), key=self.speed, reverse=True)
 
     def _try(self, kind: str, candidate: Candidate) -> Entry | None:
         """Measure a candidate, if it is new, forecast to fit, and there is time; return its entry."""

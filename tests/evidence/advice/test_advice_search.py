@@ -170,6 +170,22 @@ def test_what_is_advised_where_something_is_against_the_fastest(machine: Machine
         assert advice.sentence().startswith("the default: no setting ")
 
 
+@pytest.mark.parametrize(("factor", "faster"), [(0.5, True), (1.0, False), (1.3, False)])
+def test_fp32_is_timed_beside_a_16_bit_precision_that_was_set_and_said_to_be_faster_but_not_advised(
+    factor: float, faster: bool
+) -> None:
+    machine, among = Machine({"fp32": factor, "micro=32": 0.8}), space(micro=["32"])
+    among.in_fp32 = Candidate(("precision=fp32",))
+    advice = advise(machine.search(among))
+    assert advice.winner.label == "micro=32"
+    said = "precision=fp32 is faster here, about 2x as fast: 10 ms a step, against 20 in the precision you set"
+    assert advice.sentence().startswith("micro=32: 1.250x as fast as the default")
+    assert advice.sentence().endswith(f". {said}") == faster
+    assert ("precision=fp32" in advice.sentence()) == faster
+    assert "fp32, micro=32" not in machine.started
+    assert (f"{said}." in advice.report().text()) == faster
+
+
 def test_a_short_run_is_not_compiled_and_it_says_what_compiling_took() -> None:
     advice = advise(Machine().search(steps=100))
     assert advice.winner.label == "bf16, micro=32"
