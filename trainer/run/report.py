@@ -29,6 +29,9 @@ def show_start(
     slow = warning_if_slow(config.precision, trainer.hardware, effective["matmul_tflops"])
     for sentence in filter(None, [slow, *warnings(trainer, folder)]):
         terminal.warn(sentence)
+    if not slow and (why := effective["slower_than_fp32"]):
+        advise = f"python scripts/advise.py recipe={config.recipe.name} … measures it"
+        terminal.note(f"note: {config.precision.mode} is about as slow as fp32 here, or slower: {why}; {advise}")
     title = folder.name + (f", resumed after step {trainer.step}" if trainer.step else "")
     terminal.block(title, start_rows(trainer, manifest, folder))
     if decisions:
