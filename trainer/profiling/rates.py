@@ -6,19 +6,22 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from mantissa.formats import FP8, NUMBERS, TF32, Number
+from mantissa.display import quantity
+from mantissa.formats import FP8, FP32, NUMBERS, TF32, Number
 from mantissa.memory import available_bytes
 from trainer.cache import cached, forget
-from trainer.hardware import CPU, CUDA, UNAVAILABLE, Hardware
+from trainer.hardware import CPU, CUDA, UNAVAILABLE, Hardware, threads
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -78,6 +81,37 @@ def _measure_quietly(hardware: Hardware, name: str) -> tuple[float, bool]:
     if not is_quiet:
         _WHILE_BUSY[repr(_of(hardware, name))] = rate
     return rate, is_quiet
+
+
+def slower_than_fp32(model: nn.Module, dtype: torch.dtype, name: str, flop: float, rates: dict[str, float]) -> str:
+    """Return why an eager microbatch may take as long under autocast as in fp32 on this CPU, or longer; empty: shorter.
+
+    Its matmuls take their ``flop`` by the ``rates``. What they save must be more than casts and calls of 16-bit kernels
+    take; casts of activations by their size, and what else 16 bits change, are not counted.
+    """
+    fp32, half = (flop / 1e9 / rates[each] for each in (FP32.name, name))
+    # Of a large model nothing is timed.
+    if fp32 - half > (_casts_ms(model, dtype) if abs(fp32 - half) < 10 else 0):
+        return ""
+    return f"matmuls of a microbatch take {quantity(half)} ms, in fp32 {quantity(fp32)}, and casts come on top"
+
+
+def _casts_ms(model: nn.Module, dtype: torch.dtype) -> float:
+    """Return the milliseconds that autocast adds to a training pass over few rows, each weight in a linear layer.
+
+    Of each shape one is timed, on one thread and by CPU time, so that other processes matter little.
+    """
+    added, weights = 0.0, [weight for weight in model.parameters() if weight.ndim > 1]
+    for (rows, columns), count in Counter((len(each), each.numel() // len(each)) for each in weights).items():
+        x, weight = (torch.ones(size, columns, requires_grad=True) for size in (8, rows))
+        seconds = []
+        for enabled in (False, True, False, True):  # the first two are a warm-up
+            began = time.thread_time()
+            with threads(1), torch.autocast("cpu", dtype, enabled):
+                F.linear(x, weight).sum().backward()
+            seconds.append(time.thread_time() - began)
+        added += 1e3 * count * max(0.0, seconds[3] - seconds[2])
+    return added
 
 
 def measure(number: Number, device: torch.device) -> float:

@@ -19,9 +19,8 @@ from trainer.config.schema import Config
 from trainer.errors import redacted
 from trainer.precision.kernels import not_timed_here
 from trainer.precision.manifest import dtypes_in_use, manifest_of
-from trainer.profiling.casts import slower_than_fp32
 from trainer.profiling.flops import ModelFlops
-from trainer.profiling.rates import matmul_rates
+from trainer.profiling.rates import matmul_rates, slower_than_fp32
 from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.monitor import NonFiniteGradients
 from trainer.run_folder import RunFolder
@@ -62,9 +61,9 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
     samples = trainer.plan.batching.micro_batch_size
     flop = math.inf if unknown else flops.total * samples / min(2, samples)
-    effective["slower_than_fp32"] = None
-    if hardware.device.type == "cpu" and config.compile.mode == "off":
-        effective["slower_than_fp32"] = slower_than_fp32(trainer.model, precision, flop, effective["matmul_tflops"])
+    effective["slower_than_fp32"] = ""
+    if (dtype := precision.format.autocast) and hardware.device.type == "cpu" and config.compile.mode == "off":
+        effective["slower_than_fp32"] = slower_than_fp32(trainer.model, dtype, name, flop, effective["matmul_tflops"])
     return found | {"modules": modules.modules()}, Utilisation(
         flops_per_unit=per_unit,
         unknown=unknown,
