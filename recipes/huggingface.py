@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,7 +26,6 @@ from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.files import is_kept, read_json, write_json
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, Decision, Recipe, Sizes
-from trainer.run.signals import is_program
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
@@ -202,7 +200,6 @@ class SizedRecipe(Recipe):
 
     def build_model(self, datasets: TextDatasets) -> Any:
         """Build the model, and put the adapters into it."""
-        _import_transformers()
         model = self.new_model(datasets)
         self.lora.inject(_network(model), self.name)
         return model
@@ -309,23 +306,6 @@ class SizedRecipe(Recipe):
             use = "use data=python_docs, text, hub or synthetic"
             raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
         return data
-
-
-def _import_transformers() -> None:
-    """Import what every model of transformers needs, without what only others than ours do: a fifth of the start.
-
-    What transformers finds installed, it imports, and it looks once. Of a module that is None, Python says that there
-    is none.
-    """
-    if "transformers" in sys.modules or not is_program():  # another program may need what is left out
-        return
-    left_out = {"accelerate", "scipy", "torchvision", "trio"} - sys.modules.keys()
-    sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
-    try:
-        import_module("transformers.modeling_utils")
-    finally:
-        for package in left_out:
-            del sys.modules[package]
 
 
 def _network(model: Any) -> Any:

@@ -30,16 +30,10 @@ _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 class _Program:
     """What ``scripts/train.py`` has begun with; no other program that trains calls ``begin_program``."""
 
-    is_begun = False
     start_time: float | None = None
     """On the monotonic clock; None: a run has taken it."""
     exit_code: int | None = None
     """None: it has not come to its end."""
-
-
-def is_program() -> bool:
-    """Return whether this process is ``scripts/train.py``, and no other program that trains."""
-    return _Program.is_begun
 
 
 def begin_program() -> None:
@@ -48,7 +42,7 @@ def begin_program() -> None:
     What is imported is no garbage: Python looks for some again when ``train`` allows it, which saves half a second.
     """
     make_printable()
-    _Program.is_begun, _Program.start_time = True, time.monotonic()
+    _Program.start_time = time.monotonic()
     atexit.register(_skip_teardown)  # what is registered first is called last
     gc.disable()
     for number in (signal.SIGINT, signal.SIGTERM):
