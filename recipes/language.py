@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from recipes.data.text.tokens import TextDatasets, Windows
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError, check_number
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, threads
 from trainer.recipe import DataSource, Decision, LossOutput
 
-_SAMPLE_TOKENS = 120
+_SAMPLE_TOKENS, _FEWEST_TOKENS = 120, 8
+_SAMPLE_S = 2.0
 _CAUSAL = "sdpa_causal"
 
 
@@ -203,20 +205,31 @@ class LanguageRecipe(SizedRecipe):
         """Return the weights that ``export`` wrote, by their names in the model."""
         return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
 
-    def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
-        """Show a short sample of generated text."""
+    def closing_text(
+        self,
+        model: LanguageModel,
+        datasets: TextDatasets,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> str:
+        """Show a short sample of generated text: as much as fits into two seconds by the clock."""
         tokenizer = datasets.tokens.tokenizer
         start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
         torch.manual_seed(0)
-        tokens, past, written = prompt, None, []
-        for _ in range(length):
-            output = model.network.base_model(tokens, past_key_values=past, use_cache=True)
-            logits = model.network.lm_head(output.last_hidden_state[:, -1])[:, : tokenizer.vocab_size].float()
-            if not logits.isfinite().all():
-                return "no generated sample: the model's outputs are not finite"
-            top, ids = logits.topk(min(40, logits.shape[-1]))
-            tokens, past = ids.gather(1, torch.multinomial(top.softmax(-1), 1)), output.past_key_values
-            written.append(int(tokens))
-        return f"a generated sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
+        tokens, past, until = prompt, None, clock() + _SAMPLE_S
+        written: list[int] = []
+        with threads(1):  # a token is too little work to share: where CPUs are busy, the threads wait for each other
+            while len(written) < length and clock() < until:
+                output = model.network.base_model(tokens, past_key_values=past, use_cache=True)
+                logits = model.network.lm_head(output.last_hidden_state[:, -1])[:, : tokenizer.vocab_size].float()
+                if not logits.isfinite().all():
+                    return "no generated sample: the model's outputs are not finite"
+                top, ids = logits.topk(min(40, logits.shape[-1]))
+                tokens, past = ids.gather(1, torch.multinomial(top.softmax(-1), 1)), output.past_key_values
+                written.append(int(tokens))
+        if len(written) < min(length, _FEWEST_TOKENS):
+            return f"no generated sample: {_SAMPLE_S:g} s were enough for {len(written)} of {length} tokens"
+        cut = f", {len(written)} of {length} tokens because {_SAMPLE_S:g} s were over," * (len(written) < length)
+        return f"a generated sample{cut} after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"

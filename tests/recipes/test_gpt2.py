@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,23 @@ def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     written = word.partition("\n")[2]
     assert written.count("<") == 8
     assert all(int(number.rstrip(">")) < 90 for number in written.split("<")[1:])
+
+
+@pytest.mark.parametrize(
+    ("a_token_s", "told"),
+    [
+        (0.0, "a generated sample after '<6><45>"),
+        (0.19, "a generated sample, 10 of 16 tokens because 2 s were over, after '<6><45>"),
+        (0.5, "no generated sample: 2 s were enough for 3 of 16 tokens"),
+    ],
+)
+def test_the_generated_sample_takes_two_seconds_at_most(a_token_s: float, told: str) -> None:
+    trainer, clock = trainer_of(*TINY, "recipe.context=32"), count(0.0, a_token_s)
+    trainer.model.eval()
+    with torch.no_grad():
+        text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"), lambda: next(clock))
+    assert text.startswith(told)
+    assert text.partition("\n")[2].count("<") == {0.0: 16, 0.19: 10, 0.5: 0}[a_token_s]
 
 
 @pytest.mark.parametrize(("kind", "approximate"), [("tanh", "tanh"), ("erf", "none")])
