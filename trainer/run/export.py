@@ -47,7 +47,7 @@ def export_best(
     """
     config, missing = trainer.config, []
     step = checkpoint.best_step(folder.checkpoints) if best is not None else None
-    if step is not None:
+    if step not in (None, trainer.step):  # else the model has them
         with terminal.work("loading the best weights"):
             load(folder.checkpoints, step).restore(trainer.model, None, None, trainer.average)
     test = {}

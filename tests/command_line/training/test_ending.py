@@ -191,6 +191,21 @@ def test_the_test_text_is_evaluated_once_with_the_best_weights(
     assert "data.test=nothing.txt: there is no such file or folder" in missing.err
 
 
+def test_the_last_weights_are_not_read_again_where_they_are_the_best(
+    succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.run.export.load", lambda *_: 1 / 0)
+        succeed(*TINY, "steps=4", "ema=default")
+    run = only_run(folder)
+    assert summary(folder)["best"]["step"] == 4
+    before = load_file(run / "best" / "model.safetensors")
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: {"loss": 1e9})
+    succeed(f"resume={run}", "steps=6")  # reads those of step 4
+    assert summary(folder)["best"]["step"] == 4
+    assert same_bits(before, load_file(run / "best" / "model.safetensors"))
+
+
 def test_a_run_shows_what_its_model_can_do_unless_told_not_to(succeed: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BigNet, "closing_text", lambda *_: "what it can do", raising=False)
     run = [*TINY, "steps=2", "checkpoint=none"]
