@@ -85,10 +85,8 @@ def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, label: str) -> None
     if len(values) < SMOOTH_FROM:
         axes.plot(steps, values, "o" if len(values) == 1 else "-", color=COLORS[0], linewidth=1.8, label=label)
         return
-    import pandas as pd
-
-    width = max(3, len(values) // 50) | 1
-    finite = pd.Series(np.where(np.isfinite(values), values, np.nan))
-    mean = finite.rolling(width, center=True, min_periods=1).mean()
+    width, finite = max(3, len(values) // 50) | 1, np.isfinite(values)
+    count, total = (np.convolve(part, np.ones(width), "same") for part in (finite, np.where(finite, values, 0)))
+    mean = np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
     axes.plot(steps, values, color=COLORS[0], linewidth=0.8, alpha=0.3)
     axes.plot(steps, mean, color=COLORS[0], linewidth=1.8, label=f"{label}, mean of {width} points")
