@@ -28,7 +28,7 @@ class MetricLog:
     """
 
     def __init__(self, config: Tracking, folder: Path, run: TrackedRun, resumed_at: int | None = None) -> None:
-        """Open the log and start the thread that sends it to MLflow.
+        """Open the log, and prepare the thread that sends it to MLflow.
 
         Args:
             config: the ``tracking`` group.
@@ -57,8 +57,6 @@ class MetricLog:
             self.run.send_to(uri)
             self._follower = Follower(folder, uri, self.run, config.flush_every_s, config.system_metrics)
         _tolerate(lambda: self.run.write(folder), folder / TRACKING_FILE)
-        if self._follower:
-            self._follower.start()
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line.
@@ -77,6 +75,7 @@ class MetricLog:
         line = {"step": step, "time": time.time(), **countable(metrics)}
         self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
         self._write()
+        self._follow()
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
         """Write the summary with its status (FINISHED, FAILED or KILLED) and the plots, and complete the upload.
@@ -97,6 +96,7 @@ class MetricLog:
                 written = _tolerate(lambda: write_json(path, countable({"status": status, **summary})), path)
         finally:
             if self._follower:
+                self._follow()
                 self._follower.conclude(status, self._timeout_s)
         return written
 
@@ -105,6 +105,11 @@ class MetricLog:
         self._close_file()
         if self._follower:
             self._follower.abandon()
+
+    def _follow(self) -> None:
+        """Let MLflow get the log from its first line on: the import of MLflow would more than double the first step."""
+        if self._follower and self._follower.ident is None:
+            self._follower.start()
 
     def _write(self) -> None:
         try:

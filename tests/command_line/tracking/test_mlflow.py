@@ -292,10 +292,12 @@ def test_system_metrics_are_sampled_and_end_with_the_run(
     metric = "system/cpu_utilization_percentage"
     monkeypatch.setattr(follower, "SYSTEM_METRICS_EVERY_S", 0.05)
     first = open_log(folder / "run", system_metrics=True)
+    first.append(1, {"loss": 1.0})
     wait_until(lambda: points(store, metric).get("run", Counter()).total() >= 2)
     first.close("KILLED", {})
     before = points(store, metric)["run"].total()
     second = open_log(folder / "run", system_metrics=True, resume_step=0)
+    second.append(2, {"loss": 1.0})
     wait_until(lambda: points(store, metric)["run"].total() >= before + 2)
     second.close("FINISHED", {})
     steps = points(store, metric)["run"]
@@ -333,6 +335,7 @@ def test_a_server_that_never_answers_is_not_waited_for(folder: Path, caplog: pyt
     opened = open_log(folder / "run", uri=f"http://127.0.0.1:{free_port()}", upload_timeout_s=1e9)
     sender = opened._follower
     assert sender
+    opened.append(1, {"loss": 1.0})
     wait_until(lambda: sender._failures)
     opened.close("FINISHED", {})
     assert "lacks this run: no connection: Connection refused). Data is safe" in caplog.text

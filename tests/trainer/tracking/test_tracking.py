@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,10 @@ from tests.helpers import PROJECT
 from tests.tracked import open_log
 from trainer.config.compose import compose
 from trainer.errors import UserError, first_line, redacted
+from trainer.tracking.follower import Follower
 from trainer.tracking.log import MetricLog
 from trainer.tracking.options import Tracking
-from trainer.tracking.plots import plot_run, read_series
+from trainer.tracking.plots import _curve, plot_run, read_series
 from trainer.tracking.store import database_file, tracking_uri, valid_key
 
 INF, NAN = float("inf"), float("nan")
@@ -67,6 +70,33 @@ def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., MetricLo
     best = {"value": None, "value_nonfinite": 1}
     assert summary == {"status": "FINISHED", "loss": 1.0, "best": best, "sizes": [1, None]}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png"}
+
+
+@pytest.mark.parametrize("lines", [0, 2])
+def test_mlflow_is_not_imported_before_the_first_line(
+    lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[int] = []
+    monkeypatch.setattr(Follower, "run", lambda self: began.append(len(strict_lines(tmp_path / "metrics.jsonl"))))
+    log = open_log(tmp_path)
+    assert not began
+    for step in range(lines):
+        log.append(step, {"loss": 1.0})
+        time.sleep(0.01)
+    log.close("FINISHED", {})
+    assert began == [min(lines, 1)]
+
+
+def test_the_smoothed_curve_is_a_running_mean_of_what_is_finite() -> None:
+    values = np.random.default_rng(0).normal(size=300)
+    values[[3, 40, 41]], values[100:120] = (NAN, INF, -INF), NAN
+    drawn: list[np.ndarray] = []
+    axes = SimpleNamespace(plot=lambda steps, values, **style: drawn.append(values))
+    _curve(axes, np.arange(300), values, "training")
+    windows = [values[max(0, place - 3) : place + 4] for place in range(300)]
+    means = [np.mean(window[np.isfinite(window)]) if np.isfinite(window).any() else NAN for window in windows]
+    np.testing.assert_allclose(drawn[1], means)
+    assert np.isnan(means).sum() == 14
 
 
 def test_resuming_removes_what_came_after_the_checkpoint(tracker: Callable[..., MetricLog], tmp_path: Path) -> None:
