@@ -104,13 +104,13 @@ def _casts_ms(model: nn.Module, dtype: torch.dtype) -> float:
     added, weights = 0.0, [weight for weight in model.parameters() if weight.ndim > 1]
     for (rows, columns), count in Counter((len(each), each.numel() // len(each)) for each in weights).items():
         x, weight = (torch.ones(size, columns, requires_grad=True) for size in (8, rows))
-        seconds = []
-        for enabled in (False, True, False, True):  # the first two are a warm-up
+        seconds = [math.inf, math.inf]
+        for enabled in (False, True) * 5:  # the first passes of a process take longer
             began = time.thread_time()
             with threads(1), torch.autocast("cpu", dtype, enabled):
                 F.linear(x, weight).sum().backward()
-            seconds.append(time.thread_time() - began)
-        added += 1e3 * count * max(0.0, seconds[3] - seconds[2])
+            seconds[enabled] = min(seconds[enabled], time.thread_time() - began)
+        added += 1e3 * count * max(0.0, seconds[True] - seconds[False])
     return added
 
 
