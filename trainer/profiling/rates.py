@@ -90,10 +90,11 @@ def slower_than_fp32(model: nn.Module, dtype: torch.dtype, name: str, flop: floa
     take; casts of activations by their size, and what else 16 bits change, are not counted.
     """
     fp32, half = (flop / 1e9 / rates[each] for each in (FP32.name, name))
-    # Of a large model nothing is timed.
-    if fp32 - half > (_casts_ms(model, dtype) if abs(fp32 - half) < 10 else 0):
+    casts = _casts_ms(model, dtype) if abs(fp32 - half) < 10 else 0.0  # of a large model nothing is timed
+    if fp32 - half > casts:
         return ""
-    return f"matmuls of a microbatch take {quantity(half)} ms, in fp32 {quantity(fp32)}, and casts come on top"
+    more = f"and casts {quantity(casts)} ms" if casts else "without casts"
+    return f"matmuls of a microbatch take {quantity(half)} ms {more}, in fp32 {quantity(fp32)} ms"
 
 
 def _casts_ms(model: nn.Module, dtype: torch.dtype) -> float:
