@@ -25,6 +25,8 @@ from trainer.recipe import DataSource, Decision, LossOutput
 
 _SAMPLE_TOKENS, _FEWEST_TOKENS = 120, 8
 _SAMPLE_S = 2.0
+_SHARED_FROM = 50_000_000
+"""Weights of a model of which one token is enough work for several threads."""
 _CAUSAL = "sdpa_causal"
 
 
@@ -220,7 +222,9 @@ class LanguageRecipe(SizedRecipe):
         torch.manual_seed(0)
         tokens, past, until = prompt, None, clock() + _SAMPLE_S
         written: list[int] = []
-        with threads(1):  # a token is too little work to share: where CPUs are busy, the threads wait for each other
+        # A token of a small model is too little work to share: where CPUs are busy, threads wait for each other.
+        is_small = sum(weight.numel() for weight in model.parameters()) < _SHARED_FROM
+        with threads(1 if is_small else None):
             while len(written) < length and clock() < until:
                 output = model.network.base_model(tokens, past_key_values=past, use_cache=True)
                 logits = model.network.lm_head(output.last_hidden_state[:, -1])[:, : tokenizer.vocab_size].float()

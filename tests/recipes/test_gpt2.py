@@ -17,6 +17,7 @@ from recipes.gpt2 import GPT2, SHAPES, Shape
 from recipes.language import LossHead, TokenWindows, torch_can_chunk
 from tests.helpers import trainer_of
 from trainer.data.contract import SampleId
+from trainer.hardware import threads
 
 TINY = ["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4"]
 
@@ -153,10 +154,16 @@ def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     ],
 )
 def test_the_generated_sample_takes_two_seconds_at_most(a_token_s: float, told: str) -> None:
-    trainer, clock = trainer_of(*TINY, "recipe.context=32"), count(0.0, a_token_s)
+    trainer, times, used = trainer_of(*TINY, "recipe.context=32"), count(0.0, a_token_s), []
     trainer.model.eval()
-    with torch.no_grad():
-        text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"), lambda: next(clock))
+
+    def clock() -> float:
+        used.append(torch.get_num_threads())
+        return next(times)
+
+    with torch.no_grad(), threads(2):
+        text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"), clock)
+        assert (used[0], {*used[1:]}, torch.get_num_threads()) == (2, {1}, 2)
     assert text.startswith(told)
     assert text.partition("\n")[2].count("<") == {0.0: 16, 0.19: 10, 0.5: 0}[a_token_s]
 
