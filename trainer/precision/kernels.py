@@ -28,16 +28,23 @@ AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
 UNSEEN = "native, but fp32 for taps that see only padding"
 """torch's own kernels, but for gradients of convolutions that oneDNN computes wrongly in 16 bits: those of taps that
 lie outside of the image at every position (docs/precision.md)."""
+MENDED = "native, but fp32 for taps that see only padding, matmuls for gradients of short attention"
+"""The same, and gradients of attention over few tokens by matmuls: torch's kernel multiplies one small block after
+another, which in bf16 took 1.3 (256 tokens) to 5 times (64) as long, on a Xeon with AMX (torch 2.15)."""
 CONVOLUTIONS = "native, but fp32 for convolutions"
 """torch's own kernels, but for fp16 convolutions where the CPU has no AMX for fp16: oneDNN computes their gradients by
 its reference code there; those of weights took 80 times as long as in fp32 and more, on a Xeon with avx512_fp16."""
 _NAMES = {number.dtype: number.name for number in (BF16, FP16)}
 _MANY = 8
 """Rows from which a matmul is one of many rows: with fewer, widening the other factor takes longer than the matmul."""
+_SHORT = 256
+"""Tokens up to which matmuls are faster than torch's backward kernel of attention; from 1,024 on they are slower."""
+_SCORES = 2**21
+"""Scores of attention that are kept at a time, so that they stay in the cache."""
 
 
 def choose(dtype: torch.dtype | None, kernels: str, hardware: Hardware, convolves: bool = True) -> str:
-    """Return how 16-bit operands are multiplied on this machine: ``native``, ``fp32``, ``UNSEEN``, or ``CONVOLUTIONS``.
+    """Return how 16-bit operands are multiplied on this machine: ``native``, ``fp32``, or as the other constants say.
 
     With ``auto`` they are native where the processor has instructions for the format and oneDNN uses them.
 
@@ -52,9 +59,11 @@ def choose(dtype: torch.dtype | None, kernels: str, hardware: Hardware, convolve
     onednn = computed_by_onednn(dtype)
     if kernels == WIDE or (kernels == AUTO and not (onednn and hardware.support(_NAMES[dtype]) == NATIVE)):
         return WIDE
+    if kernels == AUTO and dtype is BF16.dtype:
+        return MENDED
     if not (convolves and onednn):
         return OWN
-    return CONVOLUTIONS if kernels == AUTO and dtype is FP16.dtype and "amx_fp16" not in hardware.cpu_flags else UNSEEN
+    return CONVOLUTIONS if kernels == AUTO and "amx_fp16" not in hardware.cpu_flags else UNSEEN
 
 
 def convolves(model: nn.Module) -> bool:
@@ -95,7 +104,7 @@ OPERATORS = (
 and GELU were slower in fp32 arithmetic than in torch's own kernels."""
 
 _in_use: dict[torch.dtype, str] = {}
-"""``WIDE``, ``UNSEEN`` or ``CONVOLUTIONS``, by the dtype of the operands."""
+"""Which of the constants is chosen, by the dtype of the operands; without ``OWN``."""
 _library: torch.library.Library | None = None
 _replaced: set[str] = set()
 """The operators whose kernels ``_library`` replaces."""
@@ -112,7 +121,13 @@ def use(dtype: torch.dtype, chosen: str) -> None:
     _in_use.pop(dtype, None)
     if chosen != OWN:
         _in_use[dtype] = chosen
-    every = {WIDE: OPERATORS, CONVOLUTIONS: ("convolution", "convolution_backward"), UNSEEN: ("convolution_backward",)}
+    gradient = "convolution_backward"
+    every = {
+        WIDE: OPERATORS,
+        CONVOLUTIONS: ("convolution", gradient),
+        UNSEEN: (gradient,),
+        MENDED: (gradient, f"{_FLASH}_backward"),
+    }
     wanted = {overload for each in _in_use.values() for overload in every[each]}
     if wanted == _replaced:
         return
@@ -143,25 +158,32 @@ def _replacement(overload: str) -> Callable[..., Any]:
     """Return the kernel of one overload: torch's own, or fp32 arithmetic where the operands' dtype asks for it."""
     own = torch.library.get_kernel(f"aten::{overload}", "CPU")
     functional = torch.library.get_kernel(f"aten::{overload.removesuffix('.out')}", "CPU")
-    is_matmul = "mm" in overload
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         dtype, out = args[0].dtype, kwargs.get("out")
         chosen = _in_use.get(dtype)
-        if (
-            chosen is None
-            or any(operand is not None and operand.dtype is not dtype for operand in (*args[:3], out))
-            or (chosen == CONVOLUTIONS and not overload.startswith("convolution"))
-            or (chosen == UNSEEN and not (overload == "convolution_backward" and has_unseen_taps(args)))
-            or (is_matmul and _generates_text(*args[-2:]))
-        ):
+        alike = all(operand is None or operand.dtype is dtype for operand in (*args[:3], out))
+        if chosen is None or not alike or not _replaces(chosen, overload, args, kwargs):
             return own.call_boxed(keyset, *args, **kwargs)
         kwargs.pop("out", None)
         with torch._C.DisableTorchFunction():  # a mode, such as an operator policy, is for what the model calls
+            if chosen == MENDED and overload.startswith(_FLASH):
+                return _attention_gradients(*args, **kwargs)
             result = _in_fp32(overload, functools.partial(functional.call_boxed, keyset), args, kwargs, dtype)
             return result if out is None else out.resize_(result.shape).copy_(result)
 
     return kernel
+
+
+def _replaces(chosen: str, overload: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call does not keep torch's own kernel; of the operators, some may be replaced for other formats."""
+    if chosen == WIDE:
+        return "mm" not in overload or not _generates_text(*args[-2:])
+    if chosen == CONVOLUTIONS:
+        return overload.startswith("convolution")
+    if overload == "convolution_backward":
+        return has_unseen_taps(args)
+    return chosen == MENDED and overload == f"{_FLASH}_backward" and _is_short(args, kwargs)
 
 
 def _in_fp32(
@@ -189,6 +211,37 @@ def _in_fp32(
     if isinstance(result, Tensor):
         return narrow(result)
     return tuple(part if part is None else narrow(part) for part in result)
+
+
+def _is_short(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether gradients of attention are those of few tokens; ``args`` are of torch's backward kernel."""
+    _, query, key, *_, dropout, _ = args
+    few = max(query.shape[2], key.shape[2]) <= _SHORT and query.shape[1] == key.shape[1]
+    return few and not dropout and kwargs.get("attn_mask") is None
+
+
+def _attention_gradients(*args: Any, scale: float | None = None, **mask: None) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value as torch's backward kernel of attention does; ``args`` are its.
+
+    Scores and their softmax are fp32, as in torch's kernel. (Dao et al., "FlashAttention", 2022, appendix B.2, has the
+    formulas.)
+    """
+    upstream, query, key, value, _, _, _, causal = args
+    heads, tokens, width = query.shape[1:]
+    scale = width**-0.5 if scale is None else scale
+    future = torch.full((tokens, key.shape[2]), -torch.inf).triu_(1) if causal else torch.zeros(())
+    # In the layout of torch's kernel, on which compiled code relies.
+    found = tuple(torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in (query, key, value))
+    samples = max(1, _SCORES // (heads * tokens * key.shape[2]))
+    for *parts, dq, dk, dv in zip(
+        *(each.split(samples) for each in (upstream, query, key, value, *found)), strict=True
+    ):
+        g, q, k, v = (each.flatten(0, 1) for each in parts)
+        shares = (q.float().mul_(scale) @ k.float().mT).add_(future).softmax(2).to(q.dtype)
+        slopes = torch._softmax_backward_data(g @ v.mT, shares, 2, q.dtype).mul_(scale)
+        for gradient, flat in ((dq, slopes @ k), (dk, slopes.mT @ q), (dv, shares.mT @ g)):
+            gradient.copy_(flat.view(gradient.shape))
+    return found
 
 
 def _generates_text(x: Tensor, y: Tensor) -> bool:

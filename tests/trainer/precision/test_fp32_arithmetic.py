@@ -20,6 +20,7 @@ from trainer.hardware import Hardware
 from trainer.precision import kernels
 from trainer.precision.kernels import (
     CONVOLUTIONS,
+    MENDED,
     OPERATORS,
     OWN,
     UNSEEN,
@@ -161,6 +162,11 @@ def test_only_what_is_asked_for_is_replaced(widened: list[str]) -> None:
     assert widened == ["fp32"]
     use(FP16, OWN)
     assert kernels._replaced == {"convolution_backward"}
+    use(BF16, MENDED)
+    use(FP16, UNSEEN)
+    assert kernels._replaced == {"convolution_backward", f"{kernels._FLASH}_backward"}
+    attention_gradients(*(randn(1, 2, 8, 8, dtype=FP16, seed=seed) for seed in range(4)))
+    assert widened == ["fp32"]
 
 
 @pytest.fixture
@@ -210,7 +216,7 @@ AVX512 = Hardware(torch.device("cpu"), "AVX-512", 2**34, 2)
     ("dtype", "hardware", "onednn", "chosen"),
     [
         (BF16, CPU, False, WIDE),
-        (BF16, AMX, True, UNSEEN),
+        (BF16, AMX, True, MENDED),
         (FP16, replace(AMX, cpu_flags=frozenset({"amx_bf16", "avx512_fp16"})), True, CONVOLUTIONS),
         (FP16, replace(AMX, cpu_flags=frozenset({"amx_fp16", "avx512_fp16"})), True, UNSEEN),
         (FP16, AMX, False, WIDE),
@@ -258,8 +264,8 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
 ) -> None:
     monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: True)
     both_native = replace(AMX, cpu_flags=frozenset({"avx512_bf16", "amx_fp16"}))
-    for setting in ("native", "auto"):
-        assert choose(dtype, setting, both_native) == UNSEEN
+    assert choose(dtype, "native", both_native) == UNSEEN
+    assert choose(dtype, "auto", both_native) == (MENDED if dtype is BF16 else UNSEEN)
     assert choose(dtype, "native", both_native, convolves=False) == OWN
 
     def gradient(size: int) -> Tensor:
@@ -267,7 +273,7 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
         output = F.conv2d(randn(64, 4, size, size, dtype=dtype, seed=1), weight, stride=2, padding=1)
         return torch.autograd.grad(output, weight, randn(*output.shape, dtype=dtype, seed=2))[0]
 
-    use(dtype, UNSEEN)
+    use(dtype, choose(dtype, "auto", both_native))
     damaged = gradient(1).flatten(2)
     assert widened == ["fp32"]
     assert (damaged[..., [0, 1, 2, 3, 5, 6, 7, 8]] == 0).all()
@@ -277,6 +283,65 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
     use(dtype, CONVOLUTIONS)
     gradient(8)
     assert widened == ["fp32"] * 3  # forward, too
+
+
+# --- gradients of attention over few tokens ---
+
+
+def attention_gradients(query: Tensor, key: Tensor, value: Tensor, upstream: Tensor, **options: Any) -> list[Tensor]:
+    inputs = [each.detach().requires_grad_() for each in (query, key, value)]
+    output = F.scaled_dot_product_attention(*inputs, **options)
+    return list(torch.autograd.grad(output, inputs, upstream))
+
+
+ATTENTION: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "causal": ((3, 2, 40, 16), {"is_causal": True}),
+    "as many tokens as are few": ((1, 2, kernels._SHORT, 8), {"is_causal": True}),
+    "of all tokens": ((2, 3, 33, 8), {}),
+    "a scale": ((2, 3, 33, 8), {"scale": 0.9}),
+    "one token": ((2, 2, 1, 8), {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("spread", [1.0, 4.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("case", ATTENTION)
+def test_gradients_of_short_attention_are_about_as_exact_as_torchs(
+    case: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, options = ATTENTION[case]
+    monkeypatch.setattr(kernels, "_SCORES", 2 * shape[1] * shape[2] ** 2)  # several parts, the last one smaller
+    query, key, value, upstream = (
+        randn(*(shape[i] for i in (0, 2, 1, 3)), dtype=BF16, seed=seed).transpose(1, 2) for seed in range(4)
+    )
+    tensors = (query * spread, key * spread, value, upstream)
+    exact = attention_gradients(*(each.double() for each in tensors), **options)
+    kernels.clear()
+    own = attention_gradients(*tensors, **options)
+    calls: list[str] = []
+    compute = kernels._attention_gradients
+    monkeypatch.setattr(
+        kernels, "_attention_gradients", lambda *args, **kwargs: (calls.append(""), compute(*args, **kwargs))[1]
+    )
+    use(BF16, MENDED)
+    mended = attention_gradients(*tensors, **options)
+    assert calls
+    for name, one, other, true in zip("qkv", mended, own, exact, strict=True):
+        assert one.dtype is BF16 and one.stride() == other.stride(), name
+        errors = [(each.double() - true).norm() for each in (one, other)]
+        assert errors[0] <= 1.6 * errors[1] + 1e-6, (name, errors)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [(kernels._SHORT + 1, {}), (8, {"attn_mask": torch.zeros(8, 8, dtype=BF16)})],
+    ids=["many tokens", "a mask"],
+)
+def test_other_attention_keeps_torchs_gradients(tokens: int, options: dict[str, Any]) -> None:
+    tensors = [randn(1, 2, tokens, 8, dtype=BF16, seed=seed) for seed in range(4)]
+    kernels.clear()
+    own = attention_gradients(*tensors, **options)
+    use(BF16, MENDED)
+    assert same_bits(attention_gradients(*tensors, **options), own)
 
 
 # --- in a run ---
