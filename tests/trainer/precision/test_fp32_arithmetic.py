@@ -326,7 +326,7 @@ def test_gradients_of_short_attention_are_about_as_exact_as_torchs(
     mended = attention_gradients(*tensors, **options)
     assert calls
     for name, one, other, true in zip("qkv", mended, own, exact, strict=True):
-        assert one.dtype is BF16 and one.stride() == other.stride(), name
+        assert (one.dtype, one.stride()) == (BF16, other.stride()), name
         errors = [(each.double() - true).norm() for each in (one, other)]
         assert errors[0] <= 1.6 * errors[1] + 1e-6, (name, errors)
 
