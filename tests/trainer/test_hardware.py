@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,43 @@ def test_the_peak_of_the_process_is_remembered_after_the_memory_is_given_back_an
     assert large - start == pytest.approx(512, abs=64)
     assert small - start == pytest.approx(256, abs=64)
     assert end - start == pytest.approx(0, abs=64)
+
+
+FAULTS = """
+import resource, sys
+import torch
+from mantissa.memory import held_bytes
+from trainer.hardware import keep_freed_memory, release_kept_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(2**24)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.ones(2**20)  # starts torch's threads
+first = faults()
+keep_freed_memory()
+faults()
+kept, held = faults(), held_bytes("VmRSS")
+release_kept_memory()
+print(first, kept, (held - held_bytes("VmRSS")) // 2**20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps memory when told to")
+@pytest.mark.parametrize("tuned", [False, True])
+def test_new_tensors_take_the_memory_of_freed_ones_unless_the_user_tunes_the_allocator(tuned: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "131072"} if tuned else {}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True, env=environment)
+    first, kept, released = map(int, done.stdout.split())
+    if tuned:
+        assert kept > first / 2
+    else:
+        assert kept < first / 50
+        assert released >= 60
 
 
 def control_group(folder: Path, names: tuple[str, str, str], limit: str, used: int, files: int) -> None:

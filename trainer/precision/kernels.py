@@ -176,7 +176,7 @@ def _replacement(overload: str) -> Callable[..., Any]:
 
 
 def _replaces(chosen: str, overload: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call does not keep torch's own kernel; of the operators, some may be replaced for other formats."""
+    """Return whether a call needs another kernel than torch's own; the operator may be replaced for another format."""
     if chosen == WIDE:
         return "mm" not in overload or not _generates_text(*args[-2:])
     if chosen == CONVOLUTIONS:

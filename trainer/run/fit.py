@@ -17,7 +17,7 @@ from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, first_line
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, release_kept_memory
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.recipe import Decision, Recipe
@@ -65,8 +65,7 @@ def _fitting(
     """Return the microbatch, why it is another one (empty: it is not), and the recipe's options that save memory."""
     batching, usable = plan.batching, int(USABLE * free)
     size, saving = batching.micro_batch_size, config.recipe.memory_overrides() if hardware.is_gpu else []
-    rough = rough_bytes(plan.config.recipe, datasets, size)
-    if rough is None or rough < free / 2:
+    if needs_little(plan, datasets, free) is not False:
         return size, "", []
     log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
     try:
@@ -96,6 +95,12 @@ def _fitting(
         f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started. {REMEDY.capitalize()}; "
         f"to start it anyway, set {KEY}=1"
     )
+
+
+def needs_little(plan: Plan[Config], datasets: Datasets, free: int) -> bool | None:
+    """Return whether a step certainly needs less than half of the free memory; None: that cannot be told quickly."""
+    rough = rough_bytes(plan.config.recipe, datasets, plan.batching.micro_batch_size)
+    return None if rough is None else rough < free / 2
 
 
 def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:
@@ -152,3 +157,4 @@ def release_memory() -> None:
     """Free the memory of a run, which the next one of a sweep would count as its own peak."""
     gc.collect()  # models may hold themselves: every module whose forward method was replaced does
     torch.accelerator.empty_cache()
+    release_kept_memory()

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from mantissa.display import size
+from mantissa.memory import available_bytes
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
@@ -26,10 +27,10 @@ from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
 from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
-from trainer.hardware import detect, threads
+from trainer.hardware import CPU, detect, keep_freed_memory, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
-from trainer.run.fit import REMEDY, fit_plan, ran_out, release_memory
+from trainer.run.fit import REMEDY, fit_plan, needs_little, ran_out, release_memory
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
@@ -115,6 +116,8 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
             gc.freeze()
             stack.callback(gc.unfreeze)
         gc.enable()
+        if hardware.kind is CPU and needs_little(plan, datasets, available_bytes(hardware.device)):
+            keep_freed_memory()
         terminal.note("building the model …")
         run = None
         try:
