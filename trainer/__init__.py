@@ -3,9 +3,16 @@
 They are imported when they are used: ``import trainer`` alone loads nothing.
 """
 
+import os
 import random
 from importlib import import_module
 from typing import Any
+
+# Threads of torch's operators wait for each other by spinning, GNU's OpenMP for 16 ms: where another program has one of
+# the cores, they spin away the other's time. With less than a millisecond a quiet machine is as fast, and a busy one up
+# to twice. OpenMP reads the variable when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _NAMES = {
     **dict.fromkeys(("Trained", "compose", "train"), "trainer.api"),

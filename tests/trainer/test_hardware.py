@@ -106,6 +106,19 @@ def test_new_tensors_take_the_memory_of_freed_ones_unless_the_user_tunes_the_all
         assert released >= 60
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["default", "a count", "a policy"],
+)
+def test_threads_spin_as_the_user_says_or_else_for_a_short_time(given: dict[str, str], found: str) -> None:
+    variables = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in variables} | given
+    command = [sys.executable, "-c", "import os, trainer; print(os.environ.get('GOMP_SPINCOUNT'))"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == found
+
+
 def control_group(folder: Path, names: tuple[str, str, str], limit: str, used: int, files: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
