@@ -24,7 +24,7 @@ from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware, threads
 from trainer.recipe import DataSource, Decision, LossOutput
 
-_SAMPLE_TOKENS, _FEWEST_TOKENS = 120, 8
+_SAMPLE_TOKENS, _FEWEST_TOKENS = 64, 8
 _SAMPLE_S = 2.0
 _SHARED_FROM = 50_000_000
 """Weights of a model of which one token is enough work for several threads."""
