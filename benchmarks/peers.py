@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from benchmarks.rows import Bench, Row, ratios
 from evidence.stopwatch import Block
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
+from trainer.data.loader import to_device
 from trainer.hardware import Hardware, synchronise
 from trainer.trainer import Trainer
 
@@ -92,6 +94,30 @@ def accelerate(workload: Workload, folder: Path) -> Loop:
                 log.append(loss.item())
 
     return stepwise(run, plain, plain_optimizer)
+
+
+def timm(workload: Workload, folder: Path) -> Loop:
+    """Return the loop of timm's training script, with its means of loss and time; it has no function for it."""
+    from timm.utils import AverageMeter, dispatch_clip_grad
+
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    batches = endless(workload.loader())
+    losses, times = AverageMeter(), AverageMeter()
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            began, batch = time.time(), to_device(next(batches), workload.device)
+            with workload.precision.autocast(workload.device):
+                loss = workload.mean_loss(model, batch)
+            loss.backward()
+            dispatch_clip_grad(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.update(loss.item(), workload.batch_size)
+            times.update(time.time() - began)
+
+    return stepwise(run, model, optimizer)
 
 
 class _WithLoss(nn.Module):
@@ -237,6 +263,7 @@ FRAMEWORKS = (
         ("lightning",),
         note="under autocast its AdamW is not fused, because Lightning then does not clip gradients for a fused one",
     ),
+    Framework("timm", timm, ("timm",)),
 )
 
 
@@ -251,14 +278,17 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
 
 
 def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[Row]:
-    """Measure step and peak memory of each framework and of the trainer, over those of a loop written by hand."""
-    for job in jobs or peers_jobs(bench.hardware):
-        yield from side_by_side(bench, job, frameworks)
+    """Measure step and peak memory of each framework and of the trainer, over those of a loop written by hand.
+
+    All loops are in one process, and take turns: they have the same kernels and the same allocator.
+    """
+    for job, mode in product(jobs or peers_jobs(bench.hardware), dict.fromkeys((bench.mode, "fp32"))):
+        yield from side_by_side(bench, job, mode, frameworks)
 
 
-def side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> Iterator[Row]:
-    """Measure the loops of one job."""
-    mode, device = bench.mode, bench.hardware.device
+def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framework]) -> Iterator[Row]:
+    """Measure the loops of one job in one precision."""
+    device = bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
     options += [f"log_every={LOG_EVERY}", "checkpoint=none"]
     config = job.config(*options, f"device={device}")
