@@ -19,6 +19,8 @@ RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 @pytest.mark.parametrize("experiment", [path.stem for path in SHIPPED if path.parent.name == "experiment"])
 def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str) -> None:
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    if experiment == "shakespeare_fast":
+        text += (CONF / "experiment" / "shakespeare_cpu.yaml").read_text()  # which it changes
     own_data = [f"data.path={CONF}"] if "data: text" in text or "data: imagefolder" in text else []
     composed = compose(f"experiment={experiment}", *own_data, "steps=3", "schedule.warmup_steps=auto", "seed=5")
     assert (composed.steps, composed.seed) == (3, 5)
