@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets, Windows
@@ -29,39 +28,6 @@ _SAMPLE_S = 2.0
 _SHARED_FROM = 50_000_000
 """Weights of a model of which one token is enough work for several threads."""
 _CAUSAL = "sdpa_causal"
-_LOGITS = 2**18
-"""Logits of a part of the loss on a CPU: in fp32 they fit into a core's cache."""
-
-
-class _SummedCrossEntropy(torch.autograd.Function):
-    """``F.cross_entropy`` of fp32 logits, summed, bit for bit, a part of the rows at a time.
-
-    On a CPU the time goes into memory: the fp32 logits, their logarithms of shares and their gradients never exist as
-    a whole. The backward pass computes them again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, targets)
-        found = [rows.float().log_softmax(1).gather(1, of[:, None]) for rows, of in _parts(logits, targets)]
-        # Torch's own sum of one loss per row.
-        return F.nll_loss(torch.cat(found), torch.zeros_like(targets), reduction="sum")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        logits, targets = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for rows, of, result in _parts(logits, targets, gradient):
-            logarithms = rows.float().log_softmax(1)
-            slopes = torch.zeros_like(logarithms).scatter_(1, of[:, None], -upstream.expand(len(of), 1))
-            result.copy_(torch._log_softmax_backward_data(slopes, logarithms, 1, torch.float32))
-        return gradient, None
-
-
-def _parts(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    rows = max(1, _LOGITS // logits.shape[1])
-    return zip(*(each.split(rows) for each in (logits, *others)), strict=True)
 
 
 class LossHead(nn.Linear):
@@ -94,9 +60,6 @@ class LossHead(nn.Linear):
             if self.vocabulary < logits.shape[-1]:
                 # In place and without autograd: the gradient of a logit of -inf is 0 anyway.
                 logits.detach()[:, self.vocabulary :].fill_(-math.inf)
-            if hidden.device.type == "cpu" and logits.numel() > _LOGITS and not torch.compiler.is_compiling():
-                loss: Tensor = _SummedCrossEntropy.apply(logits, targets)
-                return loss
             # Autocast does it too; a model of 16-bit weights has none, and its sum would be 16-bit.
             return F.cross_entropy(logits.float(), targets, reduction="sum")
         device = hidden.device.type

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import platform
 import random
@@ -17,11 +16,12 @@ import numpy as np
 import torch
 
 from mantissa.formats import FORMATS, FP32, NUMBERS
-from mantissa.memory import available_bytes, control_groups, held_bytes
+from mantissa.memory import control_groups, held_bytes
 from trainer.errors import UserError
 
+_allocator: Any = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
-_HUGE_PAGE, _USE_HUGE_PAGES = 2**21, 14  # of Linux on x86-64, in bytes; of its mman.h
+_HUGE_PAGE, _USE_HUGE_PAGES = 2**21, 14  # bytes; of Linux's mman.h
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
 
@@ -227,38 +227,32 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flag for flag in deciding if capabilities.get(flag))
 
 
-@functools.cache
-def keep_freed_memory() -> None:
-    """Let the C library of Linux keep the memory of freed tensors for the next ones, in huge pages.
+def keep_freed_memory(size: int) -> None:
+    """Let the C library of Linux keep the memory of freed tensors for the next ones, ``size`` bytes in huge pages.
 
     It would return large blocks to the system, so that new tensors begin with page faults: on a CPU a fifth of a step
-    and more. ``release_kept_memory`` returns what is kept. Nothing changes where a variable of the environment tunes
-    the allocator already.
+    and more. Nothing changes where a variable of the environment tunes the allocator or loads another.
     """
-    library = _c_library()
-    tuned = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if tuned or not hasattr(library, "mallopt"):
+    others = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    if not _allocator or any(name.startswith(others) for name in os.environ):
         return
-    library.mallopt(_MMAP_MAX, 0)
-    library.mallopt(_TRIM_THRESHOLD, -1)
-    # Huge pages have to be asked for by address: of one block as large as most runs need, which is free again at once.
-    library.malloc.restype = ctypes.c_void_p
-    size = available_bytes(torch.device("cpu")) // 2
-    if block := library.malloc(ctypes.c_size_t(size)):
+    _allocator.mallopt(_MMAP_MAX, 0)
+    _allocator.mallopt(_TRIM_THRESHOLD, -1)
+    # Huge pages have to be asked for by address: of a block that is free again at once.
+    _allocator.malloc.restype = ctypes.c_void_p
+    if block := _allocator.malloc(ctypes.c_size_t(size)):
         first = -(-block // _HUGE_PAGE) * _HUGE_PAGE
-        whole = (block + size - first) // _HUGE_PAGE * _HUGE_PAGE
-        library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _USE_HUGE_PAGES)
-        library.free(ctypes.c_void_p(block))
+        whole = max(0, block + size - first) // _HUGE_PAGE * _HUGE_PAGE
+        _allocator.madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _USE_HUGE_PAGES)
+        _allocator.free(ctypes.c_void_p(block))
 
 
 def release_kept_memory() -> None:
-    """Return to the system what the C library of Linux keeps."""
-    if hasattr(library := _c_library(), "malloc_trim"):
-        library.malloc_trim(ctypes.c_size_t(0))
-
-
-def _c_library() -> Any:
-    return ctypes.CDLL(None) if os.name == "posix" else None
+    """Return to the system what ``keep_freed_memory`` keeps, and keep no more."""
+    if _allocator:
+        _allocator.mallopt(_MMAP_MAX, 65536)  # glibc's own, as the next
+        _allocator.mallopt(_TRIM_THRESHOLD, 128 * 1024)
+        _allocator.malloc_trim(ctypes.c_size_t(0))
 
 
 def seed_everything(seed: int) -> None:

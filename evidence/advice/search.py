@@ -95,8 +95,8 @@ class Search:
         Raises:
             RunError: no candidate works.
         """
-        self._try("reference", Candidate())
-        if self.space.in_fp32:
+        default = self._try("reference", Candidate())
+        if self.space.in_fp32 and default and default.times:  # else it would be what others are compared with
             self._try("beside it", self.space.in_fp32)
         singles = self.space.singles()
         for number, candidate in enumerate(singles, 1):

@@ -17,7 +17,7 @@ from evidence.memory.trial import peak_of
 from evidence.runs import merge_overrides
 from evidence.stopwatch import steps_of, stopwatch
 from trainer.config.schema import Config
-from trainer.hardware import keep_freed_memory
+from trainer.run.fit import keep_memory
 from trainer.trainer import Trainer
 
 COMPILED = "compiled"
@@ -66,9 +66,9 @@ def measure(config: Config, blocks: int) -> Times:
     """Return the times of a config in this process."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    keep_freed_memory()  # as in training
     # No run is that long: the data and the schedule must not end while blocks are taken.
     trainer = Trainer.from_config(replace(config, steps=10**7, epochs=None))
+    keep_memory(trainer.plan, trainer.hardware, trainer.world, trainer.datasets)  # as in training
     block = stopwatch(steps_of(trainer), trainer.device)
     first_s = [block(1), block(1)]
     while sum(first_s[1:]) < WARM_UP_S and len(first_s) < 10:

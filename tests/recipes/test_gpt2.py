@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes import language
 from recipes.gpt2 import GPT2, SHAPES, Shape
 from recipes.language import LossHead, TokenWindows, torch_can_chunk
-from tests.helpers import same_bits, trainer_of
+from tests.helpers import trainer_of
 from trainer.data.contract import SampleId
 from trainer.hardware import threads
 
@@ -60,28 +59,6 @@ def test_chunked_loss_equals_the_plain_one(mode: str, of_loss: float, of_gradien
     assert distance(chunked[0], plain[0]) < of_loss
     assert distance(chunked[1], plain[1]) < of_gradient
     assert distance(chunked[2], plain[2]) < of_gradient
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_loss_in_parts_has_torchs_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    head = LossHead(nn.Parameter(torch.randn(192, 16, dtype=dtype)), chunked=False, vocabulary=180)  # 12 of padding
-    hidden, targets = torch.randn(3, 101, 16, dtype=dtype), torch.randint(180, (3, 101))
-
-    def found(logits_of_a_part: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(language, "_LOGITS", logits_of_a_part)
-        own = hidden.clone().requires_grad_()
-        loss = head(own, targets) / 7
-        return [loss.detach(), *torch.autograd.grad(loss, [own, head.weight])]
-
-    parts: list[int] = []
-    of_parts = language._parts
-    monkeypatch.setattr(language, "_parts", lambda *all: (parts.append(1), of_parts(*all))[1])
-    whole = found(10**9)
-    assert not parts
-    assert same_bits(found(192 * 50), whole)  # the last part has 3 rows
-    assert same_bits(found(1), whole)
-    assert len(parts) == 4
 
 
 @pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])

@@ -162,8 +162,11 @@ def _replacement(overload: str) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         dtype, out = args[0].dtype, kwargs.get("out")
         chosen = _in_use.get(dtype)
-        alike = all(operand is None or operand.dtype is dtype for operand in (*args[:3], out))
-        if chosen is None or not alike or not _replaces(chosen, overload, args, kwargs):
+        if (
+            chosen is None
+            or any(operand is not None and operand.dtype is not dtype for operand in (*args[:3], out))
+            or not _replaces(chosen, overload, args, kwargs)
+        ):
             return own.call_boxed(keyset, *args, **kwargs)
         kwargs.pop("out", None)
         with torch._C.DisableTorchFunction():  # a mode, such as an operator policy, is for what the model calls
@@ -220,11 +223,12 @@ def _is_short(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return few and not dropout and kwargs.get("attn_mask") is None
 
 
+@torch.autocast("cpu", enabled=False)
 def _attention_gradients(*args: Any, scale: float | None = None, **mask: None) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value as torch's backward kernel of attention does; ``args`` are its.
 
-    Scores and their softmax are fp32, as in torch's kernel. (Dao et al., "FlashAttention", 2022, appendix B.2, has the
-    formulas.)
+    Scores, shares and their gradients are fp32, as in torch's kernel, and rounded once for the last matmuls. (Dao et
+    al., "FlashAttention", 2022, appendix B.2, has the formulas.)
     """
     upstream, query, key, value, _, _, _, causal = args
     heads, tokens, width = query.shape[1:]
@@ -237,8 +241,9 @@ def _attention_gradients(*args: Any, scale: float | None = None, **mask: None) -
         *(each.split(samples) for each in (upstream, query, key, value, *found)), strict=True
     ):
         g, q, k, v = (each.flatten(0, 1) for each in parts)
-        shares = (q.float().mul_(scale) @ k.float().mT).add_(future).softmax(2).to(q.dtype)
-        slopes = torch._softmax_backward_data(g @ v.mT, shares, 2, q.dtype).mul_(scale)
+        shares = (q.float().mul_(scale) @ k.float().mT).add_(future).softmax(2)
+        slopes = torch._softmax_backward_data(g.float() @ v.float().mT, shares, 2, torch.float32).mul_(scale)
+        shares, slopes = shares.to(q.dtype), slopes.to(q.dtype)
         for gradient, flat in ((dq, slopes @ k), (dk, slopes.mT @ q), (dv, shares.mT @ g)):
             gradient.copy_(flat.view(gradient.shape))
     return found

@@ -21,10 +21,12 @@ from mantissa.display import quantity
 from mantissa.formats import FP8, FP32, NUMBERS, TF32, Number
 from mantissa.memory import available_bytes
 from trainer.cache import cached, forget
-from trainer.hardware import CPU, CUDA, UNAVAILABLE, Hardware, threads
+from trainer.hardware import CPU, CUDA, UNAVAILABLE, Hardware
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
+_FEW_WEIGHTS = 2**24
+"""A layer with more is not timed: it would take seconds."""
 _LARGEST_ON_CPU = 4096
 _ENOUGH_S = 0.005
 """What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
@@ -100,15 +102,19 @@ def slower_than_fp32(model: nn.Module, dtype: torch.dtype, name: str, flop: floa
 def _casts_ms(model: nn.Module, dtype: torch.dtype) -> float:
     """Return the milliseconds that autocast adds to a training pass over few rows, each weight in a linear layer.
 
-    Of each shape one is timed, on one thread and by CPU time, so that other processes matter little.
+    Of each shape one is timed, by CPU time, so that other processes matter little.
     """
-    added, weights = 0.0, [weight for weight in model.parameters() if weight.ndim > 1]
-    for (rows, columns), count in Counter((len(each), each.numel() // len(each)) for each in weights).items():
+    # What multiplies has a bias, if only None; an embedding, of which autocast casts nothing, has none.
+    found = [getattr(each, "weight", None) for each in model.modules() if hasattr(each, "bias")]
+    weights = [each for each in found if isinstance(each, Tensor) and each.ndim > 1 and 0 < each.numel() < _FEW_WEIGHTS]
+    sizes = Counter((len(each), each.numel() // len(each)) for each in weights)
+    added = 0.0
+    for (rows, columns), count in sizes.items():
         x, weight = (torch.ones(size, columns, requires_grad=True) for size in (8, rows))
         seconds = [math.inf, math.inf]
         for enabled in (False, True) * 5:  # the first passes of a process take longer
             began = time.thread_time()
-            with threads(1), torch.autocast("cpu", dtype, enabled):
+            with torch.autocast("cpu", dtype, enabled):
                 F.linear(x, weight).sum().backward()
             seconds[enabled] = min(seconds[enabled], time.thread_time() - began)
         added += 1e3 * count * max(0.0, seconds[True] - seconds[False])

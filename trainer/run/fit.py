@@ -17,7 +17,7 @@ from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, first_line
-from trainer.hardware import Hardware, release_kept_memory
+from trainer.hardware import CPU, Hardware, keep_freed_memory, release_kept_memory
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.recipe import Decision, Recipe
@@ -49,9 +49,7 @@ def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: Worl
     Raises:
         OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
     """
-    free = available_bytes(hardware.device)
-    if world.size > 1 and not hardware.is_gpu:
-        free //= launched_local_rank()[1]  # the processes of a machine share its memory
+    free = _free_bytes(hardware, world)
     free = -world.all_reduce_max(-free)
     size, why, saving = world.run_on_main(partial(_fitting, config, plan, hardware, datasets, free))
     chosen = replace(plan.config, recipe=plan.config.recipe.chosen(saving))
@@ -65,7 +63,8 @@ def _fitting(
     """Return the microbatch, why it is another one (empty: it is not), and the recipe's options that save memory."""
     batching, usable = plan.batching, int(USABLE * free)
     size, saving = batching.micro_batch_size, config.recipe.memory_overrides() if hardware.is_gpu else []
-    if needs_little(plan, datasets, free) is not False:
+    rough = rough_bytes(plan.config.recipe, datasets, size)
+    if rough is None or rough < free / 2:
         return size, "", []
     log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
     try:
@@ -97,10 +96,20 @@ def _fitting(
     )
 
 
-def needs_little(plan: Plan[Config], datasets: Datasets, free: int) -> bool | None:
-    """Return whether a step certainly needs less than half of the free memory; None: that cannot be told quickly."""
+def _free_bytes(hardware: Hardware, world: World) -> int:
+    free = available_bytes(hardware.device)
+    shared = world.size > 1 and not hardware.is_gpu  # by the processes of a machine
+    return free // launched_local_rank()[1] if shared else free
+
+
+def keep_memory(plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> None:
+    """Keep the memory of freed tensors where a step on a CPU needs, roughly counted, less than half of what is free."""
+    if hardware.kind is not CPU:
+        return
     rough = rough_bytes(plan.config.recipe, datasets, plan.batching.micro_batch_size)
-    return None if rough is None else rough < free / 2
+    free = _free_bytes(hardware, world)
+    if rough is not None and rough < free / 2:
+        keep_freed_memory(min(2 * rough, free // 2))
 
 
 def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
 from functools import partial
@@ -60,9 +59,10 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     trainer.observe(flops, modules)
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
     samples = trainer.plan.batching.micro_batch_size
-    flop = math.inf if unknown else flops.total * samples / min(2, samples)
+    flop = flops.total * samples / min(2, samples)
     effective["slower_than_fp32"] = ""
-    if (dtype := precision.format.autocast) and hardware.device.type == "cpu" and config.compile.mode == "off":
+    on_cpu, dtype = hardware.device.type == "cpu", precision.format.autocast
+    if dtype and on_cpu and config.compile.mode == "off" and not unknown:
         effective["slower_than_fp32"] = slower_than_fp32(trainer.model, dtype, name, flop, effective["matmul_tflops"])
     return found | {"modules": modules.modules()}, Utilisation(
         flops_per_unit=per_unit,

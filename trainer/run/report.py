@@ -117,8 +117,8 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
     before = read_object(folder / PRECISION_FILE).get("effective")
     if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
         found.append(
-            "operators that use fp32 arithmetic are not those from before the resume, because the processor or "
-            "precision.kernels differs: results differ by rounding"
+            "some 16-bit operators have other kernels than before the resume, because the processor, precision.kernels "
+            "or the version differs: results differ by rounding"
         )
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
     if plan.batching.batch_size > samples:

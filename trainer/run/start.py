@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from mantissa.display import size
-from mantissa.memory import available_bytes
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
@@ -27,10 +26,10 @@ from trainer.config.step import Plan
 from trainer.data.contract import Datasets
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
 from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
-from trainer.hardware import CPU, detect, keep_freed_memory, threads
+from trainer.hardware import detect, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
-from trainer.run.fit import REMEDY, fit_plan, needs_little, ran_out, release_memory
+from trainer.run.fit import REMEDY, fit_plan, keep_memory, ran_out, release_memory
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
@@ -116,8 +115,7 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
             gc.freeze()
             stack.callback(gc.unfreeze)
         gc.enable()
-        if hardware.kind is CPU and needs_little(plan, datasets, available_bytes(hardware.device)):
-            keep_freed_memory()
+        keep_memory(plan, hardware, world, datasets)
         terminal.note("building the model …")
         run = None
         try:

@@ -305,7 +305,7 @@ ATTENTION: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("spread", [1.0, 4.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("case", ATTENTION)
-def test_gradients_of_short_attention_are_about_as_exact_as_torchs(
+def test_gradients_of_short_attention_are_as_exact_as_torchs(
     case: str, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, options = ATTENTION[case]
@@ -328,7 +328,7 @@ def test_gradients_of_short_attention_are_about_as_exact_as_torchs(
     for name, one, other, true in zip("qkv", mended, own, exact, strict=True):
         assert (one.dtype, one.stride()) == (BF16, other.stride()), name
         errors = [(each.double() - true).norm() for each in (one, other)]
-        assert errors[0] <= 1.6 * errors[1] + 1e-6, (name, errors)
+        assert errors[0] <= 1.1 * errors[1] + 1e-6, (name, errors)
 
 
 @pytest.mark.parametrize(
