@@ -23,10 +23,8 @@ from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware, threads
 from trainer.recipe import DataSource, Decision, LossOutput
 
-_SAMPLE_TOKENS, _FEWEST_TOKENS = 64, 8
+_SAMPLE_TOKENS = 64
 _SAMPLE_S = 2.0
-_SHARED_FROM = 50_000_000
-"""Weights of a model of which one token is enough work for several threads."""
 _CAUSAL = "sdpa_causal"
 
 
@@ -207,25 +205,17 @@ class LanguageRecipe(SizedRecipe):
         """Return the weights that ``export`` wrote, by their names in the model."""
         return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
 
-    def closing_text(
-        self,
-        model: LanguageModel,
-        datasets: TextDatasets,
-        device: torch.device,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> str:
-        """Show a short sample of generated text: as much as fits into two seconds by the clock."""
+    def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
+        """Show a short sample of generated text: as much as fits into two seconds."""
         tokenizer = datasets.tokens.tokenizer
         start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
         torch.manual_seed(0)
-        tokens, past, until = prompt, None, clock() + _SAMPLE_S
+        tokens, past, until = prompt, None, time.monotonic() + _SAMPLE_S
         written: list[int] = []
-        # A token of a small model is too little work to share: where CPUs are busy, threads wait for each other.
-        is_small = sum(weight.numel() for weight in model.parameters()) < _SHARED_FROM
-        with threads(1 if is_small else None):
-            while len(written) < length and clock() < until:
+        with threads(1):  # a token is little work to share: where CPUs are busy, threads wait for each other
+            while len(written) < length and time.monotonic() < until:
                 output = model.network.base_model(tokens, past_key_values=past, use_cache=True)
                 logits = model.network.lm_head(output.last_hidden_state[:, -1])[:, : tokenizer.vocab_size].float()
                 if not logits.isfinite().all():
@@ -233,7 +223,5 @@ class LanguageRecipe(SizedRecipe):
                 top, ids = logits.topk(min(40, logits.shape[-1]))
                 tokens, past = ids.gather(1, torch.multinomial(top.softmax(-1), 1)), output.past_key_values
                 written.append(int(tokens))
-        if len(written) < min(length, _FEWEST_TOKENS):
-            return f"no generated sample: {_SAMPLE_S:g} s were enough for {len(written)} of {length} tokens"
         cut = f", {len(written)} of {length} tokens because {_SAMPLE_S:g} s were over," * (len(written) < length)
         return f"a generated sample{cut} after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
