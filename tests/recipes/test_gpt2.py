@@ -163,7 +163,7 @@ def test_the_generated_sample_takes_two_seconds_at_most(
         used.append(torch.get_num_threads())
         return next(times)
 
-    monkeypatch.setattr(language.time, "monotonic", clock)
+    monkeypatch.setattr("recipes.language.time", SimpleNamespace(monotonic=clock))
     with torch.no_grad(), threads(2):
         text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
         assert (used[0], {*used[1:]}, torch.get_num_threads()) == (2, {1}, 2)
