@@ -70,7 +70,9 @@ def fitted(fit: Fit, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop
 def accelerate(workload: Workload, folder: Path) -> Loop:
     """Return the loop of accelerate's quick tour."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # which holds the precision of the job before
     precision = "bf16" if workload.in_bf16 else "no"
     accelerator = Accelerator(mixed_precision=precision, cpu=workload.device.type == "cpu")
     plain = workload.model()
@@ -278,7 +280,7 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
 
 
 def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[Row]:
-    """Measure step and peak memory of each framework and of the trainer, over those of a loop written by hand.
+    """Measure a step of each framework and of the trainer, over one of a loop written by hand; and say its memory.
 
     All loops are in one process, and take turns: they have the same kernels and the same allocator.
     """
@@ -296,6 +298,7 @@ def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framewo
     baseline = first_steps(partial(bare, workload), device)
     way = _distance(baseline.weights, workload.weights)
     titles: dict[str, str] = {}
+    beside: dict[str, str] = {}
     timed: list[Framework] = []
     for name, known, note, make in _loops(config, bench, workload, frameworks):
         title = f"{job.name} {mode}, {{}} of {name} {known}".rstrip() + " / bare loop"
@@ -307,9 +310,9 @@ def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framewo
         drift = _distance(first.weights, baseline.weights) / way
         said = f"; after {PEAK_STEP} steps its weights differ by {drift:.2%} of the distance that the bare loop's moved"
         said = ("" if drift < ALIKE else "; NOT the same training") + said + (f"; {note}" if note else "")
-        titles[name] = title
-        measured = f"third step, by {memory_is_by(device)}{said}"
-        yield Row(title.format("peak memory"), "x", [first.peak_bytes / baseline.peak_bytes], measured)
+        titles[name] = title.format("step")
+        peak = f"{first.peak_bytes / baseline.peak_bytes:.3f}x"
+        beside[name] = f"peak memory of the third step {peak}, by {memory_is_by(device)}{said}"
         timed += [framework for framework in frameworks if framework.name == name]
 
     def blocks(workload: Workload) -> dict[str, Block]:
@@ -318,8 +321,8 @@ def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framewo
     times = alternate(bench, job, options, blocks)
     for name, title in titles.items():
         key = "trainer" if name == MANTISSA else name
-        how = f"{job.line(*options)}; {job.steps * job.rounds} steps a repeat"
-        yield Row(title.format("step"), "x", ratios(times, key, "bare"), how)
+        how = f"{job.line(*options)}; {job.steps * job.rounds} steps a repeat; {beside[name]}"
+        yield Row(title, "x", ratios(times, key, "bare"), how)
 
 
 def _loops(
