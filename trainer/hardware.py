@@ -230,8 +230,8 @@ def _cpu_flags() -> frozenset[str]:
 def keep_freed_memory(size: int) -> None:
     """Let the C library of Linux keep the memory of freed tensors for the next ones, ``size`` bytes in huge pages.
 
-    It would return large blocks to the system, so that new tensors begin with page faults: on a CPU a fifth of a step
-    and more. Nothing changes where a variable of the environment tunes the allocator or loads another.
+    It would return large blocks to the system, so that new tensors begin with page faults: up to a quarter of a step on
+    a CPU. Nothing changes where a variable of the environment tunes the allocator or loads another.
     """
     others = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     if not _allocator or any(name.startswith(others) for name in os.environ):
