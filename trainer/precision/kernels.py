@@ -30,7 +30,7 @@ UNSEEN = "native, but fp32 for taps that see only padding"
 lie outside of the image at every position (docs/precision.md)."""
 MENDED = "native, but fp32 for taps that see only padding, matmuls for gradients of short attention"
 """The same, and gradients of attention over few tokens by matmuls: torch's kernel multiplies one small block after
-another, which in bf16 took 1.3 (256 tokens) to 5 times (64) as long, on a Xeon with AMX (torch 2.15)."""
+another, which in bf16 took 1.15 (256 tokens) to 4 times (64) as long, on a Xeon with AMX (torch 2.15)."""
 CONVOLUTIONS = "native, but fp32 for convolutions"
 """torch's own kernels, but for fp16 convolutions where the CPU has no AMX for fp16: oneDNN computes their gradients by
 its reference code there; those of weights took 80 times as long as in fp32 and more, on a Xeon with avx512_fp16."""

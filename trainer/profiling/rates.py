@@ -104,7 +104,7 @@ def _casts_ms(model: nn.Module, dtype: torch.dtype) -> float:
 
     Of each shape one is timed, by CPU time, so that other processes matter little.
     """
-    # What multiplies has a bias, if only None; an embedding, of which autocast casts nothing, has none.
+    # Layers that multiply have a bias, though it may be None. Embeddings, which autocast does not cast, have none.
     found = [getattr(each, "weight", None) for each in model.modules() if hasattr(each, "bias")]
     weights = [each for each in found if isinstance(each, Tensor) and each.ndim > 1 and 0 < each.numel() < _FEW_WEIGHTS]
     sizes = Counter((len(each), each.numel() // len(each)) for each in weights)

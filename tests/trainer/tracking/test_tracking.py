@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,12 +76,18 @@ def test_mlflow_is_not_imported_before_the_first_line(
     lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[int] = []
-    monkeypatch.setattr(Follower, "run", lambda self: began.append(len(strict_lines(tmp_path / "metrics.jsonl"))))
+    start = Follower.start
+
+    def started(follower: Follower) -> None:
+        began.append(len(strict_lines(tmp_path / "metrics.jsonl")))
+        start(follower)
+
+    monkeypatch.setattr(Follower, "start", started)
+    monkeypatch.setattr(Follower, "run", lambda self: None)
     log = open_log(tmp_path)
     assert not began
     for step in range(lines):
         log.append(step, {"loss": 1.0})
-        time.sleep(0.01)
     log.close("FINISHED", {})
     assert began == [min(lines, 1)]
 
