@@ -238,7 +238,9 @@ def _update(first: FirstStep, format: Format | None, rows: dict[str, str]) -> It
     for eps in {group.get("eps") for group in first.optimizer.param_groups if _adds_in_fp16(group)}:
         cure = "keep fp32 weights, or set eps=1e-4"
         yield f"The optimizer's eps={eps:g} is 0 in float16, so that updates may be infinite: {cure}."
-    if low := [f"{name} ({key})" for name, key, dtype, held in state if held.itemsize < dtype.itemsize]:
+    meant = getattr(first.optimizer, "state_dtype", None)  # of one that keeps fewer bits on purpose
+    narrow = [each for each in state if each[3].itemsize < each[2].itemsize and each[3] != meant]
+    if low := [f"{name} ({key})" for name, key, *_ in narrow]:
         yield f"The optimizer's state of {listed(low)} has fewer bits than weights: make it after the model is cast."
 
 

@@ -277,6 +277,10 @@ recipe=bignet precision=bf16 scaler=static
 recipe=bignet precision=fp16_pure optimizer.name=NAdam
 recipe=bignet precision=fp16_pure optimizer=adamw optimizer.fused=false
 recipe=bignet optimizer=muon diagnostics=numerics
+recipe=bignet optimizer.state=int4
+recipe=bignet optimizer.state=bf16 precision=bf16_pure
+recipe=bignet optimizer.state=bf16 optimizer=sgd
+recipe=bignet optimizer.state=bf16 +optimizer.options.amsgrad=true
 recipe=bignet checkpoint=none checkpoint.save_on_signal=[USR1]
 recipe=bignet checkpoint.save_on_signal=[KILL]
 recipe=bignet tracking.register=a/b

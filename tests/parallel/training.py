@@ -36,6 +36,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "lion": ("optimizer=lion", "optimizer.lr=1e-3"),
     "lamb bf16_master": ("optimizer=lamb", "precision=bf16_master"),
     "adafactor": ("optimizer=adafactor",),
+    "bf16 state": ("optimizer.state=bf16", "optimizer.layer_decay=0.8"),
+    "bf16 state bf16_master": ("optimizer.state=bf16", "precision=bf16_master"),
     "average": ("ema=default", "ema.decay=0.5"),
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
     **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},

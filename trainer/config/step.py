@@ -115,7 +115,7 @@ class StepConfig:
         self.scaler.check(self.precision.format)
         self.precision.check_operators()
         self.parallel.check(self.precision)
-        self.optimizer.check(self.parallel.kind)
+        self.optimizer.check(self.parallel.kind, self.precision.format)
         self.data.augmented(self.augment)  # refuses what has no effect
         self.augment.check(self.recipe)
 

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import UserError, check_range, nearest
+from mantissa.formats import BF16, Format
+from trainer.errors import UserError, check_choice, check_range, nearest
 from trainer.hardware import kind_of
 from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
+
+AUTO = "auto"
+"""The value of ``optimizer.state`` with which the state has the dtype of the weights."""
 
 
 @dataclass
@@ -36,6 +40,8 @@ class Optimizer:
     """Layer-wise learning-rate decay: factor from each block to the one below, starting with 1 at the head; null: 1."""
     fused: bool = True
     """Use torch's fused kernel for the update, where there is a sound one for this device, these dtypes and options."""
+    state: str = AUTO
+    """AdamW's moments: auto: in the dtype of the weights that it updates; bf16: half the memory beside fp32 weights."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer class, such as ``betas`` or ``momentum``."""
 
@@ -45,6 +51,11 @@ class Optimizer:
         if self.layer_decay is not None:
             check_range("optimizer.layer_decay", self.layer_decay, "(0, 1]")
         check_patterns(self.groups)
+        check_choice("optimizer.state", self.state, (AUTO, BF16.name))
+        if self.state != AUTO and self.name != "AdamW":
+            raise UserError(
+                f"optimizer.state={self.state} is for AdamW, not for {self.name}; remove it, or use optimizer=adamw"
+            )
         accepted = accepted_options(optimizer_class(self.name))
         for option in self.options:
             if option in ("lr", "weight_decay", "fused"):
@@ -54,9 +65,13 @@ class Optimizer:
                     f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}; "
                     f"leave it out, or, where the YAML sets it, remove it with ~optimizer.options.{option}"
                 )
+            if self.state != AUTO and option not in ("betas", "eps"):
+                raise UserError(
+                    f"optimizer.options.{option} has no effect with optimizer.state={self.state}; remove one of them"
+                )
 
-    def check(self, parallel: str) -> None:
-        """Check that it can train with this choice of ``parallel``.
+    def check(self, parallel: str, format: Format) -> None:
+        """Check that it can train with this choice of ``parallel``, and this format.
 
         Raises:
             UserError: it cannot.
@@ -65,6 +80,11 @@ class Optimizer:
             raise UserError(
                 "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute for "
                 "shards; use parallel=ddp, or another optimizer"
+            )
+        if self.state != AUTO and format.only_half:
+            raise UserError(
+                f"optimizer.state={self.state} is for fp32 weights or masters, and precision={format.name} has "
+                "neither: its state is 16-bit already; remove it, or use another precision"
             )
 
     def build(
@@ -90,6 +110,10 @@ class Optimizer:
             raise UserError("every parameter is frozen, so there is nothing to train; freeze fewer of them")
         if self.fused and self._takes_fused(cls, parameters, device):
             keywords["fused"] = True
+        if self.state != AUTO:
+            from trainer.optim.low_state import AdamWBf16
+
+            cls = AdamWBf16
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:

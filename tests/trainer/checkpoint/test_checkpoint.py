@@ -51,6 +51,7 @@ class Net(nn.Module):
 OPTIMIZERS = {
     "adamw": Optimizer("AdamW", weight_decay=0.1, options={"betas": [0.9, 0.95]}),
     "adamw unfused": Optimizer("AdamW", fused=False),
+    "adamw with bf16 state": Optimizer("AdamW", weight_decay=0.1, state="bf16"),
     "sgd": Optimizer("SGD", lr=0.1, options={"momentum": 0.9, "nesterov": True}),
     "plain sgd": Optimizer("SGD", lr=0.1),
     "rmsprop": Optimizer("RMSprop", options={"momentum": 0.9}),

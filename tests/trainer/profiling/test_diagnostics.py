@@ -57,6 +57,7 @@ class Training:
         scale: float | None = None,
         clip: Clip | None = None,
         fused: bool | str = "auto",
+        state: str = "auto",
         **options: Any,
     ) -> None:
         self.net = Net()
@@ -64,7 +65,7 @@ class Training:
         precision.convert(self.net, CPU)
         self.masters = masters_of(FORMATS[mode], self.net, 0)
         changed = self.masters or self.net
-        self.optimizer = Optimizer(name, lr=lr, fused=fused, options=options).build(changed, CPU)
+        self.optimizer = Optimizer(name, lr=lr, fused=fused, state=state, options=options).build(changed, CPU)
         scaled = LossScale(CPU, scale)
         self.update = Update(self.optimizer, changed.parameters(), scaled, clip or Clip(), self.masters)
         self.meter = UpdateMeter(self.net, self.optimizer, precision.half, self.masters, self.update.clip)
@@ -100,6 +101,7 @@ def after(training: Training, steps: int) -> dict[str, Counts]:
     [
         ("fp32", "AdamW", {"clip": ClipNorm(0.01)}),
         ("bf16", "AdamW", {}),
+        ("bf16", "AdamW", {"state": "bf16", "clip": ClipNorm(0.01)}),
         ("bf16_master", "AdamW", {"clip": ClipNorm(0.01)}),
         ("fp16_master", "AdamW", {"scale": 256.0}),
         ("fp32", "SGD", {"lr": 1e-2, "clip": ClipNorm(0.1), "momentum": 0.9}),
@@ -172,9 +174,13 @@ def test_a_skipped_step_is_not_measured(mode: str) -> None:
     assert set(training.measured()) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
 
 
-@pytest.mark.parametrize("mode", ["fp16", "fp16_pure", "bf16_sr", "bf16_master"])
-def test_measured_steps_train_the_same_to_the_last_bit(mode: str) -> None:
-    plain, metered = (Training(mode, scale=2.0**16 if "fp16" in mode else None, clip=ClipNorm(0.5)) for _ in range(2))
+@pytest.mark.parametrize(
+    ("mode", "state"),
+    [*((mode, "auto") for mode in ("fp16", "fp16_pure", "bf16_sr", "bf16_master")), ("fp16", "bf16")],
+)
+def test_measured_steps_train_the_same_to_the_last_bit(mode: str, state: str) -> None:
+    scale = 2.0**16 if "fp16" in mode else None
+    plain, metered = (Training(mode, scale=scale, clip=ClipNorm(0.5), state=state) for _ in range(2))
     random = torch.get_rng_state()
     metered.update.meter = metered.meter
     for number in range(4):

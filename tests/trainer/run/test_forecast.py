@@ -36,6 +36,7 @@ BIGNET = ("recipe=bignet", "recipe.width=128", "recipe.layers=6", "data.samples=
         (RESNET, "precision=fp16"),
         *((BIGNET, f"precision={mode}") for mode in ("fp32", "bf16_sr", "fp16_pure")),
         (BIGNET, "precision=bf16_master optimizer=muon"),
+        (BIGNET, "optimizer.state=bf16"),
         # These read numbers from tensors.
         (BIGNET, "optimizer=adafactor"),
         (BIGNET, "optimizer=lamb"),
