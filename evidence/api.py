@@ -24,7 +24,7 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
             ``name=…``, ``output_dir=…``; and overrides.
 
     Returns:
-        The content of comparison.json: below ``arms`` each with its ``quality``, ``speed`` and ``memory``.
+        The content of comparison.json: below ``arms`` each with its ``quality``, ``speed``, ``memory`` and ``reach``.
 
     Raises:
         UserError: an arm or an option cannot work, or another comparison has this name.

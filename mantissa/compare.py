@@ -25,6 +25,8 @@ from mantissa.statistics import (
     look_level,
     mean_interval,
     ratio_interval,
+    ratio_intervals,
+    steps_to,
 )
 
 NOT_JUDGED = "NOT JUDGED"
@@ -39,12 +41,20 @@ METHOD = (
     "with several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
     "5 %. The interval beside a verdict is the one that decided."
 )
+EQUAL_LOSS = (
+    "Equal loss is the baseline's final loss of the same seed, within the margin. It is reached where the lowest loss "
+    "so far first is as low, interpolated between two evaluations; by the baseline, too, so that equal arms have a "
+    "ratio of 1. Where not every seed gets there, there is no ratio. Intervals are of 96 % at the first look, and "
+    "wider with more arms (Holm) and looks, so that the chance that any wrongly excludes 1 is 5 %."
+)
 _WALL = "Wall times are of whole runs, their start included; other work on the machine is not taken out."
 
 Item = TypeVar("Item")
 Round = TypeVar("Round")
 Losses = Mapping[int, float | None]
 """Final losses of an arm by seed, lower is better. Not finite: the run diverged. None: it failed."""
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Steps of a run's evaluations and the losses there, lower is better; none of a run that diverged."""
 Look = dict[str, Any]
 """``seeds``, and ``ended``, arm and seed of every run that had ended, of each report that judged an arm."""
 
@@ -234,6 +244,95 @@ def judge_and_keep(arms: Mapping[str, Losses], margin: float, store: Store) -> t
             store.add("look", look)
             return [*looks, look], found
     return looks, judge(arms, margin, looks)
+
+
+@dataclass
+class Reach:
+    """How far an arm trains until its loss is the baseline's final one."""
+
+    steps: dict[int, float | None] = field(default_factory=dict)
+    """Step that reaches it, by seed; None: none does."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Seconds of training up to that step, by seed; empty: the arm is not timed."""
+    steps_ratio: Interval | None = None
+    """Over the baseline's own steps; None: not reached with each seed, or not judged."""
+    seconds_ratio: Interval | None = None
+    missed: str = ""
+    """In how many of the runs it is reached; empty: in all, or that is not judged."""
+    why: str = ""
+    """Reason why it is not judged although the final losses are, and what to do."""
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """Steps and time, as a table has them."""
+        if not self.steps_ratio:
+            return self.missed or NOT_JUDGED, ""
+        return times(self.steps_ratio), times(self.seconds_ratio) if self.seconds_ratio else NOT_JUDGED
+
+    def sentence(self, baseline: str) -> str:
+        """Return what it takes, in a sentence; empty: that is not judged."""
+        if self.missed:
+            return f"The final loss of {baseline} is {self.missed}."
+        amounts = (("steps", "fewer", self.steps_ratio), ("time", "less", self.seconds_ratio))
+        told = [_change(name, less, ratio) for name, less, ratio in amounts if ratio]
+        return f"To the final loss of {baseline}: {', '.join(told)}." if told else ""
+
+
+def _change(name: str, less: str, ratio: Interval) -> str:
+    if not ratio.excludes(1):
+        return f"no clear difference in {name}"
+    return f"{abs(100 * (ratio.mean - 1)):.2g} % {less if ratio.mean < 1 else 'more'} {name}"
+
+
+def reach(
+    curves: Mapping[str, Mapping[int, Curve]],
+    verdicts: Mapping[str, Quality],
+    margin: float,
+    look: int,
+    step_s: Mapping[str, Mapping[int, float]],
+) -> dict[str, Reach]:
+    """Return how far every arm trains until its loss is the baseline's final one of the same seed, within the margin.
+
+    Without the margin, every second run of an equal arm would end just short of it. The baseline's own steps, too, are
+    those to the first time that its loss is as low (see ``steps_to``), so that noise favours neither.
+
+    A ratio is of all seeds or of none: those that reach it are the lucky ones. The chance that the interval of any arm
+    wrongly excludes 1, at any look, is at most 5 % for the steps, and for the time likewise.
+
+    Args:
+        curves: by label and seed, without the runs that failed. The first is the baseline.
+        verdicts: on the final losses. Where there is none, the steps are not judged, either.
+        margin: relative difference that is too small to matter.
+        look: how often the arms have been judged, this time included.
+        step_s: seconds of a training step by label and seed; arms that are not timed are left out.
+    """
+    baseline, *others = curves
+    ends = {seed: losses[-1] for seed, (_, losses) in curves[baseline].items() if len(losses)}
+    goals = {seed: loss + margin * abs(loss) for seed, loss in ends.items() if math.isfinite(loss)}
+    found: dict[str, Reach] = {}
+    for label, own in curves.items():
+        steps = {seed: steps_to(goal, *own[seed]) for seed, goal in goals.items() if seed in own}
+        times_s = step_s.get(label, {})
+        found[label] = Reach(steps, {seed: step * times_s[seed] for seed, step in steps.items() if step and times_s})
+    tested: list[str] = []
+    for label in others:
+        arm, count = found[label], sum(step is not None for step in found[label].steps.values())
+        if verdicts[label].verdict == NOT_JUDGED:
+            continue
+        if count < len(goals):
+            arm.missed = f"reached in {count} of {len(goals)}" if count else "not reached"
+        elif any(found[each].steps[seed] == curves[each][seed][0][0] for each in (baseline, label) for seed in goals):
+            arm.why = "the first evaluation is as low already; evaluate more often"
+        else:
+            tested.append(label)
+    for amount in ("steps", "seconds"):
+        base = getattr(found[baseline], amount)
+        owns = {label: own for label in tested if base and (own := getattr(found[label], amount))}
+        ratios = [[value / base[seed] for seed, value in own.items()] for own in owns.values()]
+        intervals = ratio_intervals(ratios, len(others) - len(ratios), look)
+        for label, interval in zip(owns, intervals, strict=True):
+            setattr(found[label], f"{amount}_ratio", interval)
+    return found
 
 
 def too_few(pairs: int, planned: int) -> str:

@@ -60,14 +60,45 @@ def mean_interval(values: Sequence[float], level: float = 0.95, rounding: float 
     return Interval(mean, mean - half, mean + half, level, count)
 
 
-def ratio_interval(values: Sequence[float]) -> Interval:
-    """Return the geometric mean of positive ratios, and Student's 95 % interval of their logarithms, as ratios.
+def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
+    """Return the geometric mean of positive ratios, and Student's interval of their logarithms, as ratios.
 
     Raises:
         ValueError: see ``mean_interval``; or a ratio that is not positive.
     """
-    logs = mean_interval([math.log(value) for value in values])
+    logs = mean_interval([math.log(value) for value in values], level)
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.level, logs.count)
+
+
+def ratio_intervals(arms: Sequence[Sequence[float]], untested: int, look: int) -> list[Interval]:
+    """Return the geometric mean of each arm's ratios to one baseline, with an interval that excludes 1 if it differs.
+
+    The chance that any of the intervals excludes 1, where no arm differs, is at most 5 % over all looks: the levels are
+    Holm's and those of ``look_level``, as in ``equivalence``, so they are above 95 %.
+
+    Args:
+        arms: for each arm its positive ratios, one per pair.
+        untested: the number of further arms, which have no ratios.
+        look: how often the arms have been judged, this time included.
+    """
+    tests = [_Tested(np.log(_checked(ratios)), 0.0, 0.0).p_beyond for ratios in arms]
+    levels = holm([*tests, *[1.0] * untested], look_level(look))
+    return [ratio_interval(ratios, 1 - level) for ratios, level in zip(arms, levels, strict=False)]
+
+
+def steps_to(goal: float, steps: Sequence[float], values: Sequence[float]) -> float | None:
+    """Return the step at which the lowest value so far comes down to ``goal``; None: it never does.
+
+    Between two evaluations it falls linearly. It does not rise again, so that no noise takes back what was reached.
+    Values that are not finite are passed over.
+    """
+    finite = np.isfinite(values)
+    places, lowest = np.asarray(steps)[finite], np.minimum.accumulate(np.asarray(values)[finite])
+    reached = np.flatnonzero(lowest <= goal)
+    if not len(reached):
+        return None
+    around = slice(max(reached[0] - 1, 0), reached[0] + 1)
+    return float(np.interp(-goal, -lowest[around], places[around]))  # it takes what rises
 
 
 def equivalence(

@@ -110,7 +110,8 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
         outcomes = runner.run_all(arms, seeds)
         looks, qualities = judge_and_keep(losses(arms, outcomes), plan.margin, runner.store)
-        result = Result(plan, judge(arms, outcomes, qualities), outcomes, facts, looks, begun["key"], begun["began_s"])
+        judged = judge(arms, outcomes, qualities, plan.margin, len(looks))
+        result = Result(plan, judged, outcomes, facts, looks, begun["key"], begun["began_s"])
         write_json(folder / RESULT_FILE, result.to_dict())
     return result
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from evidence.measures import in_use, measured
-from evidence.runs import Arm, Outcome, redacted_arguments
-from mantissa.compare import Quality, too_few
+from evidence.runs import LOSS, Arm, Outcome, redacted_arguments
+from mantissa.compare import Curve, Quality, Reach, reach, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
 
 
@@ -40,6 +42,8 @@ class ArmResult:
     memory: Ratio
     """Peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
     quality: Quality
+    reach: Reach = field(default_factory=Reach)
+    """Steps and time to the baseline's final loss."""
     skipped_steps: int = 0
     arithmetic: str = ""
     """Reason why the speed of its own runs is not that of their format; empty: it is."""
@@ -47,13 +51,19 @@ class ArmResult:
     """What used fp32 arithmetic in it or in the baseline only, so that their speeds compare no formats."""
 
 
-def judge(arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality]) -> list[ArmResult]:
-    """Judge speed and memory of every arm beside its quality, in the order of ``arms``.
+def judge(
+    arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality], margin: float, look: int
+) -> list[ArmResult]:
+    """Judge speed and memory of every arm beside its quality, and what it takes to equal the baseline's.
+
+    The results are in the order of ``arms``.
 
     Args:
         arms: of the comparison, the baseline first.
         outcomes: of all runs, failed ones too.
         qualities: from ``mantissa.compare.judge``.
+        margin: that of the qualities.
+        look: number of the look, from 1 on.
     """
     by_arm = {arm.label: {run.seed: run for run in outcomes if run.arm == arm.label} for arm in arms}
     finished = {label: {seed: run for seed, run in runs.items() if run.finished} for label, runs in by_arm.items()}
@@ -78,12 +88,26 @@ def judge(arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality
             few, used = too_few(len(result.speed.ratios), len(runs)), in_use([*done.values(), *base.values()])
             result.speed.why = not_timed or "; ".join(filter(None, (few, used)))
         results.append(result)
+    curves = {label: {seed: _curve(run) for seed, run in runs.items() if run.ended} for label, runs in by_arm.items()}
+    step_s = {
+        result.label: {seed: run.summary["step_time_s"] for seed, run in finished[result.label].items()}
+        for result in results
+        if result.speed.values and not result.speed.why
+    }
+    reached = reach(curves, qualities, margin, look, step_s)
+    for result in results:
+        result.reach = reached[result.label]
     return results
 
 
 def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, float | None]]:
     """Return the final losses as ``mantissa.compare.judge`` takes them."""
     return {arm.label: {run.seed: measured(run, "loss") for run in outcomes if run.arm == arm.label} for arm in arms}
+
+
+def _curve(run: Outcome) -> Curve:
+    steps, values = run.series[LOSS] if run.finished else (np.array([]), np.array([]))
+    return steps.tolist(), values.tolist()
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:

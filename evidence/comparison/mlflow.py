@@ -88,6 +88,8 @@ def _update_parent(
 def _numbers(arm: ArmResult) -> dict[str, float]:
     sides = (("speed", arm.speed), ("memory", arm.memory))
     found = {f"{name}_ratio": side.ratio.mean for name, side in sides if side.ratio and not side.why}
+    reached = (("steps", arm.reach.steps_ratio), ("seconds", arm.reach.seconds_ratio))
+    found |= {f"{name}_to_equal_loss_ratio": ratio.mean for name, ratio in reached if ratio}
     if arm.quality.test:
         found["loss_difference"] = arm.quality.test.difference.mean
     return found

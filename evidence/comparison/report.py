@@ -8,13 +8,13 @@ from pathlib import Path
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.comparison.plots import figures
-from mantissa.compare import METHOD, NOT_JUDGED, about_looks, failures, times, with_level
+from mantissa.compare import EQUAL_LOSS, METHOD, NOT_JUDGED, about_looks, failures, times, with_level
 from mantissa.display import loss, mebibytes
 from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.statistics import Interval
 
-QUALITY = ("arm", "quality", "difference", "valid. loss")
-COST = ("arm", "speedup", "memory ratio", "throughput", "peak memory")
+QUALITY = ("arm", "quality", "difference", "steps to equal loss", "time to equal loss")
+COST = ("arm", "speedup", "memory ratio", "throughput", "peak memory", "valid. loss")
 
 
 def report(result: Result, plots: Sequence[Plot] = ()) -> Report:
@@ -40,11 +40,15 @@ def write_report(result: Result) -> list[Path]:
 
 
 def quality_rows(result: Result) -> list[tuple[str, ...]]:
-    """Return the head, and for each arm its verdict and its final validation loss."""
+    """Return the head, and for each arm its verdict, and what it takes to the baseline's final loss."""
     rows: list[tuple[str, ...]] = [QUALITY]
     for arm in result.arms:
-        values = _mean(None, arm.quality.values, loss)
-        rows.append((_label(result, arm), arm.quality.verdict, with_level(arm.quality.shown), values))
+        if arm.label == result.plan.baseline:
+            steps, seconds = arm.reach.steps.values(), arm.reach.seconds.values()
+            took = _mean(None, list(seconds), "{:.1f} s".format) if not arm.arithmetic else ""
+            rows.append((arm.label, "(baseline)", "", _mean(None, list(filter(None, steps)), "{:.0f}".format), took))
+        else:
+            rows.append((arm.label, arm.quality.verdict, with_level(arm.quality.shown), *arm.reach.cells))
     return rows
 
 
@@ -56,11 +60,11 @@ def cost_rows(result: Result) -> list[tuple[str, ...]]:
         rate += " in fp32 arithmetic" if arm.arithmetic else ""
         peak = _mean(arm.memory.value, arm.memory.values, lambda value: f"{mebibytes(value)} MiB")
         ratios = _ratio(result, arm, arm.speed), _ratio(result, arm, arm.memory)
-        rows.append((_label(result, arm), *ratios, rate, peak))
+        rows.append((arm.label, *ratios, rate, peak, _mean(None, arm.quality.values, loss)))
     base = next(arm for arm in result.arms if arm.label == result.plan.baseline)
     if len(base.speed.values) > 1:
         drift = f"{base.speed.values[-1] / base.speed.values[0]:.2f}x"
-        rows.append((f"drift of {base.label}", drift, "", "", ""))
+        rows.append((f"drift of {base.label}", drift, "", "", "", ""))
     return rows
 
 
@@ -83,6 +87,9 @@ def _told(result: Result, arm: ArmResult) -> str:
         not_judged.setdefault(arm.quality.why, []).append("validation loss")
     clauses = "; ".join(filter(None, (" and ".join(costs), loss_is)))
     parts = [f"{arm.label}{'' if costs else ':'} {clauses}." if clauses else f"{arm.label}:"]
+    parts += filter(None, [arm.reach.sentence(result.plan.baseline)])
+    if arm.reach.why:
+        not_judged.setdefault(arm.reach.why, []).append("steps to equal loss")
     if not_judged:
         reasons = (f"{' and '.join(names)} ({why})" for why, names in not_judged.items())
         parts.append(f"{NOT_JUDGED}: {'; '.join(reasons)}.")
@@ -138,11 +145,8 @@ def method(result: Result) -> list[str]:
         "their order alternates from seed to seed. Ratios are geometric means over the pairs, with Student's 95 % "
         "interval of the logarithms in brackets. docs/comparing.md says what is measured.",
         METHOD,
+        f"{EQUAL_LOSS} Time is the steps times the run's seconds per step of training, without start and evaluation.",
     ]
-
-
-def _label(result: Result, arm: ArmResult) -> str:
-    return f"{arm.label} (baseline)" if arm.label == result.plan.baseline else arm.label
 
 
 def _mean(interval: Interval | None, values: list[float], show: Callable[[float], str]) -> str:

@@ -52,6 +52,7 @@ def ended(
         "final": {"valid/loss": losses[-1]},
         "unit": "samples",
         "units_per_s": 100.0,
+        "step_time_s": 0.1,
         "peak_memory_bytes": sum((ledger or {}).values()) or None,
         "hardware": {"device": "cpu"},
         "skipped_steps": 0,
@@ -233,7 +234,7 @@ class Runs:
 
 
 def judged(arms: list[Arm], outcomes: list[Outcome]) -> list[ArmResult]:
-    return judge(arms, outcomes, engine.judge(losses(arms, outcomes), 0.003))
+    return judge(arms, outcomes, engine.judge(losses(arms, outcomes), 0.003), 0.003, 1)
 
 
 @pytest.fixture
@@ -350,6 +351,10 @@ def reported(tmp_path: Path) -> Callable[..., Result]:
     return make
 
 
+NOT_REACHED = "The final loss of fp32 is not reached."
+EQUAL = "To the final loss of fp32: no clear difference in steps, no clear difference in time."
+
+
 def cells(found: Result, arm: str) -> dict[str, str]:
     rows: dict[str, str] = {}
     for table in (quality_rows(found), cost_rows(found)):
@@ -361,19 +366,24 @@ def cells(found: Result, arm: str) -> dict[str, str]:
 def test_every_number_is_told_once(reported: Callable[..., Result]) -> None:
     found = reported(["fp32", "bf16"])
     base, bf16 = cells(found, "fp32"), cells(found, "bf16")
-    assert base["arm"] == "fp32 (baseline)"
+    assert (base["quality"], float(base["valid. loss"])) == ("(baseline)", pytest.approx(2.01, abs=0.01))
     assert re.fullmatch(r"[\d,]+ tokens/s ± \d+\.\d %", base["throughput"])
-    assert (base["speedup"], base["difference"], base["quality"]) == ("1", "", "")
+    assert (base["speedup"], base["difference"]) == ("1", "")
+    assert 1700 < int(base["steps to equal loss"]) < 2000
+    assert base["time to equal loss"].endswith(" s")
+    assert re.fullmatch(r"[01]\.\d\dx \[0\.\d\d, 1\.\d\d\]", bf16["steps to equal loss"])
     assert re.fullmatch(r"[12]\.\d\dx \[1\.\d\d, 2\.\d\d\]", bf16["speedup"])
     assert (bf16["peak memory"], bf16["memory ratio"], bf16["quality"]) == ("88.0 MiB", "1.100x", "EQUIVALENT")
     assert re.fullmatch(r"[+-]\d\.\d\d % \[[+-]\d\.\d\d, [+-]\d\.\d\d\] \(9\d %\)", bf16["difference"])
     low, high = map(float, re.findall(r"[+-]\d\.\d\d", bf16["difference"])[1:])
     assert -0.3 < low < high < 0.3  # the interval beside a verdict is the one that decided
     same, faster = "its validation loss is the same within 0.3 %.", "as fast as fp32 and needs"
-    assert lead(found) == [f"bf16 is {float(bf16['speedup'][:4]):.2g}x {faster} 10 % more memory; {same}"]
+    assert lead(found) == [f"bf16 is {float(bf16['speedup'][:4]):.2g}x {faster} 10 % more memory; {same} {EQUAL}"]
     assert re.fullmatch(r"[01]\.\d\dx", cost_rows(found)[-1][1])
     text = report(found).text()
-    assert max(map(len, columns(cost_rows(found)).splitlines())) <= 90
+    assert (
+        max(len(line) for rows in (quality_rows(found), cost_rows(found)) for line in columns(rows).splitlines()) <= 100
+    )
     assert [text.count(bf16[name]) for name in ("difference", "speedup", "throughput")] == [1, 1, 1]
     assert _cost("speed", Interval(0.415, 0.071, 2.421, 0.95, 3)) == ("shows no clear difference in speed", "from")
 
@@ -383,7 +393,8 @@ def test_a_speed_in_fp32_arithmetic_is_said_not_to_be_the_formats(reported: Call
     found = reported(["fp32", "bf16"], wide=why)
     bf16 = cells(found, "bf16")
     assert (bf16["speedup"], bf16["throughput"].endswith(" in fp32 arithmetic")) == ("NOT JUDGED", True)
-    assert lead(found)[0].endswith(f" NOT JUDGED: speed ({why}).")
+    assert lead(found)[0].endswith(f" no clear difference in steps. NOT JUDGED: speed ({why}).")
+    assert bf16["time to equal loss"] == "NOT JUDGED"
 
 
 @pytest.mark.parametrize(
@@ -401,7 +412,10 @@ def test_a_failed_arm_is_named_with_its_reason(
     assert (cells(found, "fp16")["throughput"], cells(found, "fp16")["quality"]) == ("not measured", quality)
     assert cells(found, "bf16")["quality"] == "EQUIVALENT"
     assert "fp16, seeds 0, 1, 2, failed: the disk <b>is</b> full" in notes(found)
-    worse, not_judged = f"its validation loss is worse: {reason}.", f"{quality}: validation loss ({reason})."
+    worse, not_judged = (
+        f"its validation loss is worse: {reason}. {NOT_REACHED}",
+        f"{quality}: validation loss ({reason}).",
+    )
     assert lead(found)[1] == f"fp16: {worse if quality == 'WORSE' else not_judged}"
     assert "the disk &lt;b&gt;is&lt;/b&gt; full" in write_report(found)[0].read_text()
 

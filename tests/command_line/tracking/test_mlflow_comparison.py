@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from evidence.comparison import mlflow
+from mantissa.compare import Reach
+from mantissa.statistics import Interval
 from tests.tracked import points, runs, tracked
 from trainer.tracking.store import connect
 
@@ -22,7 +24,8 @@ def test_a_comparison_is_published_once(folder: Path, store: str, monkeypatch: p
     def result(verdict: str, seeds: int, margin: float = 0.003, common: str = "") -> Any:
         speed = SimpleNamespace(ratio=SimpleNamespace(mean=2.0), why="")
         memory, quality = SimpleNamespace(ratio=None), SimpleNamespace(verdict=verdict, test=None)
-        arm = SimpleNamespace(label="bf16", speed=speed, memory=memory, quality=quality)
+        reach = Reach(steps_ratio=Interval(0.9, 0.8, 1.0, 0.96, 5))
+        arm = SimpleNamespace(label="bf16", speed=speed, memory=memory, quality=quality, reach=reach)
         plan = {"name": "it", "arms": [arm], "baseline": "fp32", "margin": margin, "common": [common]}
         outcome = SimpleNamespace(folder=folder / "child", arm="bf16", finished=True)
         of = {"plan": SimpleNamespace(seeds=range(seeds), **plan), "arms": [arm], "outcomes": [outcome]}
@@ -44,4 +47,5 @@ def test_a_comparison_is_published_once(folder: Path, store: str, monkeypatch: p
     run = again("BETTER", 3, margin=0.1)  # a param stays as it is: MLflow refuses another value
     assert (run.data.tags["quality.bf16"], run.data.params["margin"]) == ("BETTER", "0.003")
     assert points(store, "bf16/speed_ratio") == {"compare-it": Counter([2])}
+    assert run.data.metrics == {"bf16/speed_ratio": 2.0, "bf16/steps_to_equal_loss_ratio": 0.9}
     assert runs(store) == [("child", "FINISHED"), ("compare-it", "FINISHED")]
