@@ -31,6 +31,7 @@ from trainer.files import write_json
 from trainer.hardware import synchronise
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
+from trainer.precision.kernels import in_short
 from trainer.terminal import on_error_stream, work
 from trainer.tracking.plots import plain
 
@@ -112,9 +113,9 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     if several:
         facts["precisions"] = _several(results, unit)
     else:
-        mode, wide = run.config.precision.mode, " (fp32 arithmetic)" if result.not_timed else ""
+        mode, how = run.config.precision.mode, in_short(result.not_timed)
         print("  ".join(f"{name} {loss(value)}" for name, value in result.metrics.items()))
-        print(f"{result.units_per_s:,.0f} {unit}/s in {mode}{wide}")
+        print(f"{result.units_per_s:,.0f} {unit}/s in {mode}{how}")
         facts |= {"precision": mode} | _facts(result, unit)
         if result.given:
             write_classes(folder, result)
@@ -191,7 +192,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
 
 
 def _facts(result: Measured, unit: str) -> dict[str, Any]:
-    return {"metrics": result.metrics, f"{unit}_per_s": result.units_per_s, "fp32_arithmetic": result.not_timed}
+    return {"metrics": result.metrics, f"{unit}_per_s": result.units_per_s, "not_timed": result.not_timed}
 
 
 def _several(results: dict[str, Measured], unit: str) -> dict[str, Any]:

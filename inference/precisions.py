@@ -8,6 +8,7 @@ import numpy as np
 
 from mantissa.display import columns, loss
 from mantissa.statistics import ALPHA, Interval, mean_interval
+from trainer.precision.kernels import in_short
 
 if TYPE_CHECKING:
     from inference.evaluate import Measured
@@ -44,7 +45,8 @@ def table(results: dict[str, Measured], costs: dict[str, Costs], unit: str) -> s
     rows = [["precision", *names, *(f"{name} − {first}'s" for name in sums), f"{unit}/s"]]
     for label, result in results.items():
         differences = [_shown(costs[label][name]) if label in costs else "" for name in sums]
-        speed = f"{result.units_per_s:,.0f}{' (fp32 arithmetic)' if result.not_timed else ''}"
+        how = in_short(result.not_timed)
+        speed = f"{result.units_per_s:,.0f}{how}"
         rows.append([label, *(loss(result.metrics[name]) for name in names), *differences, speed])
     return columns(rows)
 

@@ -19,16 +19,18 @@ class Number:
 
     name: str
     dtype: torch.dtype
-    """Dtype in which torch holds the operands; tf32's and fp8's are converted inside the operator."""
+    """Dtype in which torch holds the operands; tf32's and scaled ones are converted inside the operator."""
     unit_roundoff: float
     """Largest relative error of rounding to nearest: 2 ** -(bits of the significand, the implicit one included)."""
     largest: float
     smallest: float
     """The smallest positive number, a subnormal one."""
-    capability: tuple[int, int] = (0, 0)
-    """CUDA compute capability from which an NVIDIA GPU multiplies it natively."""
+    capability: tuple[int, int] | None = (0, 0)
+    """CUDA compute capability from which an NVIDIA GPU multiplies it natively; None: nothing does, here."""
     only_nvidia: bool = False
     """Whether nothing else can: elsewhere it is not emulated, but not available."""
+    scaled: bool = False
+    """Whether numbers share scales, and only linear layers multiply it (``trainer.precision.scaled``)."""
     instructions: frozenset[str] = frozenset()
     """Features of CPUs, each of which multiplies it natively, by the names of ``torch.cpu.get_capabilities``."""
 
@@ -39,9 +41,13 @@ FP32 = Number("fp32", torch.float32, 2.0**-24, (2 - 2.0**-23) * 2.0**127, 2.0**-
 TF32 = Number("tf32", torch.float32, 2.0**-11, (2 - 2.0**-10) * 2.0**127, 2.0**-136, (8, 0), only_nvidia=True)
 BF16 = Number("bf16", torch.bfloat16, 2.0**-8, (2 - 2.0**-7) * 2.0**127, 2.0**-133, (8, 0), instructions=_BF16_CPU)
 FP16 = Number("fp16", torch.float16, 2.0**-11, 65504.0, 2.0**-24, (7, 0), instructions=_FP16_CPU)
-FP8 = Number("fp8", torch.bfloat16, 2.0**-4, 448.0, 2.0**-9, (8, 9), only_nvidia=True)
+FP8 = Number("fp8", torch.bfloat16, 2.0**-4, 448.0, 2.0**-9, (8, 9), scaled=True)
 """e4m3fn, of weights and activations; what is not a linear layer computes in bf16."""
-NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8)}
+MXFP8 = Number("mxfp8", torch.bfloat16, 2.0**-4, 448 * 2.0**127, 2.0**-136, (10, 0), scaled=True)
+"""e4m3fn, of which each 32 have one scale, a power of two (OCP Microscaling Formats Specification 1.0, 2023)."""
+NVFP4 = Number("nvfp4", torch.bfloat16, 2.0**-2, 6 * 448 * 2.0**127, 2.0**-159, None, scaled=True)
+"""e2m1, of which each 16 have one scale in e4m3, and all one in fp32 (arXiv 2509.25149)."""
+NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8, MXFP8, NVFP4)}
 
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 
@@ -102,6 +108,8 @@ FORMATS = {
         Format("fp16_pure", FP16, weights=torch.float16),
         Format("fp16_master", FP16, weights=torch.float16, masters=True),
         Format("fp8", FP8, autocast=torch.bfloat16),
+        Format("mxfp8", MXFP8, autocast=torch.bfloat16),
+        Format("nvfp4", NVFP4, autocast=torch.bfloat16),
     )
 }
 
@@ -111,5 +119,5 @@ def computing_in(autocast: torch.dtype | None, weights: torch.dtype) -> str:
     return next(name for name, row in FORMATS.items() if (row.autocast, row.weights) == (autocast, weights))
 
 
-BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and row.number is not FP8)
+BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and not row.number.scaled)
 """The modes that need only torch and change only the dtype of matmuls and convolutions."""

@@ -233,7 +233,7 @@ class Step:
         number = FORMATS[format].number
         if not number.only_nvidia:
             return True
-        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= number.capability
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (number.capability or ())
 
     @property
     def scales(self) -> list[float]:

@@ -48,12 +48,12 @@ class DeviceKind:
     profiled: bool = True
     """Whether torch.profiler times its kernels."""
     nvidia: bool = False
-    """Whether formats depend on CUDA's compute capability (TF32 and fp8 exist)."""
+    """Whether formats depend on CUDA's compute capability (TF32 exists, fp8 is native)."""
 
 
 CPU = DeviceKind("CPU", "cpu", "a CPU", "gloo")
 CUDA = DeviceKind("CUDA", "cuda", "an NVIDIA GPU", "nccl", True, True, fused_amp=True, nvidia=True)
-# torch's builds for ROCm call the device cuda and RCCL nccl. TF32 and fp8 are refused: MI300 multiplies e4m3fnuz, whose
+# torch's builds for ROCm call the device cuda and RCCL nccl. TF32 is refused, fp8 emulated: MI300 multiplies e4m3fnuz, whose
 # largest number is 240, not the table's 448 (rocm.docs.amd.com, "Low precision floating point types").
 ROCM = DeviceKind("ROCm", "cuda", "an AMD GPU", "nccl", True, True, fused_amp=True)
 # TF32 is refused: ``torch.backends.mkldnn.allow_tf32`` alone decides on it (pytorch pull request 144240), which the
@@ -125,11 +125,13 @@ class Hardware:
         if number is FP32:
             return NATIVE
         if self.capability is not None:
-            if self.capability >= number.capability:
+            if number.capability is not None and self.capability >= number.capability:
                 return NATIVE
             return UNAVAILABLE if number.only_nvidia else EMULATED
         if number.only_nvidia:
             return UNAVAILABLE
+        if number.scaled:
+            return EMULATED
         return NATIVE if self.device.type != "cpu" or self.cpu_flags & number.instructions else EMULATED
 
     def facts(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def judge(
             memory=_ratio("memory", done, base),
             quality=qualities[arm.label],
             skipped_steps=sum(run.summary["skipped_steps"] for run in done.values()),
-            arithmetic=next((wide for run in done.values() if (wide := run.summary.get("fp32_arithmetic"))), ""),
+            arithmetic=next((wide for run in done.values() if (wide := run.summary.get("not_timed"))), ""),
             not_timed=not_timed,
         )
         if arm is not arms[0]:
@@ -112,7 +112,7 @@ def _curve(run: Outcome) -> Curve:
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
     """Return what used fp32 arithmetic in one of two arms only, whose speeds then compare no formats."""
-    ways = [{run.summary.get("fp32_arithmetic") for run in side.values()} for side in (runs, base)]
+    ways = [{run.summary.get("not_timed") for run in side.values()} for side in (runs, base)]
     return "; ".join(sorted(filter(None, ways[0] ^ ways[1]))) if all(ways) else ""
 
 

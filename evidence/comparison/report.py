@@ -12,6 +12,7 @@ from mantissa.compare import EQUAL_LOSS, METHOD, NOT_JUDGED, about_looks, failur
 from mantissa.display import loss, mebibytes
 from mantissa.page import Plot, Report, Section, measured_on
 from mantissa.statistics import Interval
+from trainer.precision.kernels import in_short
 
 QUALITY = ("arm", "quality", "difference", "steps to equal loss", "time to equal loss")
 COST = ("arm", "speedup", "memory ratio", "throughput", "peak memory", "valid. loss")
@@ -57,7 +58,7 @@ def cost_rows(result: Result) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [COST]
     for arm in result.arms:
         rate = _mean(arm.speed.value, arm.speed.values, lambda value: f"{value:,.0f} {result.facts['unit']}/s")
-        rate += " in fp32 arithmetic" if arm.arithmetic else ""
+        rate += in_short(arm.arithmetic)
         peak = _mean(arm.memory.value, arm.memory.values, lambda value: f"{mebibytes(value)} MiB")
         ratios = _ratio(result, arm, arm.speed), _ratio(result, arm, arm.memory)
         rows.append((arm.label, *ratios, rate, peak, _mean(None, arm.quality.values, loss)))

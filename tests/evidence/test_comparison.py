@@ -56,7 +56,7 @@ def ended(
         "peak_memory_bytes": sum((ledger or {}).values()) or None,
         "hardware": {"device": "cpu"},
         "skipped_steps": 0,
-        "fp32_arithmetic": None,
+        "not_timed": None,
     }
     (run / "summary.json").write_text(json.dumps(common | summary))
     return Outcome(arm, seed, run, 0, summary=common | summary)
@@ -247,8 +247,8 @@ def test_the_speed_of_fp32_arithmetic_is_compared_with_no_other_formats(runs: Ru
     why, compiled = "bf16 matmuls: fp32 arithmetic", Arm("compiled", ("precision=bf16", "compile=default"))
     for seed in range(3):
         runs.add(FP32, seed, peak_bytes=100)
-        runs.add(BF16, seed, peak_bytes=60, units_per_s=80.0, fp32_arithmetic=why)
-        runs.add(compiled, seed, units_per_s=160.0, fp32_arithmetic=why)
+        runs.add(BF16, seed, peak_bytes=60, units_per_s=80.0, not_timed=why)
+        runs.add(compiled, seed, units_per_s=160.0, not_timed=why)
     found = runs.judged()
     assert (found["bf16"].speed.ratio, found["bf16"].not_timed, found["fp32"].not_timed) == (None, why, "")
     assert found["bf16"].memory.ratio
@@ -330,7 +330,7 @@ def reported(tmp_path: Path) -> Callable[..., Result]:
         for seed, (number, arm) in itertools.product(range(3), enumerate(arms)):
             curve = [2 + 2 * math.exp(-step / 400) + generator.normal(0, 0.001) for step in STEPS]
             speed = 1e4 * (1 + number) * generator.normal(1, 0.02)
-            facts = {"units_per_s": speed, "fp32_arithmetic": wide if number else None}
+            facts = {"units_per_s": speed, "not_timed": wide if number else None}
             ledger = dict.fromkeys(CATEGORIES, 2**20 * (10 + number))
             run = ended(tmp_path / "runs", arm.label, seed, STEPS, curve, ledger, **facts)
             if failed and failed[0] in (arm.label, "all"):

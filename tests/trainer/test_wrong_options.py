@@ -116,5 +116,5 @@ def test_operators_that_cannot_have_a_dtype_are_named(mode: str, lists: dict[str
 
 
 def test_a_scaler_for_fp8_is_refused() -> None:
-    with pytest.raises(UserError, match=r"scaler=static with precision=fp8: every tensor has its own scale"):
+    with pytest.raises(UserError, match=r"scaler=static with precision=fp8: numbers have scales of their own"):
         StaticScaler().check(FORMATS["fp8"])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from mantissa.formats import BF16, FORMATS, FP16
-from trainer.hardware import NATIVE, Hardware
+from trainer.hardware import EMULATED, NATIVE, Hardware
 
 AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
 """auto: torch's own where they use instructions for the format; native: torch's own; fp32: fp32 arithmetic."""
@@ -84,6 +84,8 @@ def not_timed_here(mode: str, hardware: Hardware, kernels: str = AUTO, convolves
 
     ``kernels``: of ``precision.kernels``; ``convolves``: whether the model has convolutions.
     """
+    if FORMATS[mode].number.scaled and hardware.support(mode) != NATIVE:
+        return f"{EMULATED}: quality only, no speed"
     chosen, name = choose(FORMATS[mode].half, kernels, hardware, convolves), FORMATS[mode].number.name
     if chosen == CONVOLUTIONS:
         return f"{name} convolutions: fp32 arithmetic, this CPU has no AMX for {name}"
@@ -91,6 +93,13 @@ def not_timed_here(mode: str, hardware: Hardware, kernels: str = AUTO, convolves
         return None
     why = f", this CPU has no {name} instructions" if hardware.support(mode) != NATIVE else ""
     return f"{name} matmuls, convolutions, attention: fp32 arithmetic{why}"
+
+
+def in_short(not_timed: str | None) -> str:
+    """Return what stands behind a speed for the reason from ``not_timed_here``; empty: there is none."""
+    if not not_timed:
+        return ""
+    return f" ({EMULATED})" if not_timed.startswith(EMULATED) else " (fp32 arithmetic)"
 
 
 # --- the kernels in use ---

@@ -15,7 +15,7 @@ from mantissa.formats import FP32
 from mantissa.setup import fp32_flags
 from mantissa.tensors import changed_by
 from trainer.hardware import EMULATED, Hardware
-from trainer.precision import fp8, kernels
+from trainer.precision import kernels, scaled
 from trainer.precision.modes import SILENT, Precision
 
 
@@ -24,9 +24,11 @@ def warning_if_slow(precision: Precision, hardware: Hardware, rates: dict[str, f
 
     ``rates`` are measured, of matmuls in 10^12 FLOP/s: of the mode's format and of fp32, see ``matmul_rates``.
     """
+    name = precision.format.number.name
     if hardware.support(precision.mode) != EMULATED or (precision.half and kernels.in_use(precision.half)):
         return None
-    name = precision.format.number.name
+    if precision.format.number.scaled:  # the start block says so
+        return None
     text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
     figures = f"{quantity(rates[name])} against {quantity(rates[FP32.name])} TFLOP/s, measured"
     slowdown = rates[FP32.name] / rates[name]
@@ -73,7 +75,7 @@ def dtypes_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return {
         "weights_dtype": _dtypes(model.parameters()),
         "optimizer_dtype": _dtypes(changed_by(optimizer)),
-        "fp8_modules": fp8.converted(model),
+        "scaled_modules": scaled.converted(model),
     }
 
 

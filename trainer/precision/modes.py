@@ -19,8 +19,8 @@ from mantissa.errors import FormatError
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from mantissa.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, check_choice, nearest
-from trainer.hardware import UNAVAILABLE, Hardware
-from trainer.precision import kernels
+from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
+from trainer.precision import kernels, scaled
 from trainer.precision.kernels import OWN
 from trainer.precision.names import matching
 
@@ -46,7 +46,8 @@ class Precision:
     their inputs to TF32, ``bf16`` and ``fp16`` are fp32 weights under torch.autocast of that type. Without autocast:
     ``*_pure`` has weights, gradients and optimizer state in 16 bits, ``*_master`` 16-bit weights and gradients of which
     the optimizer holds fp32 copies, and ``bf16_sr`` 16-bit weights that are rounded at random
-    (``trainer.optim.masters``). ``fp8`` is bf16 whose linear layers compute in fp8 (``trainer.precision.fp8``).
+    (``trainer.optim.masters``). ``fp8``, ``mxfp8`` and ``nvfp4`` are bf16 whose linear layers multiply in these
+    (``trainer.precision.scaled``).
     """
 
     mode: str = "fp32"
@@ -111,9 +112,10 @@ class Precision:
                 f"needs an NVIDIA GPU of compute capability {major}.{minor} or later. "
                 "Use precision=fp32 or precision=bf16"
             )
-        if number is FP8 and find_spec("torchao") is None:
+        if number in scaled.BY_TORCHAO and find_spec("torchao") is None:
             raise UserError(
-                "precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16"
+                f"precision={self.mode} needs torchao, which is not installed; "
+                'pip install "torchao>=0.18" (the extra torchao), or precision=bf16'
             )
         for variable, values in SILENT.get(number, {}).items():
             if os.environ.get(variable, "").upper() in values:
@@ -194,22 +196,24 @@ class Precision:
         """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
         return self.format.half
 
-    def convert(self, model: nn.Module, device: torch.device) -> list[str]:
+    def convert(self, model: nn.Module, device: torch.device, blocks: list[nn.Module]) -> list[str]:
         """Convert the model's weights to the dtype of this mode; return the names of the submodules that stay in fp32.
+
+        In a scaled format the weights stay fp32, and linear layers in the model's repeated ``blocks`` are changed.
 
         With 16-bit weights, the inputs and buffers of the model are 16-bit too, except two kinds of buffers: running
         statistics of normalisation, whose small updates would be lost in 16 bits, and buffers that are not saved with
         the model, such as rotary frequencies, which transformers also keeps in fp32.
 
         Raises:
-            UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits;
+            UserError: see ``keep_fp32`` and ``scaled.convert``; or such a submodule shares a weight with one in 16 bits;
                 or no weight is left for 16 bits.
         """
         kept = self.keep_fp32(model, device)
-        if self.format.number is FP8:
-            from trainer.precision import fp8
-
-            fp8.convert(model, kept, str(self.fp8_scaling))
+        if (number := self.format.number).scaled:
+            native = detect(str(device)).support(self.mode) == NATIVE
+            product = scaled.product_of(number, str(self.fp8_scaling), native)
+            scaled.convert(model, blocks, kept, number, product)
         dtype = self.format.half_weights
         if dtype is None:
             return kept

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mantissa.formats import FP8, Format
+from mantissa.formats import Format
 from trainer.errors import UserError, check_number, check_range
 from trainer.hardware import kind_of
 
@@ -102,7 +102,9 @@ class Scaler:
                 f"scaler=none with precision={format.name} silently loses gradients below 2^-24; use scaler=auto, "
                 "or scaler.force=true to see the effect"
             )
-        reason = "every tensor has its own scale" if format.number is FP8 else f"{format.number.name} has fp32's range"
+        reason = (
+            "numbers have scales of their own" if format.number.scaled else f"{format.number.name} has fp32's range"
+        )
         raise UserError(
             f"scaler={self.kind} with precision={format.name}: {reason}, so scaling is not needed; "
             "use scaler=auto, or scaler.force=true to measure it anyway"

@@ -21,7 +21,7 @@ from mantissa.display import quantity
 from mantissa.formats import FP8, FP32, NUMBERS, TF32, Number
 from mantissa.memory import available_bytes
 from trainer.cache import cached, forget
-from trainer.hardware import CPU, CUDA, UNAVAILABLE, Hardware
+from trainer.hardware import CPU, CUDA, NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -43,7 +43,8 @@ _VARIABLES = (
 
 
 def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
-    """Return the rates of matmuls here, in 10^12 FLOP/s by number format; formats that the device lacks are left out.
+    """Return the rates of matmuls here, in 10^12 FLOP/s by number format; formats that the device lacks are left
+    out, and scaled ones other than native fp8.
 
     Measured are the three matmuls of a linear layer in training, of square matrices: forward, the gradient of the
     input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
@@ -56,10 +57,15 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
         numbers: names of ``mantissa.formats.NUMBERS``.
     """
     rates = {}
-    for name in (name for name in numbers if hardware.support(name) != UNAVAILABLE):
+    for name in (name for name in numbers if _has_matmul(hardware, NUMBERS[name])):
         of = _of(hardware, name)
         rates[name] = _WHILE_BUSY.get(repr(of)) or cached("products", of, partial(_measure_quietly, hardware, name))
     return rates
+
+
+def _has_matmul(hardware: Hardware, number: Number) -> bool:
+    native = number is FP8 and hardware.support(number.name) == NATIVE
+    return native or (hardware.support(number.name) != UNAVAILABLE and not number.scaled)
 
 
 def forget_rate(hardware: Hardware, name: str) -> None:

@@ -54,7 +54,8 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
     precision, hardware = config.precision, trainer.hardware
-    effective["arithmetic"] = not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves) or own
+    not_timed = not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves)
+    effective["arithmetic"] = not_timed or own
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
@@ -62,13 +63,13 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     flop = flops.total * samples / min(2, samples)
     effective["slower_than_fp32"] = ""
     on_cpu, dtype = hardware.device.type == "cpu", precision.format.autocast
-    if dtype and on_cpu and config.compile.mode == "off" and not unknown:
+    if dtype and on_cpu and config.compile.mode == "off" and not unknown and name in effective["matmul_tflops"]:
         effective["slower_than_fp32"] = slower_than_fp32(trainer.model, dtype, name, flop, effective["matmul_tflops"])
     return found | {"modules": modules.modules()}, Utilisation(
         flops_per_unit=per_unit,
-        unknown=unknown,
+        unknown=unknown or (None if name in effective["matmul_tflops"] else f"{name} matmuls are not timed here"),
         format=name,
-        measured_tflops=effective["matmul_tflops"][name],
+        measured_tflops=effective["matmul_tflops"].get(name),
         data_sheet_tflops=data_sheet(trainer.hardware.name, name),
         devices=trainer.world.size,
     )

@@ -98,14 +98,16 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
     if precision.half is None and trainer.hardware.is_gpu:
         matmuls += f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
     beside = "" if format_name == FP32.name else f", fp32 {quantity(rates['fp32'])}"
+    speed = f" (matmuls {quantity(rates[format_name])} TFLOP/s{beside})" if format_name in rates else ""
     parts = [
         f"requested {precision.mode}",
         matmuls,
-        f"{effective['arithmetic']} (matmuls {quantity(rates[format_name])} TFLOP/s{beside})",
+        f"{effective['arithmetic']}{speed}",
         f"weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}",
     ]
-    if layers := effective["fp8_modules"]:
-        parts.append(f"in fp8 ({precision.fp8_scaling}): {len(layers)} linear layers")
+    if layers := effective["scaled_modules"]:
+        scaling = f" ({precision.fp8_scaling})" if precision.fp8_scaling else ""
+        parts.append(f"in {format_name}{scaling}: {len(layers)} linear layers")
     if trainer.fp32_modules:
         parts.append(f"in fp32: {', '.join(trainer.fp32_modules)}")
     for option, operators in precision.operator_overrides.items():

@@ -8,7 +8,7 @@ import torch
 
 from mantissa.display import duration, finite, loss, quantity, size
 from trainer.hardware import peak_memory_bytes
-from trainer.precision.kernels import not_timed_here
+from trainer.precision.kernels import in_short, not_timed_here
 from trainer.profiling.rates import forget_rate
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.provenance import versions
@@ -51,7 +51,7 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
         # Speed above, memory and checkpoints: since this process started or resumed the run.
         "peak_memory_bytes": memory if trainer.hardware.is_gpu else ledger and ledger.peak_bytes,
         "process_memory_bytes": None if trainer.hardware.is_gpu else memory,
-        "fp32_arithmetic": not_timed_here(
+        "not_timed": not_timed_here(
             config.precision.mode, trainer.hardware, config.precision.kernels, trainer.convolves
         ),
         "parallel": config.parallel.kind,
@@ -84,8 +84,8 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
     if summary["stopped_early"]:
         rows.append(("stopped early", summary["stopped_early"]))
     if summary["units_per_s"]:
-        wide = " in fp32 arithmetic" if summary["fp32_arithmetic"] else ""
-        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {summary['unit']}/s{wide}"))
+        how = in_short(summary["not_timed"])
+        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {summary['unit']}/s{how}"))
     if summary["step_time_s"]:
         rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
     if share := mfu_text(summary["utilisation"], summary["processes"]):

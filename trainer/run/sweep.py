@@ -23,6 +23,7 @@ from trainer.config.compose import CONF
 from trainer.config.registration import by_key, name_of_composed
 from trainer.errors import RunError
 from trainer.files import SAME
+from trainer.precision.kernels import in_short
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -39,12 +40,12 @@ def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
         deviation = [statistics.stdev(known)] if len(known) > 1 else []
         return " ± ".join(map(text, [statistics.fmean(known), *deviation]))
 
-    wide = " (fp32 arithmetic)" if summaries[0].get("fp32_arithmetic") else ""
+    how = in_short(summaries[0].get("not_timed"))
     rate = shown([each.get("units_per_s") for each in summaries], quantity)
     return [
         shown([(each.get("best") or {}).get("value") for each in summaries], loss),
         shown([(each.get("final") or {}).get("valid/loss") for each in summaries], loss),
-        rate and f"{rate} {summaries[0]['unit']}/s{wide}",
+        rate and f"{rate} {summaries[0]['unit']}/s{how}",
         shown([each.get("peak_memory_bytes") for each in summaries], size),
     ]
 

@@ -1,0 +1,99 @@
+"""NVFP4 on any device: operands are rounded to it and multiplied in bf16, which holds them exactly.
+
+A number is an element of 4 bits (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) times the scale of its block of
+16 (E4M3) times the scale of its tensor (fp32). How a linear layer trains in it: NVIDIA, "Pretraining Large Language
+Models with NVFP4", arXiv 2509.25149, 2025. Weights have blocks of 16 × 16, so that forward and backward passes see the
+same ones; gradients are rounded stochastically; both factors of a weight's gradient are transformed before, so that no
+outlier decides a block's scale. Of that recipe one part is left out: the last blocks of the network in bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 16
+_LARGEST, _LARGEST_SCALE = 6.0, 448.0
+_SIGNS = 0b0100_1101_1110_0010
+"""Random signs of the Hadamard transform, drawn once: they are the same in all layers and steps, as in the source."""
+
+
+def quantize(values: Tensor, square: bool = False, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+    """Round a matrix to NVFP4; the values are the product of both results. What is not finite makes all so.
+
+    Args:
+        values: rows × columns; blocks lie along the columns.
+        square: whether a block is 16 × 16, not 1 × 16.
+        stochastic: whether elements are rounded to one of both neighbours at random, without bias; else to nearest,
+            ties to even.
+
+    Returns:
+        Elements times scales of blocks, bf16 of the same shape, exact; and the scale of the tensor, fp32 scalar.
+    """
+    rows, columns = values.shape
+    high = BLOCK if square else 1
+    blocks = values.float().view(rows // high, high, columns // BLOCK, BLOCK)
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    whole = largest.amax() / (_LARGEST * _LARGEST_SCALE)
+    whole = torch.where(whole == 0, 1, whole)
+    scales = (largest / _LARGEST / whole).to(torch.float8_e4m3fn).float()
+    scaled = blocks / torch.where(scales == 0, math.inf, scales * whole)  # 0 where the scale is
+    sizes = scaled.abs()
+    steps = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))  # between an element and the next
+    counts = scaled.div_(steps)
+    rounded = counts.add_(torch.rand_like(counts)).floor_() if stochastic else counts.round_()
+    elements = rounded.mul_(steps).clamp_(-_LARGEST, _LARGEST)
+    return elements.mul_(scales).bfloat16().view(rows, columns), whole
+
+
+class _Product(torch.autograd.Function):
+    """The three matmuls of a linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        rounded = quantize(weight, square=True)
+        ctx.save_for_backward(rows, *rounded)
+        ctx.shape = x.shape
+        return _matmul(quantize(rows), rounded).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weight, scale = ctx.saved_tensors
+        gradient = upstream[0].reshape(len(rows), -1)
+        of_x = _matmul(quantize(gradient, stochastic=True), (weight.t(), scale))
+        of_weight = _matmul(quantize(_transformed(gradient), stochastic=True), quantize(_transformed(rows)))
+        return of_x.view(ctx.shape), of_weight
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x`` (… × in, bf16) times the transpose of ``weight`` (out × in), … × out, bf16.
+
+    In training the number of rows of ``x`` is a multiple of 16; so are the sides of the weight.
+    """
+    result: Tensor = _Product.apply(x, weight)
+    return result
+
+
+def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """Return ``a`` times the transpose of ``b``, both as ``quantize`` returns them."""
+    return (a[0] @ b[0].t()) * (a[1] * b[1])
+
+
+def _transformed(values: Tensor) -> Tensor:
+    """Return the transpose of a matrix, each 16 numbers of a row turned by a random Hadamard transform (fp32)."""
+    return (values.t().float().reshape(-1, BLOCK) @ _hadamard(values.device)).view(values.shape[1], -1)
+
+
+@functools.cache
+def _hadamard(device: torch.device) -> Tensor:
+    """Return the transform: an orthogonal matrix of 16 × 16, whose rows have random signs."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.tensor([[1.0 - 2 * (_SIGNS >> row & 1)] for row in range(BLOCK)])
+    return (signs * matrix / math.sqrt(BLOCK)).to(device)

@@ -1,0 +1,125 @@
+"""Linear layers that multiply numbers of 8 and 4 bits with scales: fp8 and mxfp8 by torchao, nvfp4 by rounding.
+
+Operands are scaled and rounded just before each of the three matmuls of a layer, whose results are bf16; weights stay
+fp32. fp8 has a scale for each tensor or row (Micikevicius et al., "FP8 Formats for Deep Learning", 2022), mxfp8 one
+for each 32 numbers that are summed (OCP Microscaling Formats Specification 1.0, 2023), nvfp4 see ``nvfp4``. Where the
+hardware does not multiply a format, rounded operands are multiplied in wider numbers: what it does to quality is the
+same, and its speed and memory are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.formats import FP8, MXFP8, NVFP4, Number
+from trainer.errors import UserError
+from trainer.precision import nvfp4
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Of inputs (… × in, bf16) and a weight (out × in): the outputs (… × out, bf16), with gradients."""
+MULTIPLES = {FP8: 16, MXFP8: 32, NVFP4: nvfp4.BLOCK}
+"""What sides of a weight and the number of rows are multiples of: blocks have no rest, and hardware requires it."""
+BY_TORCHAO = (FP8, MXFP8)
+
+
+def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], number: Number, product: Product) -> None:
+    """Let the linear layers in a model's blocks multiply in a format; they and their parameters stay what they are.
+
+    Outside of autocast they multiply as before. Embeddings, norms, the head, and subclasses of nn.Linear are left alone.
+
+    Args:
+        model: in fp32.
+        blocks: its repeated blocks; none: the whole model.
+        islands: names of submodules that stay in fp32, with all they contain.
+        number: of ``MULTIPLES``.
+        product: of the format.
+
+    Raises:
+        UserError: there is no such layer, or one whose sides are not multiples.
+    """
+    left = {id(module) for name in islands for module in model.get_submodule(name).modules()}
+    inside = {id(module) for block in blocks or [model] for module in block.modules()} - left
+    layers = {name: each for name, each in model.named_modules() if id(each) in inside and _is_linear(each)}
+    for name, layer in layers.items():
+        if odd := [size for size in layer.weight.shape if size % MULTIPLES[number]]:
+            raise UserError(
+                f"precision={number.name}: a side of {name}.weight is {odd[0]}, which must be a multiple of "
+                f"{MULTIPLES[number]}; keep the layer in fp32 with precision.fp32_modules=[{name}], or use another width"
+            )
+        layer.forward = partial(_forward, layer.forward, product, name, number)
+    if not layers:
+        raise UserError(
+            f"precision={number.name}: this model's blocks have no linear layers (convolutions stay in bf16); "
+            "use another recipe, such as recipe=gpt2, or precision=bf16"
+        )
+
+
+def product_of(number: Number, scaling: str, native: bool) -> Product:
+    """Return how operands are multiplied.
+
+    Args:
+        number: the format.
+        scaling: of fp8: ``tensorwise`` or ``rowwise``.
+        native: whether the hardware multiplies it; else rounded operands are multiplied in bf16 or fp32.
+    """
+    if number is NVFP4:
+        return nvfp4.product
+    if number is MXFP8:
+        from torchao.prototype.moe_training.mxfp8_linear import (
+            KernelPreference,
+            ScaleCalculationMode,
+            _to_mxfp8_then_scaled_mm,
+        )
+
+        kernel = KernelPreference.AUTO if native else KernelPreference.EMULATED
+
+        def mxfp8(x: Tensor, weight: Tensor) -> Tensor:
+            operands = x.contiguous(), weight.to(x.dtype).contiguous()
+            return _to_mxfp8_then_scaled_mm(*operands, kernel, ScaleCalculationMode.RCEIL)
+
+        return mxfp8
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=not native)
+    matmuls = Float8Linear(16, 16, bias=False, config=config, device="meta").linear_mm_config
+    return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), matmuls, config)
+
+
+def converted(model: nn.Module) -> list[str]:
+    """Return the names of the layers that multiply so."""
+    return [name for name, module in model.named_modules() if is_converted(module)]
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Return whether ``convert`` has changed how a module multiplies."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether it is a linear layer; transformers' Conv1D is one, whose weight is in × out."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _forward(plain: Callable[[Tensor], Tensor], product: Product, name: str, number: Number, x: Tensor) -> Tensor:
+    """Call a layer: a partial of the layer's own method, so that a copy of the layer has its own."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return plain(x)
+    layer: Any = plain.__self__  # type: ignore[attr-defined]
+    rows = x.numel() // x.shape[-1]
+    if torch.is_grad_enabled() and layer.training and rows % MULTIPLES[number]:  # they are summed in backward
+        raise UserError(
+            f"precision={number.name}: {name} gets {rows} rows (samples × tokens of a microbatch), which must be a "
+            f"multiple of {MULTIPLES[number]}; use another micro_batch_size"
+        )
+    weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
+    with torch.autocast(x.device.type, enabled=False):
+        y = product(x.to(number.dtype), weight)
+        return y if layer.bias is None else y + layer.bias.to(y.dtype)
