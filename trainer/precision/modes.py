@@ -206,8 +206,8 @@ class Precision:
         the model, such as rotary frequencies, which transformers also keeps in fp32.
 
         Raises:
-            UserError: see ``keep_fp32`` and ``scaled.convert``; or such a submodule shares a weight with one in 16 bits;
-                or no weight is left for 16 bits.
+            UserError: see ``keep_fp32`` and ``scaled.convert``; or such a submodule shares a weight with one in 16
+                bits; or no weight is left for 16 bits.
         """
         kept = self.keep_fp32(model, device)
         if (number := self.format.number).scaled:

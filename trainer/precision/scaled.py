@@ -9,6 +9,7 @@ same, and its speed and memory are not.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ BY_TORCHAO = (FP8, MXFP8)
 def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], number: Number, product: Product) -> None:
     """Let the linear layers in a model's blocks multiply in a format; they and their parameters stay what they are.
 
-    Outside of autocast they multiply as before. Embeddings, norms, the head, and subclasses of nn.Linear are left alone.
+    Outside of autocast they multiply as before. Embeddings, norms, the head, and subclasses of nn.Linear do not change.
 
     Args:
         model: in fp32.
@@ -50,7 +51,7 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
         if odd := [size for size in layer.weight.shape if size % MULTIPLES[number]]:
             raise UserError(
                 f"precision={number.name}: a side of {name}.weight is {odd[0]}, which must be a multiple of "
-                f"{MULTIPLES[number]}; keep the layer in fp32 with precision.fp32_modules=[{name}], or use another width"
+                f"{MULTIPLES[number]}; keep it in fp32 with precision.fp32_modules=[{name}], or use another width"
             )
         layer.forward = partial(_forward, layer.forward, product, name, number)
     if not layers:
@@ -70,6 +71,14 @@ def product_of(number: Number, scaling: str, native: bool) -> Product:
     """
     if number is NVFP4:
         return nvfp4.product
+    logging.disable(logging.WARNING)  # torch 2.15 warns of how torchao 0.18 registers its types
+    try:
+        return _product_of_torchao(number, scaling, native)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _product_of_torchao(number: Number, scaling: str, native: bool) -> Product:
     if number is MXFP8:
         from torchao.prototype.moe_training.mxfp8_linear import (
             KernelPreference,
