@@ -3,6 +3,7 @@
 They are imported when they are used: ``import trainer`` alone loads nothing.
 """
 
+import logging
 import os
 import random
 from importlib import import_module
@@ -13,6 +14,8 @@ from typing import Any
 # to twice. OpenMP reads the variable when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# transformers imports torchao where it is installed, and torch 2.15 warns of how torchao 0.18 registers its types.
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 _NAMES = {
     **dict.fromkeys(("Trained", "compose", "train"), "trainer.api"),

@@ -53,8 +53,8 @@ class DeviceKind:
 
 CPU = DeviceKind("CPU", "cpu", "a CPU", "gloo")
 CUDA = DeviceKind("CUDA", "cuda", "an NVIDIA GPU", "nccl", True, True, fused_amp=True, nvidia=True)
-# torch's builds for ROCm call the device cuda and RCCL nccl. TF32 is refused, fp8 emulated: MI300 multiplies e4m3fnuz, whose
-# largest number is 240, not the table's 448 (rocm.docs.amd.com, "Low precision floating point types").
+# torch's builds for ROCm call the device cuda and RCCL nccl. TF32 is refused; fp8 is emulated: MI300 multiplies
+# e4m3fnuz, whose largest number is 240, not the table's 448 (rocm.docs.amd.com, "Low precision floating point types").
 ROCM = DeviceKind("ROCm", "cuda", "an AMD GPU", "nccl", True, True, fused_amp=True)
 # TF32 is refused: ``torch.backends.mkldnn.allow_tf32`` alone decides on it (pytorch pull request 144240), which the
 # manifest does not read back.

@@ -9,7 +9,6 @@ same, and its speed and memory are not.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -71,14 +70,6 @@ def product_of(number: Number, scaling: str, native: bool) -> Product:
     """
     if number is NVFP4:
         return nvfp4.product
-    logging.disable(logging.WARNING)  # torch 2.15 warns of how torchao 0.18 registers its types
-    try:
-        return _product_of_torchao(number, scaling, native)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _product_of_torchao(number: Number, scaling: str, native: bool) -> Product:
     if number is MXFP8:
         from torchao.prototype.moe_training.mxfp8_linear import (
             KernelPreference,
