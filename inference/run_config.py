@@ -54,7 +54,7 @@ class RunConfig:
         """
         config, device = self.config, self.hardware.device
         config.set_up(self.hardware, convolves(model))
-        config.precision.convert(model.to(device), device, config.recipe.blocks(model))
+        config.precision.convert(model.to(device), device, config.recipe.blocks)
         return model
 
 

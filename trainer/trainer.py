@@ -102,8 +102,8 @@ class Trainer(Generic[Config]):
         self.frozen = freeze(self.model, config.freeze or [])
         """Names of the parameters that are not trained."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
+        self.fp32_modules = config.precision.convert(self.model, self.device, self.recipe.blocks)
         blocks = self.recipe.blocks(self.model)
-        self.fp32_modules = config.precision.convert(self.model, self.device, blocks)
         config.activation_checkpointing.apply(blocks)
         mixed = bool(self.fp32_modules or config.precision.operator_overrides)
         compiled = config.parallel.compiled(self.model, blocks)
@@ -233,7 +233,7 @@ class Trainer(Generic[Config]):
     def build_model(self) -> nn.Module:
         """Build another model in the precision of this one, on the host."""
         model = self.recipe.build_model(self.datasets)
-        self.config.precision.convert(model, self.device, self.recipe.blocks(model))
+        self.config.precision.convert(model, self.device, self.recipe.blocks)
         return model
 
     def batches(self) -> Generator[list[Batch], None, None]:

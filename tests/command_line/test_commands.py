@@ -53,6 +53,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "experiment/shakespeare_fast": (*TEXT, "data.path=texts/0.txt"),
     "optimizer/rmsprop": ("optimizer.weight_decay=0.01",),
     "precision/fp16": ("scaler.init=1024",),
+    **dict.fromkeys(("precision/fp8", "precision/mxfp8", "precision/nvfp4"), GPT2),
     "profiler/torch": ("profiler.wait=0", "profiler.warmup=1", "profiler.active=1"),
     "scaler/dynamic": ("precision=fp16",),
     "scaler/static": ("precision=fp16",),
@@ -61,7 +62,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 REFUSED = {
     "precision/tf32": "precision=tf32 is not available",
-    "precision/fp8": "fp8 needs an NVIDIA GPU of compute capability 8.9 or later",
     "parallel/ddp": "start them with torchrun",  # see tests/parallel
     "parallel/fsdp": "start them with torchrun",
     "compile/default": "compile=default on a CPU needs a C++ compiler",

@@ -265,7 +265,7 @@ recipe=bignet early_stopping.metric=valid/los
 recipe=bignet checkpoint.best=los
 recipe=bignet metrics=[accuracy]
 recipe=gpt2 recipe.pretrained=gpt2
-recipe=bignet precision=fp8
+recipe=resnet precision=mxfp8
 recipe=bignet precision=bf16 precision.fp32_ops=[sofmax]
 recipe=bignet precision=bf16 precision.fp32_ops=[exp] precision.half_ops=[exp]
 recipe=bignet precision=fp16 precision.half_ops=[batch_norm]

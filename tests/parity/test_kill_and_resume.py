@@ -97,7 +97,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, st
 
 @pytest.mark.parametrize(
     ("recipe", "mode"),
-    [("gpt2", "fp32"), ("gpt2", "fp16"), ("resnet", "bf16"), ("gpt2", "fp16_master"), ("gpt2", "bf16_sr")],
+    [
+        ("gpt2", "fp32"),
+        ("gpt2", "fp16"),
+        ("resnet", "bf16"),
+        ("gpt2", "fp16_master"),
+        ("gpt2", "bf16_sr"),
+        ("gpt2", "nvfp4"),
+    ],
 )
 def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
     recipe: str, mode: str, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]

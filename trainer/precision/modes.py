@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -34,6 +35,8 @@ SILENT = {
 _HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in operators.GROUPS))
 """Where torch has the operators that options may name."""
 _IN_PLACE = ("batch_norm", "instance_norm")  # of a copy in 16 bits, the statistics would be lost
+Blocks = Callable[[Any], list[nn.Module]]
+"""``Recipe.blocks``."""
 SCALINGS = ("tensorwise", "rowwise")
 """Of fp8: one scale for a tensor (fastest), or one for each row (more exact)."""
 
@@ -106,10 +109,10 @@ class Precision:
         """
         number = self.format.number
         if hardware.support(self.mode) == UNAVAILABLE:
-            major, minor = number.capability
+            capability = ".".join(map(str, number.capability or ()))
             raise UserError(
                 f"precision={self.mode} is not available on {hardware.name} ({hardware.kind.name}); {self.mode} "
-                f"needs an NVIDIA GPU of compute capability {major}.{minor} or later. "
+                f"needs an NVIDIA GPU of compute capability {capability} or later. "
                 "Use precision=fp32 or precision=bf16"
             )
         if number in scaled.BY_TORCHAO and find_spec("torchao") is None:
@@ -196,10 +199,11 @@ class Precision:
         """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
         return self.format.half
 
-    def convert(self, model: nn.Module, device: torch.device, blocks: list[nn.Module]) -> list[str]:
+    def convert(self, model: nn.Module, device: torch.device, blocks_of: Blocks = lambda model: []) -> list[str]:
         """Convert the model's weights to the dtype of this mode; return the names of the submodules that stay in fp32.
 
-        In a scaled format the weights stay fp32, and linear layers in the model's repeated ``blocks`` are changed.
+        In a scaled format the weights stay fp32, and linear layers in its repeated blocks are changed (in all of it
+        where ``blocks_of`` returns none).
 
         With 16-bit weights, the inputs and buffers of the model are 16-bit too, except two kinds of buffers: running
         statistics of normalisation, whose small updates would be lost in 16 bits, and buffers that are not saved with
@@ -213,7 +217,7 @@ class Precision:
         if (number := self.format.number).scaled:
             native = detect(str(device)).support(self.mode) == NATIVE
             product = scaled.product_of(number, str(self.fp8_scaling), native)
-            scaled.convert(model, blocks, kept, number, product)
+            scaled.convert(model, blocks_of(model), kept, number, product)
         dtype = self.format.half_weights
         if dtype is None:
             return kept

@@ -1,25 +1,33 @@
-"""precision=fp8: what is refused, what is converted, and, where torchao is installed, that it trains."""
+"""precision=fp8, mxfp8, nvfp4: what is refused, what is converted, that it trains and says that it is emulated."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers import fit, trainer_of
+from mantissa.formats import FORMATS, FP8, MXFP8, NVFP4, Number
+from tests.helpers import compose, fit, trainer_of
+from trainer import train
 from trainer.errors import UserError
-from trainer.hardware import Hardware
-from trainer.precision import fp8, modes
+from trainer.hardware import EMULATED, NATIVE, Hardware
+from trainer.precision import modes, scaled
+from trainer.precision.kernels import not_timed_here
 from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import SCALINGS, Precision
+from trainer.run.forecast import forecast
 
-CPU = torch.device("cpu")
-PLAIN_CPU = Hardware(CPU, "plain CPU", 2**34, 2)
+CPU = Hardware(torch.device("cpu"), "plain CPU", 2**34, 2)
+SCALED = [name for name, row in FORMATS.items() if row.number.scaled]
+GPT2 = (
+    *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    *("steps=4", "batch_size=4", "micro_batch_size=2"),
+)
 LLAMA = (
     *("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     *("steps=3", "batch_size=4", "micro_batch_size=2"),
@@ -30,78 +38,139 @@ def gpu(*capability: int) -> Hardware:
     return Hardware(torch.device("cuda", 0), "GPU", 2**36, 8, capability)
 
 
-def test_hardware_without_fp8_is_refused() -> None:
-    for hardware in (PLAIN_CPU, gpu(8, 0), gpu(8, 6)):
-        with pytest.raises(UserError, match=r"precision=fp8 is not available.*8.9 or later.*precision=bf16"):
-            Precision("fp8").check(hardware)
-    assert gpu(8, 9).support("fp8") == gpu(9, 0).support("fp8") == "native"
+def convert(model: nn.Module, number: Number = MXFP8, islands: list[str] | None = None) -> nn.Module:
+    scaled.convert(model, [], islands or [], number, lambda x, weight: 2 * F.linear(x.float(), weight))
+    return model
 
 
-def test_a_missing_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardware_multiplies_a_format_or_it_is_emulated() -> None:
+    support = {name: [each.support(name) for each in (CPU, gpu(8, 0), gpu(8, 9), gpu(10, 0))] for name in SCALED}
+    assert support == {
+        "fp8": [EMULATED, EMULATED, NATIVE, NATIVE],
+        "mxfp8": [EMULATED, EMULATED, EMULATED, NATIVE],
+        "nvfp4": [EMULATED] * 4,
+    }
+    assert not_timed_here("fp8", gpu(9, 0)) is None
+    assert not_timed_here("mxfp8", gpu(9, 0)) == "emulated: quality only, no speed"
+
+
+def test_a_missing_torchao_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs torchao, which is not installed; pip install torchao"):
-        Precision("fp8").check(gpu(9, 0))
+    for mode in ("fp8", "mxfp8"):
+        with pytest.raises(UserError, match=rf"^precision={mode} needs torchao.*pip install \"torchao>=0.18\" .*bf16$"):
+            Precision(mode).check(CPU)
+    Precision("nvfp4").check(CPU)
     monkeypatch.setattr(modes, "find_spec", lambda name: name)
-    Precision("fp8").check(gpu(9, 0))
+    Precision("fp8").check(CPU)
 
 
-def test_plain_linear_layers_whose_sides_divide_by_16_outside_islands() -> None:
+def test_plain_linear_layers_in_blocks_outside_islands() -> None:
     class Derived(nn.Linear):
         pass
 
-    island = nn.ModuleDict({"inside": nn.Linear(16, 16)})
-    layers = {"good": nn.Linear(32, 48), "wide": nn.Linear(32, 20), "narrow": nn.Linear(8, 32)}
-    model = nn.ModuleDict({**layers, "derived": Derived(16, 16), "island": island})
-    assert fp8.convertible(model, []) == ["good", "island.inside"]
-    assert fp8.convertible(model, ["island"]) == ["good"]
-    assert fp8.convertible(nn.Linear(16, 16), []) == []
+    island = nn.ModuleDict({"inside": nn.Linear(32, 32)})
+    model = nn.ModuleDict({"good": nn.Linear(32, 64), "derived": Derived(32, 32), "norm": nn.LayerNorm(32)})
+    model["island"] = island
+    assert scaled.converted(convert(copy.deepcopy(model))) == ["good", "island.inside"]
+    assert scaled.converted(convert(copy.deepcopy(model), islands=["island"])) == ["good"]
+    scaled.convert(model, [island], [], NVFP4, F.linear)
+    assert scaled.converted(model) == ["island.inside"]
+
+
+def test_a_side_that_does_not_divide_is_refused_with_the_layers_name() -> None:
+    model = nn.ModuleDict({"wide": nn.Linear(32, 80)})
+    with pytest.raises(UserError, match=r"precision=mxfp8: a side of wide.weight is 80.*multiple of 32.*\[wide\]"):
+        convert(model)
+    assert scaled.converted(convert(model, NVFP4)) == ["wide"]
+    with pytest.raises(UserError, match=r"precision=fp8: this model's blocks have no linear layers"):
+        convert(nn.Sequential(nn.Conv2d(1, 1, 1)), FP8)
+
+
+def test_rows_that_do_not_divide_are_refused_in_training_alone() -> None:
+    model = convert(nn.ModuleDict({"layer": nn.Linear(32, 32)}))["layer"]
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(UserError, match=r"precision=mxfp8: layer gets 6 rows.*multiple of 32.*micro_batch_size"):
+            model(torch.ones(2, 3, 32))
+        assert model.eval()(torch.ones(2, 3, 32)).shape == (2, 3, 32)
+
+
+def test_outside_of_autocast_and_in_a_copy_a_layer_multiplies_by_its_own_weight() -> None:
+    first = convert(nn.Sequential(nn.Linear(32, 32)))
+    x, second = torch.randn(32, 32), copy.deepcopy(first)
+    nn.init.zeros_(second[0].weight)
+    assert torch.equal(first(x), F.linear(x, first[0].weight, first[0].bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(second(x), second[0].bias.expand(32, 32))
+        assert not torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_transposed_weight_has_the_same_product(mode: str) -> None:
+    """transformers' Conv1D holds in × out."""
+    from transformers.pytorch_utils import Conv1D
+
+    linear, conv = nn.Linear(64, 32), Conv1D(32, 64)
+    conv.weight.data, conv.bias.data = linear.weight.data.t().clone(), linear.bias.data.clone()
+    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
+    x = torch.randn(3, 32, 64)
+    results = []
+    for layer in (linear, conv):
+        scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.square().sum().backward()
+        results.append((y.detach(), layer.weight.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1].t())
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_the_scaling_that_is_asked_for_reaches_torchao(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass
-    class Options:
-        recipe: str
-        emulate: bool = False
-
-    seen = []
-
-    def convert(model: nn.Module, *, config: Options, module_filter_fn: Any) -> None:
-        seen.append((config, [name for name, module in model.named_modules() if module_filter_fn(module, name)]))
-
-    library = SimpleNamespace(
-        Float8LinearConfig=SimpleNamespace(from_recipe_name=Options), convert_to_float8_training=convert
-    )
-    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=library))
-    monkeypatch.setitem(sys.modules, "torchao.float8", library)
-    fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10)), [], scaling)
-    assert seen == [(Options(scaling), ["0"])]
+def test_fp8_has_the_scaling_that_is_asked_for(scaling: str) -> None:
+    """One huge row takes the bits of the others only where all share one scale."""
+    product = scaled.product_of(FP8, scaling, native=False)
+    x = torch.cat([torch.full((1, 32), 1e6), torch.full((15, 32), 1e-3)]).bfloat16()
+    y = product(x, torch.eye(32))
+    assert bool((y[1:] == 0).all()) == (scaling == "tensorwise")
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_llama_trains_with_emulated_products(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchao.float8", reason="torchao is optional")
-    convert = fp8.convert
-    monkeypatch.setattr(Precision, "check", lambda self, hardware: None)
-    monkeypatch.setattr(fp8, "convert", lambda model, kept, _: convert(model, kept, scaling, emulate=True))
+@pytest.mark.parametrize("mode", SCALED)
+def test_gpt2_trains_about_as_in_bf16(mode: str) -> None:
     losses = []
-    for mode in ("precision=bf16", "precision=fp8 precision.fp32_modules=['*.v_proj']"):
-        trainer = trainer_of(*LLAMA, *mode.split())
+    for precision in ("bf16", mode):
+        trainer = trainer_of(*GPT2, f"precision={precision}")
         losses.append(torch.stack([record.loss for record in fit(trainer)]))
-    names = dtypes_in_use(trainer.model, trainer.optimizer)["fp8_modules"]
-    assert len(names) == 6  # of seven: v_proj is an island, and the output layer has the loss in it
-    assert all("_proj" in name for name in names)
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert dtypes_in_use(trainer.model, trainer.optimizer) == {
+        "weights_dtype": "float32",
+        "optimizer_dtype": "float32",
+        "scaled_modules": scaled.converted(trainer.model),
+    }
+    names = scaled.converted(trainer.model)
+    assert len(names) == 16
+    assert all(".h." in name for name in names)
     assert torch.allclose(losses[0], losses[1], rtol=0.02)
     assert not torch.equal(losses[0], losses[1])
 
 
-def test_what_has_no_such_layer_or_rows_is_refused() -> None:
-    pytest.importorskip("torchao.float8", reason="torchao is optional")
-    with pytest.raises(UserError, match=r"no plain nn.Linear whose dimensions are multiples of 16.*recipe=llama"):
-        fp8.convert(nn.Sequential(nn.Linear(10, 10)), [], "tensorwise", emulate=True)
-    model = nn.Sequential(nn.Linear(32, 32))
-    fp8.convert(model, [], "tensorwise", emulate=True)
-    with pytest.raises(UserError, match=r"gets 6 rows.*multiple of 16; use another micro_batch_size"):
-        model(torch.ones(2, 3, 32))
-    assert model.eval()(torch.ones(2, 3, 32)).shape == (2, 3, 32)
+def test_a_llama_keeps_what_fp32_modules_names_and_its_head() -> None:
+    trainer = trainer_of(*LLAMA, "precision=mxfp8", "precision.fp32_modules=['*.v_proj']")
+    names = scaled.converted(trainer.model)
+    assert len(names) == 6  # of seven: v_proj is an island, and the output layer has the loss in it
+    assert all("_proj" in name and "v_proj" not in name for name in names)
+    assert all(record.loss.isfinite() for record in fit(trainer))
+
+
+def test_the_start_block_and_precision_json_say_that_it_is_emulated(tmp_path: Path) -> None:
+    own = ("tracking=local", "checkpoint=none", f"output_dir={tmp_path}", "run_name=one")
+    train(compose(*GPT2, "precision=nvfp4", "device=cpu", *own))
+    effective = json.loads((tmp_path / "one" / "precision.json").read_text())["effective"]
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert effective["arithmetic"] == summary["not_timed"] == "emulated: quality only, no speed"
+    assert len(effective["scaled_modules"]) == 16
+    assert summary["utilisation"]["mfu"] is None
+    assert summary["utilisation"]["unknown"] == "nvfp4 matmuls are not timed here"
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_the_memory_of_a_step_is_forecast(mode: str) -> None:
+    assert forecast(compose(*GPT2, f"precision={mode}", "device=cpu")).peak_bytes > 0
