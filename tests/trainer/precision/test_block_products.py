@@ -1,0 +1,251 @@
+"""Products of rounded matrices, and their gradients, against fp64; what else differs is fp32 sums and bf16 results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.formats import MXFP8
+from tests.trainer.precision import ocp
+from trainer.precision import nvfp4, scaled
+from trainer.precision.scaled import Product
+
+ROWS, IN, OUT = 96, 160, 64  # multiples of 32, all different: a block along the wrong dimension fits, and shows
+
+
+def drawn(spread: float, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight, gradient of the output, bf16.
+
+    Rows and columns differ in size, by exp(``spread``), but those over which a product sums have inverse sizes in its
+    factors. So what a block loses of its small values is as large in the result as the rest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [torch.randn(number, generator=generator).mul(spread).exp() for number in (ROWS, IN, OUT)]
+    rows, columns, out = sizes
+
+    def matrix(left: Tensor, right: Tensor) -> Tensor:
+        return (torch.randn(len(left), len(right), generator=generator) * left.outer(right)).bfloat16()
+
+    return matrix(rows, columns), matrix(out, 1 / columns), matrix(1 / rows, 1 / out)
+
+
+def exact(tensor: Tensor) -> ocp.Array:
+    return tensor.detach().double().numpy()
+
+
+def assert_product(found: Tensor, one: ocp.Array, other: ocp.Array, roundings: int = 1) -> None:
+    """Assert that a bf16 result is one × other but for sums in fp32 and ``roundings`` to bf16.
+
+    Products of rounded operands are exact in fp32; a sum of n of them, in any order, is off by at most
+    n u / (1 - n u) of the sum of their sizes, u = 2^-24 (Higham, "Accuracy and Stability of Numerical Algorithms",
+    2002, section 4.2), and a rounding to bf16 by 2^-8 of the result. Two more u are for scales of tensors.
+    """
+    unit, terms = 2.0**-24, one.shape[1] * 2.0**-24
+    of_sum = terms / (1 - terms) * (np.abs(one) @ np.abs(other))
+    result = one @ other
+    of_result = (1 + 2.0**-8) ** roundings * (1 + unit) ** 2 - 1
+    assert found.dtype == torch.bfloat16
+    assert (np.abs(exact(found) - result) <= of_sum + of_result * (np.abs(result) + of_sum)).all()
+
+
+def relative_error(found: ocp.Array, reference: ocp.Array) -> float:
+    return float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
+
+
+def trained(product: Product, x: Tensor, weight: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the gradients of x and weight."""
+    leaves = [each.clone().requires_grad_() for each in (x, weight)]
+    y = product(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, upstream)
+
+
+@pytest.fixture
+def mxfp8_product() -> Product:
+    pytest.importorskip("torchao", reason="torchao is optional")
+    return scaled.product_of(MXFP8, "", native=False)
+
+
+# --- mxfp8 ---
+
+
+def mxfp8(values: ocp.Array) -> ocp.Array:
+    return np.prod(ocp.mxfp8(values), 0)
+
+
+def test_mxfp8_rounds_along_the_sum_in_all_three_products(mxfp8_product: Product) -> None:
+    """Blocks along another dimension, an operand that is not rounded, or one that is rounded twice, would show."""
+    x, weight, upstream = drawn(4)
+    y, of_x, of_weight = trained(mxfp8_product, x, weight, upstream)
+    a, b, c = exact(x), exact(weight), exact(upstream)
+    assert_product(y, mxfp8(a), mxfp8(b).T)
+    assert_product(of_x, mxfp8(c), mxfp8(b.T).T)
+    assert_product(of_weight, mxfp8(c.T), mxfp8(a.T).T)
+    with pytest.raises(AssertionError):  # the bound is narrow enough to tell one dimension from the other
+        assert_product(of_x, mxfp8(c), mxfp8(b))
+
+
+# --- nvfp4 ---
+
+
+def nvfp4_values(values: ocp.Array, rows: int = 1) -> ocp.Array:
+    quotients, scales, tensor_scale = ocp.nvfp4_quotients(values, rows)
+    return ocp.nearest(quotients, ocp.E2M1) * scales * tensor_scale
+
+
+class Call(NamedTuple):
+    values: ocp.Array
+    square: bool
+    stochastic: bool
+    result: ocp.Array
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What the layer rounds, in turn, and to which values."""
+    found, quantize = list[Call](), nvfp4.quantize
+
+    def recorded(values: Tensor, square: bool = False, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+        rounded, scale = quantize(values, square, stochastic)
+        found.append(Call(exact(values), square, stochastic, exact(rounded) * scale.item()))
+        return rounded, scale
+
+    monkeypatch.setattr(nvfp4, "quantize", recorded)
+    return found
+
+
+def test_nvfp4_multiplies_what_the_recipe_says(calls: list[Call]) -> None:
+    """Forward: x in 1 × 16 blocks, the weight in 16 × 16 ones. Backward: gradients stochastically, the same weight;
+    and for the weight's gradient both factors transformed along the rows. Another operand, block or rounding shows.
+    """
+    x, weight, upstream = drawn(1)
+    torch.manual_seed(9)
+    y, of_x, of_weight = trained(nvfp4.product, x, weight, upstream)
+    a, b, c = exact(x), exact(weight), exact(upstream)
+    assert_product(y, nvfp4_values(a), nvfp4_values(b, 16).T, roundings=2)
+
+    weights, inputs, gradients, turned_gradients, turned_inputs = calls
+    assert np.array_equal(weights.values, b)
+    assert np.array_equal(inputs.values, a)
+    assert np.array_equal(gradients.values, c)
+    assert [call.square for call in calls] == [True, False, False, False, False]
+    assert [call.stochastic for call in calls] == [False, False, True, True, False]
+    assert_product(of_x, gradients.result, nvfp4_values(b, 16), roundings=2)
+    assert_product(of_weight, turned_gradients.result, turned_inputs.result.T, roundings=2)
+    assert np.array_equal(turned_inputs.result, nvfp4_values(turned_inputs.values))
+    for turned, original in ((turned_gradients.values, c.T), (turned_inputs.values, a.T)):
+        lengths = [np.linalg.norm(each.reshape(-1, 16), axis=1) for each in (turned, original)]
+        assert np.allclose(*lengths, rtol=1e-6)  # an orthogonal matrix turns each 16 numbers along the rows
+
+
+def test_the_transform_spreads_a_number_and_is_undone_by_itself() -> None:
+    """A matrix that is not orthogonal would scale gradients; one without random signs would gather equal numbers."""
+    matrix = exact(nvfp4._transformed(torch.eye(16)))
+    assert np.array_equal(np.abs(matrix), np.full((16, 16), 0.25))
+    assert np.array_equal(matrix @ matrix.T, np.eye(16))
+    equal = exact(nvfp4._transformed(torch.ones(16, 1)))
+    assert np.abs(equal).max() <= 2  # 4 where all signs are the same
+    blocks = exact(nvfp4._transformed(torch.eye(48)))
+    assert np.array_equal(blocks, np.kron(np.eye(3), matrix))
+
+
+def test_without_rounding_nvfp4_is_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transform alone changes nothing, and a batch of sequences is one matrix; else gradients would be of another.
+
+    Bound: each number of a product has three sums in fp32, of 16, 16 and of as many as there are rows.
+    """
+    monkeypatch.setattr(nvfp4, "quantize", lambda values, *_, **__: (values.float(), torch.ones(())))
+    x, weight, upstream = (each.float() for each in drawn(0))
+    shape = (3, ROWS // 3)
+    y, of_x, of_weight = trained(nvfp4.product, x.view(*shape, IN), weight, upstream.view(*shape, OUT))
+    a, b, c = exact(x), exact(weight), exact(upstream)
+    for found, one, other in ((y, a, b.T), (of_x, c, b), (of_weight, c.T, a)):
+        terms = (one.shape[1] + 32) * 2.0**-24
+        # a turned number is at most 4 times the largest of its 16
+        allowed = 16 * terms * one.shape[1] * np.abs(one).max() * np.abs(other).max()
+        assert np.abs(exact(found).reshape(len(one), -1) - one @ other).max() < allowed
+
+
+# --- both, as a whole ---
+
+
+class Straight(torch.autograd.Function):
+    """Rounds in the forward pass and passes gradients on as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rounded: ocp.Array) -> Tensor:
+        return torch.from_numpy(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream[0], None
+
+
+def straight_through(x: ocp.Array, weight: ocp.Array, upstream: ocp.Array) -> tuple[ocp.Array, ocp.Array]:
+    """Gradients of x and weight by autograd in fp64 of the product of both in NVFP4."""
+    leaves = [torch.from_numpy(each).requires_grad_() for each in (x, weight)]
+    a, b = leaves
+    y = Straight.apply(a, nvfp4_values(x)) @ Straight.apply(b, nvfp4_values(weight, 16)).t()
+    of_x, of_weight = torch.autograd.grad(y, leaves, torch.from_numpy(upstream))
+    return of_x.numpy(), of_weight.numpy()
+
+
+def test_the_gradient_of_x_is_that_of_straight_through_autograd() -> None:
+    """A gradient that NVFP4 holds is not changed, and multiplied by the very weight of the forward pass."""
+    x, weight, upstream = drawn(1)
+    held = nvfp4_values(exact(upstream))
+    held = held * 2688 / np.abs(held).max()  # with the tensor's scale 1 they are few bits long
+    assert np.array_equal(nvfp4_values(held), held)
+    torch.manual_seed(9)
+    _, of_x, _ = trained(nvfp4.product, x, weight, torch.from_numpy(held).bfloat16())
+    expected, _ = straight_through(exact(x), exact(weight), held)
+    assert np.allclose(expected, held @ nvfp4_values(exact(weight), 16), rtol=1e-12)
+    assert_product(of_x, held, nvfp4_values(exact(weight), 16), roundings=2)
+
+
+def test_gradients_have_no_bias_but_that_of_saturation(calls: list[Call]) -> None:
+    """The mean over draws comes as close to straight-through autograd as a mean of independent errors, once the
+    largest numbers of blocks are cut where they saturate: where E4M3 rounds a scale down, 6 times it is below them.
+    """
+    x, weight, upstream = drawn(0)
+    torch.manual_seed(9)
+    draws = [[exact(each) for each in trained(nvfp4.product, x, weight, upstream)[1:]] for _ in range(64)]
+    of_x, _ = straight_through(exact(x), exact(weight), saturated(exact(upstream)))
+    of_weight = saturated(calls[3].values) @ calls[4].result.T  # inputs are rounded to nearest, which stays
+    for expected, found in zip((of_x, of_weight), zip(*draws, strict=True), strict=True):
+        single = np.mean([relative_error(each, expected) for each in found])
+        assert 0.1 < single < 0.2
+        assert relative_error(np.mean(found, 0), expected) < 1.1 * single / len(draws) ** 0.5
+    assert 0.005 < relative_error(saturated(exact(upstream)), exact(upstream)) < 0.02
+
+
+def saturated(values: ocp.Array) -> ocp.Array:
+    quotients, scales, tensor_scale = ocp.nvfp4_quotients(values)
+    return np.clip(quotients, -6, 6) * scales * tensor_scale
+
+
+def test_errors_are_those_of_the_formats(mxfp8_product: Product) -> None:
+    """Of normal numbers: the error of a product is that of both operands together, to 10 %; more is a defect.
+
+    Rounding to nearest is off by a step / sqrt(12), stochastic rounding by a step / sqrt(6).
+    """
+    x, weight, upstream = drawn(0)
+    a, b, c = exact(x), exact(weight), exact(upstream)
+    fine, coarse, square = (relative_error(rounded, a) for rounded in (mxfp8(a), nvfp4_values(a), nvfp4_values(a, 16)))
+    assert 0.025 < fine < 0.028
+    assert 0.09 < coarse < 0.1
+    assert 0.1 < square < 0.12
+    torch.manual_seed(9)
+    errors = {
+        mxfp8_product: [2**0.5 * fine] * 3,
+        nvfp4.product: [math.hypot(coarse, square), math.hypot(2**0.5 * coarse, square), 3**0.5 * coarse],
+    }
+    for product, expected in errors.items():
+        found = trained(product, x, weight, upstream)
+        exact_results = (a @ b.T, c @ b, c.T @ a)
+        measured = [relative_error(exact(each), result) for each, result in zip(found, exact_results, strict=True)]
+        assert measured == pytest.approx(expected, rel=0.1)
