@@ -42,10 +42,10 @@ METHOD = (
     "5 %. The interval beside a verdict is the one that decided."
 )
 EQUAL_LOSS = (
-    "Equal loss is the baseline's final loss of the same seed, within the margin. It is reached where the lowest loss "
-    "so far first is as low, interpolated between two evaluations; by the baseline, too, so that equal arms have a "
-    "ratio of 1. Where not every seed gets there, there is no ratio. Intervals are of 96 % at the first look, and "
-    "wider with more arms (Holm) and looks, so that the chance that any wrongly excludes 1 is 5 %."
+    "Equal is the baseline's final value of the same seed, within the margin: where the best so far first is as good, "
+    "interpolated between two evaluations, and for the baseline, too, so that equal arms have a ratio of 1. A ratio is "
+    "of all seeds or of none. Its interval, of 96 % at the first look, is wider with more arms (Holm) and looks, so "
+    "that the chance that any wrongly excludes 1 is 5 %."
 )
 _WALL = "Wall times are of whole runs, their start included; other work on the machine is not taken out."
 
@@ -53,8 +53,8 @@ Item = TypeVar("Item")
 Round = TypeVar("Round")
 Losses = Mapping[int, float | None]
 """Final losses of an arm by seed, lower is better. Not finite: the run diverged. None: it failed."""
-Curve = tuple[Sequence[float], Sequence[float]]
-"""Steps of a run's evaluations and the losses there, lower is better; none of a run that diverged."""
+Curve = tuple[Any, Any]
+"""Lists or arrays: steps of a run's evaluations, and the losses there, lower is better; empty where it diverged."""
 Look = dict[str, Any]
 """``seeds``, and ``ended``, arm and seed of every run that had ended, of each report that judged an arm."""
 
@@ -255,27 +255,27 @@ class Reach:
     seconds: dict[int, float] = field(default_factory=dict)
     """Seconds of training up to that step, by seed; empty: the arm is not timed."""
     steps_ratio: Interval | None = None
-    """Over the baseline's own steps; None: not reached with each seed, or not judged."""
+    """Over the baseline's own; None: of the baseline, not reached with each seed, or not judged."""
     seconds_ratio: Interval | None = None
-    missed: str = ""
-    """In how many of the runs it is reached; empty: in all, or that is not judged."""
-    why: str = ""
-    """Reason why it is not judged although the final losses are, and what to do."""
+    instead: str = ""
+    """What is said in the place of ratios, such as ``reached in 3 of 5``; empty: there are some, or no verdict."""
 
-    @property
-    def cells(self) -> tuple[str, str]:
-        """Steps and time, as a table has them."""
+    def cells(self, is_baseline: bool) -> tuple[str, str]:
+        """Return steps and time, as a table has them: the baseline's own, and ratios to them."""
+        if is_baseline:
+            steps, seconds = list(filter(None, self.steps.values())), self.seconds.values()
+            return f"{fmean(steps):.0f}" if steps else "", f"{fmean(seconds):.1f} s" if seconds else ""
         if not self.steps_ratio:
-            return self.missed or NOT_JUDGED, ""
+            return self.instead or NOT_JUDGED, ""
         return times(self.steps_ratio), times(self.seconds_ratio) if self.seconds_ratio else NOT_JUDGED
 
-    def sentence(self, baseline: str) -> str:
-        """Return what it takes, in a sentence; empty: that is not judged."""
-        if self.missed:
-            return f"The final loss of {baseline} is {self.missed}."
+    def sentence(self, goal: str) -> str:
+        """Return what it takes to a goal such as ``final loss of fp32``; empty: that is not judged."""
+        if self.instead:
+            return f"The {goal} is {self.instead}."
         amounts = (("steps", "fewer", self.steps_ratio), ("time", "less", self.seconds_ratio))
         told = [_change(name, less, ratio) for name, less, ratio in amounts if ratio]
-        return f"To the final loss of {baseline}: {', '.join(told)}." if told else ""
+        return f"To the {goal}: {', '.join(told)}." if told else ""
 
 
 def _change(name: str, less: str, ratio: Interval) -> str:
@@ -294,10 +294,8 @@ def reach(
     """Return how far every arm trains until its loss is the baseline's final one of the same seed, within the margin.
 
     Without the margin, every second run of an equal arm would end just short of it. The baseline's own steps, too, are
-    those to the first time that its loss is as low (see ``steps_to``), so that noise favours neither.
-
-    A ratio is of all seeds or of none: those that reach it are the lucky ones. The chance that the interval of any arm
-    wrongly excludes 1, at any look, is at most 5 % for the steps, and for the time likewise.
+    those to the first time that its loss is as low, so that noise favours neither. A ratio is of all seeds or of none:
+    those that reach it are the lucky ones. For the chance of a wrong one see ``ratio_intervals``; time has its own 5 %.
 
     Args:
         curves: by label and seed, without the runs that failed. The first is the baseline.
@@ -314,23 +312,20 @@ def reach(
         steps = {seed: steps_to(goal, *own[seed]) for seed, goal in goals.items() if seed in own}
         times_s = step_s.get(label, {})
         found[label] = Reach(steps, {seed: step * times_s[seed] for seed, step in steps.items() if step and times_s})
-    tested: list[str] = []
-    for label in others:
-        arm, count = found[label], sum(step is not None for step in found[label].steps.values())
-        if verdicts[label].verdict == NOT_JUDGED:
-            continue
+    whole: list[str] = []
+    for label in (label for label in others if verdicts[label].verdict != NOT_JUDGED):
+        count = sum(step is not None for step in found[label].steps.values())
         if count < len(goals):
-            arm.missed = f"reached in {count} of {len(goals)}" if count else "not reached"
-        elif any(found[each].steps[seed] == curves[each][seed][0][0] for each in (baseline, label) for seed in goals):
-            arm.why = "the first evaluation is as low already; evaluate more often"
+            found[label].instead = f"reached in {count} of {len(goals)}" if count else "not reached"
+        elif any(found[arm].steps[seed] == curves[arm][seed][0][0] for arm in (baseline, label) for seed in goals):
+            found[label].instead = "reached at once: evaluate more often"
         else:
-            tested.append(label)
+            whole.append(label)
     for amount in ("steps", "seconds"):
         base = getattr(found[baseline], amount)
-        owns = {label: own for label in tested if base and (own := getattr(found[label], amount))}
+        owns = {label: own for label in whole if base and (own := getattr(found[label], amount))}
         ratios = [[value / base[seed] for seed, value in own.items()] for own in owns.values()]
-        intervals = ratio_intervals(ratios, len(others) - len(ratios), look)
-        for label, interval in zip(owns, intervals, strict=True):
+        for label, interval in zip(owns, ratio_intervals(ratios, len(others) - len(owns), look), strict=True):
             setattr(found[label], f"{amount}_ratio", interval)
     return found
 
@@ -443,6 +438,8 @@ class Comparison:
     looks: list[Look] = field(default_factory=list)
     verdicts: dict[str, Quality] = field(default_factory=dict)
     """Verdicts by arm; empty until they are judged."""
+    reached: dict[str, Reach] = field(default_factory=dict)
+    """Steps to the baseline's final metric, by arm; empty where the runs have no curves."""
 
     def __post_init__(self) -> None:
         if not 0 < self.margin < 1:
@@ -479,6 +476,11 @@ class Comparison:
             if not ended.failure:
                 losses[ended.arm][ended.seed] = math.nan if ended.value is None else sign * ended.value
         self.looks, self.verdicts = judge_and_keep(losses, self.margin, store)
+        logs = {
+            arm: {seed: one.facts.get("curve", ((), ())) for seed, one in self.ended(arm).items()} for arm in self.arms
+        }
+        if any(any(log) for own in logs.values() for log in own.values()):
+            self.reached = reach(logs, self.verdicts, self.margin, len(self.looks), {})
 
     def _check_digits(self, runs: Sequence[Run]) -> None:
         """Refuse a last digit that is more than the margin, and a baseline without a spread."""
@@ -516,7 +518,7 @@ class Comparison:
         sections = [
             Section("Results", table=self._rows(), sentences=[_WALL]),
             Section("Arms", items=[f"{label}: {text}" for label, text in self.arms.items()], folded=True),
-            Section("How it was measured", [METHOD], folded=True),
+            Section("How it was measured", [METHOD, *[EQUAL_LOSS] * bool(self.reached)], folded=True),
         ]
         answer, origin = [*self._sentences(), *about_looks(self.looks)], f"Machine: {platform.platform()}."
         return Report("Comparison", " / ".join(self.arms), answer, command, origin, sections)
@@ -528,7 +530,8 @@ class Comparison:
         return page
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("arm", "quality", "difference", self.metric, "wall time")]
+        head = ("arm", "quality", "difference", self.metric, "wall time")
+        rows = [(*head, *["steps to equal"] * bool(self.reached))]
         base = self.ended(self.baseline)
         for label, found in self.verdicts.items():
             runs = self.ended(label)
@@ -538,7 +541,8 @@ class Comparison:
             if len(ratios) > 1 and not took:
                 took = times(ratio_interval(ratios))
             mean = display.loss(fmean(values)) if values else ""
-            rows.append((label, found.verdict or "(baseline)", self.difference(label), mean, took))
+            steps = [self.reached[label].cells(label == self.baseline)[0]] if self.reached else []
+            rows.append((label, found.verdict or "(baseline)", self.difference(label), mean, took, *steps))
         return rows
 
     def _sentences(self) -> list[str]:
@@ -551,6 +555,8 @@ class Comparison:
                 same += "check that both print it in one unit" * any(each > 49 or each < -0.98 for each in changes)
                 clauses = (f"{self.metric} {self.difference(label)}".strip() + f": {found.sentence}", same, found.why)
                 lines.append(f"{label}, compared with {self.baseline}: {'; '.join(filter(None, clauses))}.")
+                if self.reached:
+                    lines[-1] += f" {self.reached[label].sentence(f'final {self.metric} of {self.baseline}')}".rstrip()
         return lines
 
 

@@ -73,24 +73,18 @@ def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 def ratio_intervals(arms: Sequence[Sequence[float]], untested: int, look: int) -> list[Interval]:
     """Return the geometric mean of each arm's ratios to one baseline, with an interval that excludes 1 if it differs.
 
-    The chance that any of the intervals excludes 1, where no arm differs, is at most 5 % over all looks: the levels are
-    Holm's and those of ``look_level``, as in ``equivalence``, so they are above 95 %.
-
-    Args:
-        arms: for each arm its positive ratios, one per pair.
-        untested: the number of further arms, which have no ratios.
-        look: how often the arms have been judged, this time included.
+    Where no arm differs, the chance that any interval excludes 1, at any look, is at most 5 %: their levels are Holm's,
+    above 95 %. For ``untested`` and ``look`` see ``equivalence``.
     """
     tests = [_Tested(np.log(_checked(ratios)), 0.0, 0.0).p_beyond for ratios in arms]
     levels = holm([*tests, *[1.0] * untested], look_level(look))
     return [ratio_interval(ratios, 1 - level) for ratios, level in zip(arms, levels, strict=False)]
 
 
-def steps_to(goal: float, steps: Sequence[float], values: Sequence[float]) -> float | None:
+def steps_to(goal: float, steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray) -> float | None:
     """Return the step at which the lowest value so far comes down to ``goal``; None: it never does.
 
-    Between two evaluations it falls linearly. It does not rise again, so that no noise takes back what was reached.
-    Values that are not finite are passed over.
+    It falls linearly between two values that are finite. It does not rise, so that noise takes nothing back.
     """
     finite = np.isfinite(values)
     places, lowest = np.asarray(steps)[finite], np.minimum.accumulate(np.asarray(values)[finite])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from evidence.measures import in_use, measured
 from evidence.runs import LOSS, Arm, Outcome, redacted_arguments
-from mantissa.compare import Curve, Quality, Reach, reach, too_few
+from mantissa.compare import Quality, Reach, reach, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
 
 
@@ -54,9 +52,7 @@ class ArmResult:
 def judge(
     arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality], margin: float, look: int
 ) -> list[ArmResult]:
-    """Judge speed and memory of every arm beside its quality, and what it takes to equal the baseline's.
-
-    The results are in the order of ``arms``.
+    """Judge speed, memory and what it takes to equal loss of every arm beside its quality, in the order of ``arms``.
 
     Args:
         arms: of the comparison, the baseline first.
@@ -88,7 +84,10 @@ def judge(
             few, used = too_few(len(result.speed.ratios), len(runs)), in_use([*done.values(), *base.values()])
             result.speed.why = not_timed or "; ".join(filter(None, (few, used)))
         results.append(result)
-    curves = {label: {seed: _curve(run) for seed, run in runs.items() if run.ended} for label, runs in by_arm.items()}
+    curves = {
+        label: {seed: run.series[LOSS] if run.finished else ((), ()) for seed, run in runs.items() if run.ended}
+        for label, runs in by_arm.items()
+    }
     step_s = {
         result.label: {seed: run.summary["step_time_s"] for seed, run in finished[result.label].items()}
         for result in results
@@ -103,11 +102,6 @@ def judge(
 def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, float | None]]:
     """Return the final losses as ``mantissa.compare.judge`` takes them."""
     return {arm.label: {run.seed: measured(run, "loss") for run in outcomes if run.arm == arm.label} for arm in arms}
-
-
-def _curve(run: Outcome) -> Curve:
-    steps, values = run.series[LOSS] if run.finished else (np.array([]), np.array([]))
-    return steps.tolist(), values.tolist()
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:

@@ -44,12 +44,9 @@ def quality_rows(result: Result) -> list[tuple[str, ...]]:
     """Return the head, and for each arm its verdict, and what it takes to the baseline's final loss."""
     rows: list[tuple[str, ...]] = [QUALITY]
     for arm in result.arms:
-        if arm.label == result.plan.baseline:
-            steps, seconds = arm.reach.steps.values(), arm.reach.seconds.values()
-            took = _mean(None, list(seconds), "{:.1f} s".format) if not arm.arithmetic else ""
-            rows.append((arm.label, "(baseline)", "", _mean(None, list(filter(None, steps)), "{:.0f}".format), took))
-        else:
-            rows.append((arm.label, arm.quality.verdict, with_level(arm.quality.shown), *arm.reach.cells))
+        verdict = arm.quality.verdict
+        difference, reached = with_level(arm.quality.shown), arm.reach.cells(not verdict)
+        rows.append((arm.label, verdict or "(baseline)", difference, *reached))
     return rows
 
 
@@ -88,9 +85,7 @@ def _told(result: Result, arm: ArmResult) -> str:
         not_judged.setdefault(arm.quality.why, []).append("validation loss")
     clauses = "; ".join(filter(None, (" and ".join(costs), loss_is)))
     parts = [f"{arm.label}{'' if costs else ':'} {clauses}." if clauses else f"{arm.label}:"]
-    parts += filter(None, [arm.reach.sentence(result.plan.baseline)])
-    if arm.reach.why:
-        not_judged.setdefault(arm.reach.why, []).append("steps to equal loss")
+    parts += filter(None, [arm.reach.sentence(f"final loss of {result.plan.baseline}")])
     if not_judged:
         reasons = (f"{' and '.join(names)} ({why})" for why, names in not_judged.items())
         parts.append(f"{NOT_JUDGED}: {'; '.join(reasons)}.")
@@ -146,7 +141,7 @@ def method(result: Result) -> list[str]:
         "their order alternates from seed to seed. Ratios are geometric means over the pairs, with Student's 95 % "
         "interval of the logarithms in brackets. docs/comparing.md says what is measured.",
         METHOD,
-        f"{EQUAL_LOSS} Time is the steps times the run's seconds per step of training, without start and evaluation.",
+        f"{EQUAL_LOSS} Time is the steps times the run's seconds per step in training, without start and evaluation.",
     ]
 
 

@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("commands", nargs="+", help=f'shell commands, such as "python train.py --seed {SEED}"')
     parser.add_argument("--metric", required=True, help="regular expression; its last match counts: 'loss ([0-9.]+)'")
+    parser.add_argument("--step", help="the same for steps: 'step ([0-9]+)'; adds how many each takes to be as good")
     parser.add_argument("--seeds", type=int, default=4, help="how many (default: 4)")
     parser.add_argument("--margin", type=float, default=0.003, help="a difference too small to matter (default: 0.003)")
     parser.add_argument("--higher-is-better", action="store_true", help="the metric is one such as accuracy")
@@ -63,15 +64,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of runs and report")
     options = parser.parse_args(arguments)
     arms = _arms(options.commands)
+    _name_of(options.step or options.metric)  # whether it is an expression
     comparison = Comparison(arms, _name_of(options.metric), options.margin, options.higher_is_better)
     store = Store(report_folder(options.report) / "kept.jsonl")
-    plan = {key: getattr(options, key) for key in ("commands", "metric", "margin", "higher_is_better")}
+    plan = {key: getattr(options, key) for key in ("commands", "metric", "step", "margin", "higher_is_better")}
     store.begin(plan | _programs(options.commands), range(options.seeds), "give this one another folder with --report")
     times_before = {label: list(arms.values())[:place].count(arms[label]) for place, label in enumerate(arms)}
 
     def run(arm: str, seed: int) -> Run:
         command = arms[arm].replace(SEED, str(seed + SEED_SHIFT * times_before[arm]))
-        ended = _run(arm, seed, command, options.metric, options.report / "runs", options.timeout)
+        ended = _run(arm, seed, command, options)
         if ended.failure and not any(kept["arm"] == arm and not kept["failure"] for kept in store.of("run")):
             raise UsageError(f"{arm}, seed {seed}: {ended.failure}")
         return ended
@@ -158,23 +160,41 @@ def _add_code(path: Path, folder: Path, found: dict[str, str]) -> None:
                         _add_code(imported, folder, found)
 
 
-def _run(arm: str, seed: int, command: str, metric: str, folder: Path, timeout_s: float | None) -> Run:
-    """Run an arm's command, with its seed, in a fresh process, and read its metric; the folder takes what it prints."""
+def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
+    """Run an arm's command, with its seed, in a fresh process, and read its metric; a file takes what it prints."""
+    folder, metric = options.report / "runs", options.metric
     folder.mkdir(parents=True, exist_ok=True)
     # In `python train.py | tee log` a crash must not pass for the end of training.
     words = ["bash", "-o", "pipefail", "-c", command] if shutil.which("bash") else command
-    ended = shell.run(words, folder / f"{arm}-s{seed}.out", errors_apart=True, limit_s=timeout_s)
-    numbers = (last_number(metric, text) for text in (ended.output, ended.errors))
-    value = next((number for number in numbers if number is not None), None)
+    ended = shell.run(words, folder / f"{arm}-s{seed}.out", errors_apart=True, limit_s=options.timeout)
+    numbers = ((last_number(metric, text), text) for text in (ended.output, ended.errors))
+    value, text = next((found for found in numbers if found[0] is not None), (None, ""))
     if value is not None and (ended.code == 0 or not math.isfinite(value)):  # not finite: whatever the exit code
-        return Run(arm, seed, value if math.isfinite(value) else None, ended.seconds)
+        if not math.isfinite(value):
+            return Run(arm, seed, None, ended.seconds)
+        facts = {"curve": _curve(options, text)} if options.step else {}
+        if all(map(any, facts.values())):
+            return Run(arm, seed, value, ended.seconds, facts=facts)
+        metric = options.step
     failure = f"printed nothing that {metric!r} matches"
     if ended.code is None:
-        failure = f"was still running after {timeout_s:g} s and was ended"
+        failure = f"was still running after {options.timeout:g} s and was ended"
     elif ended.code:
         failure = f"ended with exit code {ended.code}"
     why = f"`{command}` {failure}; its last lines: {ended.last_lines() or 'none'}"
     return Run(arm, seed, None, ended.seconds, why)
+
+
+def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[float]]:
+    """Return steps and losses of a log; a loss belongs to the last step that is printed up to the end of its line."""
+    steps, losses, step = [], [], None
+    for line in text.splitlines():
+        step = last_number(options.step, line) or step
+        value = last_number(options.metric, line)
+        if step and value is not None:
+            steps.append(step)
+            losses.append(-value if options.higher_is_better else value)
+    return steps, losses
 
 
 def last_number(metric: str, text: str) -> float | None:
@@ -247,5 +267,5 @@ def _name_of(metric: str) -> str:
     try:
         re.compile(metric)
     except re.error as error:
-        raise UsageError(f"the metric {metric!r} is no regular expression ({error}), unlike 'loss ([0-9.]+)'") from None
+        raise UsageError(f"{metric!r} is no regular expression ({error}), unlike 'loss ([0-9.]+)'") from None
     return " ".join(re.findall("[A-Za-z]{2,}", metric.partition("(")[0])) or "metric"

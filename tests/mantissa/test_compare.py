@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,6 +204,45 @@ def test_a_higher_metric_may_be_better(commands: Commands, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "down, compared with fp32: val loss -1.99 % [-2.0" in printed
     assert "one unit" not in printed
+
+
+def curve(*losses: float) -> str:
+    """What a command prints: each loss below its step, after a loss in training."""
+    return "".join(f"step {10 * number} loss 9.9\nval loss {loss:.5f}\n" for number, loss in enumerate(losses, 1))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_log_with_steps_says_how_many_it_takes_to_the_final_metric_of_the_first(
+    commands: Commands, sign: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second arm needs a third fewer steps, the third never gets there, the fourth diverges."""
+    ends = [9 - sign * (9 - each) for each in (4.0, 3.0, 2.0)]
+    base = commands.add("fp32", lambda seed: curve(*(each + NOISE[seed % 1000] for each in (*ends, ends[-1]))))
+    fast = commands.add(
+        "fast", lambda seed: curve(*(each + NOISE[seed % 1000] + PAIRED[seed % 1000] for each in ends[1:]))
+    )
+    never = commands.add("never", lambda seed: curve(*(each + NOISE[seed % 1000] for each in ends[:2])))
+    diverged = commands.add("diverged", lambda seed: curve(*ends) + "val loss nan")
+    options = ["--step", "step ([0-9]+)", *["--higher-is-better"] * (sign < 0)]
+    for part, arms in (("a", [fast]), ("b", [never, diverged])):
+        commands.report = commands.folder / part
+        assert commands.compare(base, *arms, *options) == (part == "b")
+    printed = capsys.readouterr().out
+    assert re.search(r"EQUIVALENT .*\)\. To the final val loss of fp32: 3[34] % fewer steps\.\n", printed)
+    assert printed.count("The final val loss of fp32 is not reached.") == 2
+    assert len(re.findall("wall time +steps to equal\n", printed)) == 2
+    reached = json.loads((commands.folder / "a" / "comparison.json").read_text())["reached"]
+    assert reached["fast"]["steps"]["0"] == pytest.approx(20, abs=1)
+    assert reached["fp32"]["steps"]["0"] == pytest.approx(30, abs=1)
+
+
+def test_a_log_in_which_no_step_is_found_is_a_mistake(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, why in (
+        ("epoch ([0-9]+)", "printed nothing that 'epoch ([0-9]+)' matches"),
+        ("(", "no regular expression"),
+    ):
+        assert commands.compare(commands.base(), commands.like("same"), "--step", step) == 2
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("shift", "verdict"), [(247.5, "BETTER"), (-2.475, "WORSE")])

@@ -54,13 +54,14 @@ def test_steps_and_time_are_ratios_to_the_baselines_own() -> None:
     """The goal is the final loss within the margin, so that the baseline is there before its end."""
     base, later = found(BASE, LATER, a0=0.5, a1=0.25)
     assert base.steps == pytest.approx({seed: 40 - 10 * MARGIN * (1 + seed / 10) for seed in range(3)})
-    assert (base.steps_ratio, base.missed, later.missed, later.why) == (None, "", "", "")
+    assert (base.steps_ratio, base.instead, later.instead) == (None, "", "")
     ratios = [later.steps[seed] / base.steps[seed] for seed in range(3)]  # type: ignore[operator]
     assert later.steps_ratio
     assert later.seconds_ratio
     assert later.steps_ratio.mean == pytest.approx(ratio_interval(ratios).mean)
     assert later.steps_ratio.level == pytest.approx(0.96)
     assert later.seconds_ratio.mean == pytest.approx(later.steps_ratio.mean / 2)
+    assert base.cells(True) == ("40", "20.0 s")
     assert later.seconds == pytest.approx({seed: later.steps[seed] * 0.25 for seed in range(3)})  # type: ignore[operator]
 
 
@@ -68,36 +69,43 @@ def test_what_is_not_timed_has_steps_alone() -> None:
     for step_s in ({"a0": 0.5}, {"a1": 0.5}):
         _, later = found(BASE, LATER, **step_s)
         assert (later.steps_ratio is None, later.seconds_ratio) == (False, None)
-        assert later.cells[1] == NOT_JUDGED
-        assert "time" not in later.sentence("fp32")
+        assert later.cells(False)[1] == NOT_JUDGED
+        assert "time" not in later.sentence("final loss of fp32")
 
 
 def test_the_lucky_seeds_give_no_ratio() -> None:
     """A run that diverged reaches nothing."""
     _, some, none, diverged = found(BASE, [*LATER[:2], NEVER[0]], NEVER, [*LATER[:2], ((), ())], a0=1.0, a1=1.0)
-    assert [arm.cells for arm in (some, none, diverged)] == [("reached in 2 of 3", ""), ("not reached", ""), some.cells]
+    assert [arm.cells(False) for arm in (some, none, diverged)] == [
+        ("reached in 2 of 3", ""),
+        ("not reached", ""),
+        some.cells(False),
+    ]
     assert (some.steps_ratio, some.seconds_ratio, none.steps_ratio) == (None, None, None)
-    assert some.sentence("fp32") == "The final loss of fp32 is reached in 2 of 3."
+    assert some.sentence("final loss of fp32") == "The final loss of fp32 is reached in 2 of 3."
 
 
 def test_without_a_verdict_on_the_loss_nothing_is_judged() -> None:
     _, later = found(BASE, LATER, verdict=NOT_JUDGED)
-    assert (later.cells, later.sentence("fp32")) == ((NOT_JUDGED, ""), "")
+    assert (later.cells(False), later.sentence("final loss of fp32")) == ((NOT_JUDGED, ""), "")
 
 
 def test_what_the_first_evaluation_reaches_says_nothing_of_steps() -> None:
     """All arms would be equal, in every digit."""
     single = [((40,), (1.0,))] * 3
     _, same = found(single, single)
-    assert (same.cells[0], "evaluate more often" in same.why) == (NOT_JUDGED, True)
+    assert (same.steps_ratio, same.cells(False)) == (None, ("reached at once: evaluate more often", ""))
 
 
 def test_a_clear_difference_is_told_and_no_other() -> None:
     faster = [(STEPS, (4.0, 2.0 + seed / 10, 1.0, 1.0)) for seed in range(3)]
-    told = found(BASE, faster, a0=1.0, a1=1.0)[1].sentence("fp32")
+    told = found(BASE, faster, a0=1.0, a1=1.0)[1].sentence("final loss of fp32")
     assert told == "To the final loss of fp32: 27 % fewer steps, 27 % less time."
     scattered = [BASE[0], (STEPS, (4.0, 2.0, 1.0, 1.0)), BASE[2]]
-    assert found(BASE, scattered)[1].sentence("fp32") == "To the final loss of fp32: no clear difference in steps."
+    assert (
+        found(BASE, scattered)[1].sentence("final loss of fp32")
+        == "To the final loss of fp32: no clear difference in steps."
+    )
 
 
 # --- simulated ---
@@ -154,4 +162,4 @@ def test_among_equal_arms_there_seldom_is_a_winner() -> None:
 def test_an_arm_that_never_gets_there_is_said_not_to() -> None:
     generator = np.random.default_rng(2)
     arms = [found(*simulated("power", [1.5], SEEDS, generator))[1] for _ in range(50)]
-    assert {arm.cells for arm in arms} == {("not reached", "")}
+    assert {arm.cells(False) for arm in arms} == {("not reached", "")}
