@@ -15,11 +15,9 @@ from mantissa.formats import BF16, Format
 from trainer.errors import UserError, check_choice, check_range, nearest
 from trainer.hardware import kind_of
 from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
+from trainer.optim.low_state import AdamWBf16
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
-
-AUTO = "auto"
-"""The value of ``optimizer.state`` with which the state has the dtype of the weights."""
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Optimizer:
     """Layer-wise learning-rate decay: factor from each block to the one below, starting with 1 at the head; null: 1."""
     fused: bool = True
     """Use torch's fused kernel for the update, where there is a sound one for this device, these dtypes and options."""
-    state: str = AUTO
+    state: str = "auto"
     """AdamW's moments: auto: in the dtype of the weights that it updates; bf16: half the memory beside fp32 weights."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer class, such as ``betas`` or ``momentum``."""
@@ -51,8 +49,8 @@ class Optimizer:
         if self.layer_decay is not None:
             check_range("optimizer.layer_decay", self.layer_decay, "(0, 1]")
         check_patterns(self.groups)
-        check_choice("optimizer.state", self.state, (AUTO, BF16.name))
-        if self.state != AUTO and self.name != "AdamW":
+        check_choice("optimizer.state", self.state, ("auto", BF16.name))
+        if self.state != "auto" and self.name != "AdamW":
             raise UserError(
                 f"optimizer.state={self.state} is for AdamW, not for {self.name}; remove it, or use optimizer=adamw"
             )
@@ -65,7 +63,7 @@ class Optimizer:
                     f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}; "
                     f"leave it out, or, where the YAML sets it, remove it with ~optimizer.options.{option}"
                 )
-            if self.state != AUTO and option not in ("betas", "eps"):
+            if self.state != "auto" and option not in ("betas", "eps"):
                 raise UserError(
                     f"optimizer.options.{option} has no effect with optimizer.state={self.state}; remove one of them"
                 )
@@ -81,10 +79,10 @@ class Optimizer:
                 "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute for "
                 "shards; use parallel=ddp, or another optimizer"
             )
-        if self.state != AUTO and format.only_half:
+        if self.state != "auto" and format.only_half:
             raise UserError(
-                f"optimizer.state={self.state} is for fp32 weights or masters, and precision={format.name} has "
-                "neither: its state is 16-bit already; remove it, or use another precision"
+                f"optimizer.state={self.state} is for fp32 weights or masters, but precision={format.name} has 16-bit "
+                "state already; remove it, or use another precision"
             )
 
     def build(
@@ -110,10 +108,7 @@ class Optimizer:
             raise UserError("every parameter is frozen, so there is nothing to train; freeze fewer of them")
         if self.fused and self._takes_fused(cls, parameters, device):
             keywords["fused"] = True
-        if self.state != AUTO:
-            from trainer.optim.low_state import AdamWBf16
-
-            cls = AdamWBf16
+        cls = AdamWBf16 if self.state != "auto" else cls
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -14,7 +14,6 @@ from trainer.errors import RunError
 from trainer.files import PRECISION_FILE, read_object, run_facts
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
-from trainer.optim.optimizer import AUTO
 from trainer.precision.manifest import warning_if_slow
 from trainer.recipe import Decision
 from trainer.run_folder import RunFolder
@@ -66,7 +65,6 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
     factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
     tags = ", ".join(f"{name}={value}" for name, value in config.tags.items())
-    state = "" if config.optimizer.state == AUTO else f" with its state in {config.optimizer.state}"
     lrs = dict.fromkeys(config.optimizer.lr * factor for factor in (min(factors), max(factors)))
     return [
         *rows,
@@ -80,9 +78,9 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         (
             "optimizer",
-            f"{config.optimizer.name}{state}, lr {' to '.join(f'{lr:g}' for lr in lrs)}, "
-            f"schedule {config.schedule.kind}, clip {config.clip.kind}, scaler {config.scaler.kind}, "
-            f"compile {config.compile.mode}",
+            f"{config.optimizer.name}, lr {' to '.join(f'{lr:g}' for lr in lrs)}, schedule {config.schedule.kind}, "
+            f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}, "
+            f"state {config.optimizer.state}",
         ),
         ("evaluation", _evaluation(trainer)),
         ("output", str(folder)),

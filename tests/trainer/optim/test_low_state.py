@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     ("options", "message"),
     [
         ("optimizer.state=int4", "optimizer.state=int4 is unknown; use optimizer.state=auto|bf16"),
-        ("precision=bf16_pure", "precision=bf16_pure has neither: its state is 16-bit already; remove it"),
+        ("precision=bf16_pure", "but precision=bf16_pure has 16-bit state already; remove it"),
         ("optimizer=sgd", "optimizer.state=bf16 is for AdamW, not for SGD; remove it, or use optimizer=adamw"),
         ("optimizer.options.amsgrad=true", "optimizer.options.amsgrad has no effect with optimizer.state=bf16; remove"),
     ],
@@ -145,3 +145,22 @@ def test_a_watch_does_not_warn_of_state_that_is_meant_to_be_narrow() -> None:
     assert watch.setup is not None
     assert watch.setup.differences == []
     assert watch.setup.effective["optimizer state"] == "bfloat16 (AdamWBf16)"
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_the_doctor_replays_its_steps_in_every_format(taken: int) -> None:
+    """Also in fp64 and in 16-bit weights, of which the state has the dtype."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+    optimizer, batches = AdamWBf16(net.parameters()), [torch.randn(8, 16) for _ in range(4)]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    for batch in batches[:taken]:
+        loss(net, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = mantissa.examine(net, loss, batches, precision="fp16", optimizer=optimizer)
+    assert "HEALTHY" in str(report)
+    assert "fp64 ok · fp32 ok" in str(report)
