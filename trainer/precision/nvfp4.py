@@ -18,6 +18,8 @@ from torch import Tensor
 
 BLOCK = 16
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
+_EXPONENT = 0x7F800000
+"""The bits of an fp32 number that are its exponent."""
 _SIGNS = 0b0100_1101_1110_0010
 """Random signs of the Hadamard transform, drawn once: they are the same in all layers and steps, as in the source."""
 
@@ -40,14 +42,18 @@ def quantize(values: Tensor, square: bool = False, stochastic: bool = False) -> 
     largest = blocks.abs().amax((1, 3), keepdim=True)
     whole = largest.amax() / (_LARGEST * _LARGEST_SCALE)
     whole = torch.where(whole == 0, 1, whole)
-    scales = (largest / _LARGEST / whole).to(torch.float8_e4m3fn).float()
+    # Where even the tensor's scale is subnormal, its rounding may lift a block's beyond the largest.
+    scales = (largest / _LARGEST / whole).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn).float()
     scaled = blocks / torch.where(scales == 0, math.inf, scales * whole)  # 0 where the scale is
-    sizes = scaled.abs()
-    steps = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))  # between an element and the next
-    counts = scaled.div_(steps)
-    rounded = counts.add_(torch.rand_like(counts)).floor_() if stochastic else counts.round_()
-    elements = rounded.mul_(steps).clamp_(-_LARGEST, _LARGEST)
-    return elements.mul_(scales).bfloat16().view(rows, columns), whole
+    powers = (scaled.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=1)  # of two, at most the element
+    doubled = scaled.mul_(2).div_(powers)  # elements are whole numbers of half such a power
+    if stochastic:
+        below = doubled.floor()
+        rounded = below.add_(torch.rand_like(below) < doubled.sub_(below))
+    else:
+        rounded = doubled.round_()
+    elements = rounded.mul_(powers).clamp_(-2 * _LARGEST, 2 * _LARGEST)
+    return elements.mul_(scales / 2).bfloat16().view(rows, columns), whole
 
 
 class _Product(torch.autograd.Function):
