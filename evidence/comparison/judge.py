@@ -8,6 +8,7 @@ from evidence.measures import in_use, measured
 from evidence.runs import LOSS, Arm, Outcome, redacted_arguments
 from mantissa.compare import Quality, Reach, reach, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
+from trainer.precision.kernels import is_emulated
 
 
 @dataclass
@@ -46,7 +47,7 @@ class ArmResult:
     arithmetic: str = ""
     """Reason why the speed of its own runs is not that of their format; empty: it is."""
     not_timed: str = ""
-    """What used fp32 arithmetic in it or in the baseline only, so that their speeds compare no formats."""
+    """What used fp32 arithmetic in it or in the baseline only, or was emulated, so that speeds compare no formats."""
 
 
 def judge(
@@ -74,7 +75,7 @@ def judge(
             seeds=list(done),
             failures={seed: run.reason for seed, run in runs.items() if not run.finished},
             speed=_ratio("speed", done, {} if not_timed else base),
-            memory=_ratio("memory", done, base),
+            memory=_ratio("memory", done, {} if is_emulated(not_timed) else base),
             quality=qualities[arm.label],
             skipped_steps=sum(run.summary["skipped_steps"] for run in done.values()),
             arithmetic=next((wide for run in done.values() if (wide := run.summary.get("not_timed"))), ""),
@@ -83,6 +84,7 @@ def judge(
         if arm is not arms[0]:
             few, used = too_few(len(result.speed.ratios), len(runs)), in_use([*done.values(), *base.values()])
             result.speed.why = not_timed or "; ".join(filter(None, (few, used)))
+            result.memory.why = not_timed if is_emulated(not_timed) else ""
         results.append(result)
     curves = {
         label: {seed: run.series[LOSS] if run.finished else ((), ()) for seed, run in runs.items() if run.ended}
@@ -105,9 +107,10 @@ def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, floa
 
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
-    """Return what used fp32 arithmetic in one of two arms only, whose speeds then compare no formats."""
+    """Return why the speeds of two arms compare no formats: fp32 arithmetic in one of them, or emulation in any."""
     ways = [{run.summary.get("not_timed") for run in side.values()} for side in (runs, base)]
-    return "; ".join(sorted(filter(None, ways[0] ^ ways[1]))) if all(ways) else ""
+    emulated = set(filter(is_emulated, ways[0] | ways[1]))
+    return "; ".join(sorted(filter(None, emulated | (ways[0] ^ ways[1])))) if all(ways) else ""
 
 
 def _ratio(name: str, runs: dict[int, Outcome], base: dict[int, Outcome]) -> Ratio:

@@ -258,6 +258,16 @@ def test_the_speed_of_fp32_arithmetic_is_compared_with_no_other_formats(runs: Ru
     assert both.speed.ratio.mean == pytest.approx(2)
 
 
+def test_neither_speed_nor_memory_of_what_is_emulated_is_compared(runs: Runs) -> None:
+    """Not even with another emulated format."""
+    why = "emulated: quality only, no speed"
+    for seed in range(3):
+        runs.add(FP32, seed, peak_bytes=100, not_timed=why)
+        runs.add(BF16, seed, peak_bytes=60, units_per_s=80.0, not_timed=why)
+    bf16 = runs.judged()["bf16"]
+    assert (bf16.speed.ratio, bf16.speed.why, bf16.memory.ratio, bf16.memory.why) == (None, why, None, why)
+
+
 def test_ratios_are_of_runs_of_the_same_seed(runs: Runs) -> None:
     """The machine slowed down fourfold between the seeds, which the ratios must not see; the order is shuffled."""
     runs.add(BF16, 1, units_per_s=52.5)

@@ -99,7 +99,12 @@ def in_short(not_timed: str | None) -> str:
     """Return what stands behind a speed for the reason from ``not_timed_here``; empty: there is none."""
     if not not_timed:
         return ""
-    return f" ({EMULATED})" if not_timed.startswith(EMULATED) else " (fp32 arithmetic)"
+    return f" ({EMULATED})" if is_emulated(not_timed) else " (fp32 arithmetic)"
+
+
+def is_emulated(not_timed: str | None) -> bool:
+    """Return whether by this reason from ``not_timed_here`` a run's memory is not that of its format either."""
+    return bool(not_timed) and str(not_timed).startswith(EMULATED)
 
 
 # --- the kernels in use ---
