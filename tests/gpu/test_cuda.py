@@ -283,6 +283,20 @@ def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     assert session.ledger.at_peak["weights"] == weights
 
 
+@pytest.mark.parametrize("mode", ["mxfp8"], indirect=True)
+def test_native_mxfp8_multiplies_as_the_emulated_one(mode: str) -> None:
+    from trainer.precision.scaled import product_of
+
+    x, weight = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    results = []
+    for native in (True, False):
+        product_of(NUMBERS[mode], "", native)(x, weight).square().sum().backward()
+        results.append((x.grad, weight.grad))
+        x.grad = weight.grad = None
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() < 0.01 * other.norm()
+
+
 @pytest.mark.filterwarnings("default")  # warnings of the compiler are not tested here
 @pytest.mark.parametrize("mode", ["fp8"], indirect=True)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
@@ -295,6 +309,6 @@ def test_fp8_trains_as_bf16_does(mode: str, scaling: str, compiled: str) -> None
     for options in (["precision=bf16"], ["precision=fp8", f"precision.fp8_scaling={scaling}"]):
         trainer = on_gpu(*llama, *options, f"compile={compiled}")
         losses.append(torch.stack([record.loss for record in fit(trainer)]))
-    assert dtypes_in_use(trainer.model, trainer.optimizer)["fp8_modules"]
+    assert dtypes_in_use(trainer.model, trainer.optimizer)["scaled_modules"]
     assert torch.allclose(losses[0], losses[1], rtol=0.03)
     assert not torch.equal(losses[0], losses[1])
