@@ -313,7 +313,7 @@ def reach(
         times_s = step_s.get(label, {})
         found[label] = Reach(steps, {seed: step * times_s[seed] for seed, step in steps.items() if step and times_s})
     whole: list[str] = []
-    for label in (label for label in others if verdicts[label].verdict != NOT_JUDGED):
+    for label in (label for label in others if verdicts[label].verdict != NOT_JUDGED and len(goals) >= PAIRS):
         count = sum(step is not None for step in found[label].steps.values())
         if count < len(goals):
             found[label].instead = f"reached in {count} of {len(goals)}" if count else "not reached"

@@ -90,6 +90,12 @@ def test_without_a_verdict_on_the_loss_nothing_is_judged() -> None:
     assert (later.cells(False), later.sentence("final loss of fp32")) == ((NOT_JUDGED, ""), "")
 
 
+def test_of_two_curves_nothing_is_judged() -> None:
+    """Of the other seeds no steps were printed, so that they have no curve."""
+    _, later = found([*BASE[:2], ((), ())], LATER)
+    assert later.cells(False) == (NOT_JUDGED, "")
+
+
 def test_what_the_first_evaluation_reaches_says_nothing_of_steps() -> None:
     """All arms would be equal, in every digit."""
     single = [((40,), (1.0,))] * 3
