@@ -172,12 +172,11 @@ class Trainer(Generic[Config]):
         model, training, benchmark = self.model, self.model.training, torch.backends.cudnn.benchmark
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         batch = self.first_samples()
-        # With FSDP, a forward pass without a backward pass would leave stale state in FSDP.
-        gradients = torch.set_grad_enabled(self.config.parallel.kind != "fsdp")
         try:
             model.train()
             torch.backends.cudnn.benchmark = False  # not worth it for a few samples
-            with gradients, torch.compiler.set_stance("force_eager"), ExitStack() as entered:
+            # With gradients, a forward pass without a backward pass would leave stale state in FSDP.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
                 for recorder in recorders:
                     entered.enter_context(recorder)
                 self._inspecting_forward(batch)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +36,7 @@ SILENT = {
 _HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in operators.GROUPS))
 """Where torch has the operators that options may name."""
 _IN_PLACE = ("batch_norm", "instance_norm")  # of a copy in 16 bits, the statistics would be lost
+_PRODUCTS = ("linear", "addmm", "mm")  # of linear layers, and inside of scaled ones
 Blocks = Callable[[Any], list[nn.Module]]
 """``Recipe.blocks``."""
 SCALINGS = ("tensorwise", "rowwise")
@@ -96,6 +98,11 @@ class Precision:
             if not _is_operator(name):
                 near = nearest(name, filter(_is_operator, (each for holder in _HOLDERS for each in dir(holder))))
                 raise UserError(f"precision.{option}: torch has no operator {name!r} that returns a new tensor{near}")
+            if self.format.number.scaled and name in _PRODUCTS:
+                raise UserError(
+                    f"precision.{option}: {name} would not reach the linear layers in {self.mode}; "
+                    "remove it, and name layers in precision.fp32_modules"
+                )
             if option == "half_ops" and name in (self.fp32_ops or ()):
                 raise UserError(f"precision.fp32_ops and precision.half_ops both have {name}; remove it from one")
             if option == "half_ops" and name in _IN_PLACE:
@@ -115,9 +122,9 @@ class Precision:
                 f"needs an NVIDIA GPU of compute capability {capability} or later. "
                 "Use precision=fp32 or precision=bf16"
             )
-        if number in scaled.BY_TORCHAO and find_spec("torchao") is None:
+        if number in scaled.BY_TORCHAO and not _has_torchao():
             raise UserError(
-                f"precision={self.mode} needs torchao, which is not installed; "
+                f"precision={self.mode} needs torchao 0.18 or later, which is not installed; "
                 'pip install "torchao>=0.18" (the extra torchao), or precision=bf16'
             )
         for variable, values in SILENT.get(number, {}).items():
@@ -265,6 +272,10 @@ class Precision:
         except FormatError as error:
             raise UserError(f"{option}: {error}") from None
         return sorted(kept)
+
+
+def _has_torchao() -> bool:
+    return find_spec("torchao") is not None and tuple(map(int, version("torchao").split(".")[:2])) >= (0, 18)
 
 
 def _is_operator(name: str) -> bool:

@@ -4,12 +4,11 @@ A number is an element of 4 bits (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their neg
 16 (E4M3) times the scale of its tensor (fp32). How a linear layer trains in it: NVIDIA, "Pretraining Large Language
 Models with NVFP4", arXiv 2509.25149, 2025. Weights have blocks of 16 × 16, so that forward and backward passes see the
 same ones; gradients are rounded stochastically; both factors of a weight's gradient are transformed before, so that no
-outlier decides a block's scale. Of that recipe one part is left out: the last blocks of the network in bf16.
+outlier decides a block's scale. Of that recipe one part is left out: some blocks, most of them the last, in bf16.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -61,25 +60,25 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
         rounded = quantize(weight, square=True)
-        ctx.save_for_backward(rows, *rounded)
-        ctx.shape = x.shape
-        return _matmul(quantize(rows), rounded).view(*x.shape[:-1], -1)
+        ctx.save_for_backward(x, *rounded)
+        return _matmul(quantize(x), rounded)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weight, scale = ctx.saved_tensors
-        gradient = upstream[0].reshape(len(rows), -1)
-        of_x = _matmul(quantize(gradient, stochastic=True), (weight.t(), scale))
-        of_weight = _matmul(quantize(_transformed(gradient), stochastic=True), quantize(_transformed(rows)))
-        return of_x.view(ctx.shape), of_weight
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (gradient,), (x, weight, scale) = upstream, ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _matmul(quantize(gradient, stochastic=True), (weight.t(), scale))
+        if ctx.needs_input_grad[1]:
+            of_weight = _matmul(quantize(_transformed(gradient), stochastic=True), quantize(_transformed(x)))
+        return of_x, of_weight
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x`` (… × in, bf16) times the transpose of ``weight`` (out × in), … × out, bf16.
+    """Return ``x`` (rows × in, bf16) times the transpose of ``weight`` (out × in), rows × out, bf16.
 
-    In training the number of rows of ``x`` is a multiple of 16; so are the sides of the weight.
+    The sides of the weight are multiples of 16, and so is the number of rows where gradients are computed.
     """
     result: Tensor = _Product.apply(x, weight)
     return result
@@ -87,7 +86,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     """Return ``a`` times the transpose of ``b``, both as ``quantize`` returns them."""
-    return (a[0] @ b[0].t()) * (a[1] * b[1])
+    return torch.mm(a[0], b[0].t()) * (a[1] * b[1])
 
 
 def _transformed(values: Tensor) -> Tensor:
@@ -95,11 +94,11 @@ def _transformed(values: Tensor) -> Tensor:
     return (values.t().float().reshape(-1, BLOCK) @ _hadamard(values.device)).view(values.shape[1], -1)
 
 
-@functools.cache
 def _hadamard(device: torch.device) -> Tensor:
-    """Return the transform: an orthogonal matrix of 16 × 16, whose rows have random signs."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < BLOCK:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor([[1.0 - 2 * (_SIGNS >> row & 1)] for row in range(BLOCK)])
-    return (signs * matrix / math.sqrt(BLOCK)).to(device)
+    """Return the transform: an orthogonal matrix of 16 × 16, whose rows have random signs.
+
+    An element of Hadamard's matrix is negative where row and column have an odd number of bits in common. A tensor is
+    not kept: the first one may be a fake one, of the memory forecast.
+    """
+    signs = [[(row & column).bit_count() + (_SIGNS >> row) for column in range(BLOCK)] for row in range(BLOCK)]
+    return (1 - 2 * (torch.tensor(signs, device=device) & 1)) / math.sqrt(BLOCK)

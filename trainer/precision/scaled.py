@@ -9,12 +9,14 @@ same, and its speed and memory are not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mantissa.formats import FP8, MXFP8, NVFP4, Number
@@ -22,9 +24,9 @@ from trainer.errors import UserError
 from trainer.precision import nvfp4
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""Of inputs (… × in, bf16) and a weight (out × in): the outputs (… × out, bf16), with gradients."""
+"""Of inputs (rows × in, bf16) and a weight (out × in): the outputs (rows × out, bf16), with gradients."""
 MULTIPLES = {FP8: 16, MXFP8: 32, NVFP4: nvfp4.BLOCK}
-"""What sides of a weight and the number of rows are multiples of: blocks have no rest, and hardware requires it."""
+"""What the sides of a product's factors are multiples of: blocks have no rest, and hardware requires it."""
 BY_TORCHAO = (FP8, MXFP8)
 
 
@@ -46,13 +48,18 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
     left = {id(module) for name in islands for module in model.get_submodule(name).modules()}
     inside = {id(module) for block in blocks or [model] for module in block.modules()} - left
     layers = {name: each for name, each in model.named_modules() if id(each) in inside and _is_linear(each)}
-    for name, layer in layers.items():
-        if odd := [size for size in layer.weight.shape if size % MULTIPLES[number]]:
-            raise UserError(
-                f"precision={number.name}: a side of {name}.weight is {odd[0]}, which must be a multiple of "
-                f"{MULTIPLES[number]}; keep it in fp32 with precision.fp32_modules=[{name}], or use another width"
-            )
-        layer.forward = partial(_forward, layer.forward, product, name, number)
+    for layer in layers.values():
+        layer.forward = partial(_forward, layer.forward, product, number)
+    odd = {name: size for name, layer in layers.items() for size in layer.weight.shape if size % MULTIPLES[number]}
+    if odd:
+        # Layers of all blocks, whose numbers stand between dots, have one pattern.
+        patterns = ",".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in odd))
+        name, size = next(iter(odd.items()))
+        raise UserError(
+            f"precision={number.name}: a side of {name}.weight is {size}, which must be a multiple of "
+            f"{MULTIPLES[number]}; keep what does not divide in fp32 with precision.fp32_modules=[{patterns}], "
+            "or use another width"
+        )
     if not layers:
         raise UserError(
             f"precision={number.name}: this model's blocks have no linear layers (convolutions stay in bf16); "
@@ -108,18 +115,16 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
-def _forward(plain: Callable[[Tensor], Tensor], product: Product, name: str, number: Number, x: Tensor) -> Tensor:
+def _forward(plain: Callable[[Tensor], Tensor], product: Product, number: Number, x: Tensor) -> Tensor:
     """Call a layer: a partial of the layer's own method, so that a copy of the layer has its own."""
     if not torch.is_autocast_enabled(x.device.type):
         return plain(x)
     layer: Any = plain.__self__  # type: ignore[attr-defined]
-    rows = x.numel() // x.shape[-1]
-    if torch.is_grad_enabled() and layer.training and rows % MULTIPLES[number]:  # they are summed in backward
-        raise UserError(
-            f"precision={number.name}: {name} gets {rows} rows (samples × tokens of a microbatch), which must be a "
-            f"multiple of {MULTIPLES[number]}; use another micro_batch_size"
-        )
     weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
     with torch.autocast(x.device.type, enabled=False):
-        y = product(x.to(number.dtype), weight)
+        rows = x.to(number.dtype).reshape(-1, x.shape[-1])
+        count, multiple = len(rows), MULTIPLES[number]
+        if torch.is_grad_enabled() and count % multiple:  # backward sums over rows, to which zeros add nothing
+            rows = F.pad(rows, (0, 0, 0, -count % multiple))
+        y = product(rows, weight)[:count].reshape(*x.shape[:-1], -1)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

@@ -16,10 +16,12 @@ from tests.helpers import compose, fit, trainer_of
 from trainer import train
 from trainer.errors import UserError
 from trainer.hardware import EMULATED, NATIVE, Hardware
-from trainer.precision import modes, scaled
+from trainer.precision import modes, nvfp4, scaled
 from trainer.precision.kernels import not_timed_here
 from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import SCALINGS, Precision
+from trainer.precision.nvfp4 import quantize
+from trainer.profiling.flops import ModelFlops
 from trainer.run.forecast import forecast
 
 CPU = Hardware(torch.device("cpu"), "plain CPU", 2**34, 2)
@@ -62,6 +64,18 @@ def test_a_missing_torchao_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     Precision("nvfp4").check(CPU)
     monkeypatch.setattr(modes, "find_spec", lambda name: name)
     Precision("fp8").check(CPU)
+    monkeypatch.setattr(modes, "version", lambda name: "0.9.0+cpu")
+    with pytest.raises(UserError, match=r"needs torchao 0.18 or later"):
+        Precision("fp8").check(CPU)
+
+
+@pytest.mark.parametrize("option", ["fp32_ops", "half_ops"])
+def test_an_operator_inside_of_the_product_is_refused(option: str) -> None:
+    """It would be ignored, or change the emulation."""
+    for name in ("linear", "addmm", "mm"):
+        with pytest.raises(UserError, match=rf"^precision.{option}: {name} would not reach.*nvfp4.*fp32_modules$"):
+            Precision("nvfp4", **{option: [name]}).check_operators()
+    Precision("nvfp4", **{option: ["softmax", "matmul"]}).check_operators()
 
 
 def test_plain_linear_layers_in_blocks_outside_islands() -> None:
@@ -79,19 +93,67 @@ def test_plain_linear_layers_in_blocks_outside_islands() -> None:
 
 def test_a_side_that_does_not_divide_is_refused_with_the_layers_name() -> None:
     model = nn.ModuleDict({"wide": nn.Linear(32, 80)})
-    with pytest.raises(UserError, match=r"precision=mxfp8: a side of wide.weight is 80.*multiple of 32.*\[wide\]"):
+    with pytest.raises(
+        UserError, match=r"precision=mxfp8: a side of wide.weight is 80.*multiple of 32;.*fp32_modules=\[wide\]"
+    ):
         convert(model)
     assert scaled.converted(convert(model, NVFP4)) == ["wide"]
     with pytest.raises(UserError, match=r"precision=fp8: this model's blocks have no linear layers"):
         convert(nn.Sequential(nn.Conv2d(1, 1, 1)), FP8)
 
 
-def test_rows_that_do_not_divide_are_refused_in_training_alone() -> None:
-    model = convert(nn.ModuleDict({"layer": nn.Linear(32, 32)}))["layer"]
-    with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(UserError, match=r"precision=mxfp8: layer gets 6 rows.*multiple of 32.*micro_batch_size"):
-            model(torch.ones(2, 3, 32))
-        assert model.eval()(torch.ones(2, 3, 32)).shape == (2, 3, 32)
+def test_one_pattern_keeps_what_does_not_divide_in_all_blocks() -> None:
+    blocks = [nn.ModuleDict({"wide": nn.Linear(32, 32), "low": nn.Linear(32, 8)}) for _ in range(2)]
+    model = nn.ModuleDict({"h": nn.ModuleList(blocks), "odd": nn.Linear(8, 32)})
+    with pytest.raises(UserError, match=r"a side of h.0.low.weight is 8,.*fp32_modules=\[h\.\*\.low,odd\], or"):
+        convert(copy.deepcopy(model))
+    Precision("nvfp4", fp32_modules=["h.*.low", "odd"]).convert(model, CPU.device)
+    assert scaled.converted(model) == ["h.0.wide", "h.1.wide"]
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_any_number_of_rows_trains_as_with_rows_of_zeros(mode: str) -> None:
+    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
+    x = torch.randn(2, 3, 32)
+    results = []
+    for rows in (x, torch.cat([x.flatten(0, 1), torch.zeros(26, 32)])):
+        torch.manual_seed(0)
+        layer = nn.Linear(32, 64)
+        scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(rows).flatten(0, -2)[:6]
+        torch.manual_seed(0)
+        y.square().sum().backward()
+        results.append((y.detach(), layer.weight.grad, layer.bias.grad))
+    if mode == "nvfp4":  # which draws for 16 rows or for 32
+        assert torch.equal(results[0][0], results[1][0])
+        assert F.cosine_similarity(results[0][1].flatten(), results[1][1].flatten(), 0) > 0.95
+    else:
+        assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_model_of_vectors_is_inspected_with_two_rows_and_trains_with_eight(mode: str) -> None:
+    size = ("recipe.width=32", "recipe.layers=4", "data.samples=32", "steps=2", "batch_size=16", "micro_batch_size=8")
+    trainer, other = (trainer_of("recipe=bignet", *size, f"precision={each}") for each in (mode, "bf16"))
+    counted = [ModelFlops(), ModelFlops()]
+    trainer.observe(counted[0])
+    other.observe(counted[1])
+    assert counted[0].total == counted[1].total > 0
+    trainer.check_sum()
+    assert all(record.loss.isfinite() and record.grad_norm.isfinite() for record in fit(trainer))
+
+
+def test_a_gradient_that_nothing_needs_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(nvfp4, "quantize", lambda *args, **options: calls.append(True) or quantize(*args, **options))
+    x, weight = torch.randn(16, 16).bfloat16(), torch.randn(32, 16)
+    for needed, expected in ((x, 3), (weight, 4)):  # x, the weight, and the gradient; or the gradient and x, turned
+        calls.clear()
+        leaf = needed.clone().requires_grad_()
+        nvfp4.product(*((leaf, weight) if needed is x else (x, leaf))).sum().backward()
+        assert len(calls) == expected
+        assert leaf.grad is not None
 
 
 def test_outside_of_autocast_and_in_a_copy_a_layer_multiplies_by_its_own_weight() -> None:
@@ -172,5 +234,6 @@ def test_the_start_block_and_precision_json_say_that_it_is_emulated(tmp_path: Pa
 
 
 @pytest.mark.parametrize("mode", SCALED)
-def test_the_memory_of_a_step_is_forecast(mode: str) -> None:
+def test_the_memory_of_a_step_is_forecast_and_then_it_trains(mode: str) -> None:
     assert forecast(compose(*GPT2, f"precision={mode}", "device=cpu")).peak_bytes > 0
+    assert all(record.loss.isfinite() for record in fit(trainer_of(*GPT2, f"precision={mode}")))
