@@ -147,6 +147,18 @@ def test_a_watch_does_not_warn_of_state_that_is_meant_to_be_narrow() -> None:
     assert watch.setup.effective["optimizer state"] == "bfloat16 (AdamWBf16)"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_another_dtype_have_state_of_it(dtype: torch.dtype) -> None:
+    """As in a replay of the doctor's."""
+    one, other = (nn.Parameter(torch.ones(6, 5, dtype=dtype)) for _ in range(2))
+    for weight, cls in ((one, AdamWBf16), (other, torch.optim.AdamW)):
+        optimizer = cls([weight], fused=True)
+        for number in range(3):
+            weight.grad = torch.full_like(weight, 0.1 * number)
+            optimizer.step()
+    assert same_bits(one.detach(), other.detach())
+
+
 @pytest.mark.parametrize("taken", [0, 2])
 def test_the_doctor_replays_its_steps_in_every_format(taken: int) -> None:
     """Also in fp64 and in 16-bit weights, of which the state has the dtype."""
