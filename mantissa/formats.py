@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from mantissa.names import format_name as format_name
 
@@ -48,6 +49,17 @@ MXFP8 = Number("mxfp8", torch.bfloat16, 2.0**-4, 448 * 2.0**127, 2.0**-136, (10,
 NVFP4 = Number("nvfp4", torch.bfloat16, 2.0**-2, 6 * 448 * 2.0**127, 2.0**-159, None, scaled=True)
 """e2m1, of which each 16 have one scale in e4m3, and all one in fp32 (arXiv 2509.25149)."""
 NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8, MXFP8, NVFP4)}
+_OF_TORCHAO = {"Float8": FP8, "MXFP8": MXFP8, "MXTensor": MXFP8, "NVFP4": NVFP4}
+"""What the names of its classes say, those of modules and of the tensors that weights are."""
+
+
+def scaled_number(module: nn.Module) -> Number | None:
+    """Return the scaled numbers that a module multiplies, of torchao's or as ``trainer.precision.scaled`` makes it."""
+    kinds = [type(module).__name__, *(type(each.data).__name__ for each in module.parameters(recurse=False))]
+    own = getattr(vars(module).get("forward"), "args", ())  # of a partial
+    given = [each for each in own if isinstance(each, Number)]
+    return next(iter([*given, *(_OF_TORCHAO[part] for kind in kinds for part in _OF_TORCHAO if part in kind)]), None)
+
 
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 

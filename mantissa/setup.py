@@ -14,7 +14,7 @@ from torch import nn
 
 from mantissa.display import dtype_name, listed
 from mantissa.errors import NotFiniteError, UsageError
-from mantissa.formats import FORMATS, TF32, Format, computing_in
+from mantissa.formats import FORMATS, FP8, TF32, Format, computing_in, scaled_number
 from mantissa.tensors import changed_by, measurable, moments, wide_dtype
 
 _FLAGS = {"cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"), "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")}
@@ -183,7 +183,7 @@ def read_setup(first: FirstStep, precision: str | None = None) -> Setup:
         precision: the name of the format that was asked for, such as ``bf16``; None: it is not known.
     """
     format = FORMATS[precision] if precision else None
-    parts = (_weights, _update, _autocast, _scaling, _products, _fp8, _fsdp2, _optimized)
+    parts = (_weights, _update, _autocast, _scaling, _products, _scaled, _fsdp2, _optimized)
     rows: dict[str, str] = {}
     differences = [sentence for part in parts for sentence in part(first, format, rows)]
     return Setup(precision or "", rows, differences)
@@ -333,24 +333,25 @@ def _products(first: FirstStep, format: Format | None, rows: dict[str, str]) -> 
     yield from flags_differ(kind, first.model, format)
 
 
-def _fp8(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:
-    converted: list[str] = []
+def _scaled(first: FirstStep, format: Format | None, rows: dict[str, str]) -> Iterator[str]:
+    converted: dict[str, list[str]] = {FP8.name: []}
     plain: list[str] = []
     idle: list[str] = []
     for name, module in first.model.named_modules():
-        kinds = [type(module).__name__, *(type(each.data).__name__ for each in module.parameters(recurse=False))]
         if type(module).__module__.startswith("transformer_engine") and hasattr(module, "fp8"):
-            (converted if module.fp8 else idle).append(name)
-        elif any("Float8" in kind for kind in kinds):
-            converted.append(name)
+            (converted[FP8.name] if module.fp8 else idle).append(name)
+        elif number := scaled_number(module):
+            converted.setdefault(number.name, []).append(name)
         elif isinstance(module, nn.Linear):
             plain.append(name)
-    rows["fp8"] = f"{len(converted)} modules" if converted else "none"
+    rows |= {name: f"{len(modules)} modules" if modules else "none" for name, modules in converted.items()}
+    asked = format.number if format and format.number.scaled else None
     if idle:
         yield f"{listed(idle, 'module')} of transformer_engine ran without fp8: enter its fp8_autocast."
-    elif plain and format and format.name == "fp8":
-        cure = "call torchao.float8.convert_to_float8_training(model), and see what it filters"
-        yield f"precision=fp8 is asked for, but {listed(plain, 'module')} are plain nn.Linear: {cure}."
+    elif asked and len(plain) > len(converted.get(asked.name, ())):  # a head is left on purpose
+        by = "call torchao.float8.convert_to_float8_training(model)" if asked is FP8 else "convert them with torchao"
+        kept = f"{listed(plain, 'module')} are plain nn.Linear: {by}, and see what it filters"
+        yield f"precision={asked.name} is asked for, but {kept}."
 
 
 def policies(model: nn.Module) -> Iterator[tuple[Any, list[nn.Parameter]]]:

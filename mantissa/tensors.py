@@ -72,6 +72,7 @@ def finite(tensor: Tensor) -> bool:
         return True
     if tensor.numel() == 1:
         return math.isfinite(tensor.item())
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # of 8 bits torch has no minimum
     low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
     return math.isfinite(low.item()) and math.isfinite(high.item())
 

@@ -245,6 +245,8 @@ class Trace(TorchDispatchMode):
         self._hooks.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(each, "__tensor_flatten__") for each in types):  # torchao's tensors, which call plain operators
+            return NotImplemented
         op = Op(self, func, args, kwargs or {})
         self.count += 1
         if self._keeps_lines:

@@ -12,7 +12,7 @@ import torch
 from mantissa.display import dtype_name
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.finding import EXCHANGE, OVERFLOW, Finding
-from mantissa.formats import BF16, FP8
+from mantissa.formats import BF16
 from mantissa.step import Replay, Step
 from mantissa.tensors import finite
 
@@ -82,7 +82,7 @@ def format_sweep(step: Step) -> list[FormatTrial]:
         return trials
     if number is not BF16 and step.available(BF16.name):
         trials.append(FormatTrial(BF16.name, partial(step.replay, BF16.name)))
-    basic = (BF16 if number is FP8 else number).name
+    basic = number.name
     trials.append(FormatTrial(basic, partial(step.replay, basic)))
     if step.scales != [1.0]:
         trials.append(FormatTrial(basic + SCALER, partial(step.replay, basic), step.scales))

@@ -13,7 +13,7 @@ from torch import Tensor
 from mantissa.display import dtype_name
 from mantissa.doctor.module_errors import HARM, rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Examined, Finding
-from mantissa.formats import BF16, FP8, FP32
+from mantissa.formats import FP32
 from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
 from mantissa.tensors import moments, relative_error
 from mantissa.trace import Trace
@@ -77,7 +77,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
         passes = step.reference(reference)
         return _fp64(passes.train(passes.perturb(unit, seed, batches)))
 
-    unit = BF16.unit_roundoff if format.number is FP8 else format.number.unit_roundoff
+    unit = format.number.unit_roundoff
     own = _fp64(low.train(batches))
     middle, limit, first = exact, torch.full_like(exact, math.inf), None
     if not alone:  # in fp32 chaos soon leaves any spread

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.formats import FP8, MXFP8, NVFP4, Number
+from mantissa.formats import FP8, MXFP8, NVFP4, Number, scaled_number
 from trainer.errors import UserError
 from trainer.precision import nvfp4
 
@@ -101,13 +101,7 @@ def product_of(number: Number, scaling: str, native: bool) -> Product:
 
 def converted(model: nn.Module) -> list[str]:
     """Return the names of the layers that multiply so."""
-    return [name for name, module in model.named_modules() if is_converted(module)]
-
-
-def is_converted(module: nn.Module) -> bool:
-    """Return whether ``convert`` has changed how a module multiplies."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return [name for name, module in model.named_modules() if scaled_number(module)]
 
 
 def _is_linear(module: nn.Module) -> bool:

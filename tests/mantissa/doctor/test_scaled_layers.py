@@ -1,0 +1,94 @@
+"""fp8, mxfp8 and nvfp4: linear layers are judged by what these make unavoidable, and what a shared scale loses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evidence.doctor.replay import of_overrides
+from evidence.doctor.step import step_of
+from mantissa.doctor.cause import find_origin
+from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
+from mantissa.doctor.module_errors import local_errors
+from mantissa.examination import take
+from mantissa.finding import BACKWARD, FORWARD, UNDERFLOW
+from mantissa.formats import FORMATS
+from mantissa.setup import _scaled
+from mantissa.step import Step
+from tests.helpers import trainer_of
+
+MODES = [name for name, row in FORMATS.items() if row.number.scaled]
+TINY = (
+    *("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    *("batch_size=4", "steps=20"),
+)
+LAYERS = [f"gpt2.transformer.h.{block}.{layer}" for block in (0, 1) for layer in ("attn.c_attn", "attn.c_proj")]
+LAYERS += [f"gpt2.transformer.h.{block}.mlp.{layer}" for block in (0, 1) for layer in ("c_fc", "c_proj")]
+
+
+def with_a_huge_channel(mode: str) -> Step:
+    """In fp32 and bf16 it changes nothing: its weights are 0."""
+    trainer = trainer_of(*TINY, f"precision={mode}")
+    block: Any = trainer.model.get_submodule("gpt2.transformer.h.1")
+    with torch.no_grad():
+        block.ln_2.weight[5] = 2.0**24
+        block.mlp.c_fc.weight[5] = 0.0
+    return step_of(trainer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_healthy_model_has_no_finding(mode: str) -> None:
+    checks = tuple(name for name in CHECKS if name not in ("divergence", "islands"))
+    diagnosis = diagnose(of_overrides((*TINY, f"precision={mode}"), 1)[0], checks, budget_s=600)
+    assert (diagnosis.verdict, diagnosis.findings, diagnosis.budget.left_out) == (HEALTHY, [], [])
+    assert diagnosis.modules is not None
+    assert diagnosis.modules.notes == []
+    lost = [row for row in diagnosis.modules.rows if row.kind == UNDERFLOW]
+    assert sorted(dict.fromkeys(row.module for row in lost)) == sorted(LAYERS)
+    assert {row.direction for row in lost} == {FORWARD, BACKWARD}
+    worst = max(diagnosis.modules.rows, key=lambda row: row.ratio)
+    assert worst.ratio < 0.8, worst
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_with_a_huge_channel_is_named(mode: str) -> None:
+    finding, *others = local_errors(with_a_huge_channel(mode)).findings
+    assert (finding.kind, finding.direction, finding.module) == (UNDERFLOW, FORWARD, "gpt2.transformer.h.1.mlp.c_fc")
+    assert "input 0, columns " in finding.detail
+    assert "of what is not 0 comes out as 0" in finding.detail
+    assert others == []
+
+
+def test_that_layer_in_fp32_is_the_cure() -> None:
+    finding = diagnose(take(with_a_huge_channel("nvfp4")), ("modules", "islands"), budget_s=600).findings[0]
+    assert finding.cure[0].startswith('"precision.fp32_modules=[gpt2.transformer.h.1.mlp.c_fc]"'), finding
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_makes_such_a_layer_infinite_is_found(mode: str) -> None:
+    step = with_a_huge_channel(mode)
+    step.stored["gpt2.transformer.h.1.mlp.c_fc.weight"][0, 0] = torch.inf
+    finding = find_origin(step.as_run(), mode)
+    assert finding is not None
+    assert finding.place.startswith("gpt2.transformer.h.1.mlp.c_fc"), finding
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_setup_counts_the_layers_of_each_format(mode: str) -> None:
+    def found(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+        rows: dict[str, str] = {}
+        first: Any = SimpleNamespace(model=model)
+        differences = list(_scaled(first, FORMATS[mode], rows))
+        return rows, differences
+
+    name = {"fp8": "Float8Linear", "mxfp8": "MXFP8Linear", "nvfp4": "NVFP4Linear"}[mode]
+    of_torchao: Any = type(name, (nn.Linear,), {})
+    assert found(nn.Sequential(of_torchao(8, 8))) == ({"fp8": "none"} | {mode: "1 modules"}, [])
+    assert found(trainer_of(*TINY, f"precision={mode}").model) == ({"fp8": "none"} | {mode: "8 modules"}, [])
+    rows, (difference,) = found(nn.Sequential(nn.Linear(8, 8)))
+    assert rows == {"fp8": "none"}
+    assert difference.startswith(f"precision={mode} is asked for, but 1 module (0) are plain nn.Linear: ")
