@@ -94,9 +94,7 @@ class Advice:
         """Return the report for a terminal and as a page."""
         sections = [Section("Train with it", text=self.training())]
         if self.winner is not self.baseline:
-            sections.append(
-                Section("Does it train as well?", ["Does it train as well, as soon?"], text=self.comparison())
-            )
+            sections.append(Section("Does it train as well?", ["Does it train as well?"], text=self.comparison()))
         spent = f"Measured for {duration(self.seconds)} min on {self.facts['hardware']['name']}."
         sections.insert(0, Section("What was measured", [spent], self.remarks(), self.rows()))
         origin = measured_on(self.facts["hardware"], self.facts["versions"], self.facts["git"])
