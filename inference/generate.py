@@ -52,8 +52,8 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     else:
         ids = torch.tensor([tokenizer(options.prompt)["input_ids"]], dtype=torch.int64)
     network = exported.network()
-    # Under the name that it has in training, which precision.fp32_modules may use.
-    run.in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network)
+    # Under the names that it has in training, which precision.fp32_modules and the recipe's blocks may use.
+    run.in_precision(nn.ModuleDict({exported.recipe: network, "network": network}) if causal else network)
     torch.manual_seed(options.seed)
     written, texts, started = 0, [], time.perf_counter()
     for number in range(1, options.n + 1):
