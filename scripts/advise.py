@@ -1,6 +1,8 @@
 """Find the fastest setting of a recipe on this machine: ``python scripts/advise.py recipe=gpt2 budget_minutes=5``.
 
   budget_minutes=5   time for all measurements; what would take longer is left out, or ended
+  goal=equal_loss    then train the default and the three fastest settings with five seeds, and advise what takes least
+                     time to the default's final loss; the budget does not count it (default: goal=speed)
 All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
 
 Tried are the precisions that this hardware computes fast, torch.compile, microbatches, forms of attention and of the
@@ -9,7 +11,8 @@ takes turns with train.py's default; those that help are combined. The doctor ex
 and six pairs of fresh processes (three at least, where time is short) time it against the default: that ratio is what
 is reported.
 
-Whether it trains as well as the default is for scripts/compare.py to test; the command is printed at the end. Writes
+With goal=speed, whether it trains as well as the default is for scripts/compare.py to test; the command is printed at
+the end. Writes
 the answer, its commands and a picture to <output_dir>/advice/<recipe>.
 Exit code: 0, 1 when no candidate works, 2 for a user error, 4 when nothing fits into memory, 130 when interrupted.
 """
