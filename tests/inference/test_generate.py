@@ -80,6 +80,7 @@ def test_it_computes_in_the_precision_that_is_asked_for(here: Path, monkeypatch:
     for precision, expected in (
         ("bf16_pure", (torch.bfloat16, False)),
         ("fp32", (torch.float32, False)),
+        ("nvfp4", (torch.float32, True)),
         (None, (torch.float32, True)),  # the run's own: bf16 by autocast
     ):
         seen.clear()
