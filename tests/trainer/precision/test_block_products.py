@@ -154,20 +154,19 @@ def test_the_transform_spreads_a_number_and_is_undone_by_itself() -> None:
 
 
 def test_without_rounding_nvfp4_is_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transform alone changes nothing, and a batch of sequences is one matrix; else gradients would be of another.
+    """The transform alone changes nothing; else gradients would be of another layer.
 
     Bound: each number of a product has three sums in fp32, of 16, 16 and of as many as there are rows.
     """
     monkeypatch.setattr(nvfp4, "quantize", lambda values, *_, **__: (values.float(), torch.ones(())))
     x, weight, upstream = (each.float() for each in drawn(0))
-    shape = (3, ROWS // 3)
-    y, of_x, of_weight = trained(nvfp4.product, x.view(*shape, IN), weight, upstream.view(*shape, OUT))
+    y, of_x, of_weight = trained(nvfp4.product, x, weight, upstream)
     a, b, c = exact(x), exact(weight), exact(upstream)
     for found, one, other in ((y, a, b.T), (of_x, c, b), (of_weight, c.T, a)):
         terms = (one.shape[1] + 32) * 2.0**-24
         # a turned number is at most 4 times the largest of its 16
         allowed = 16 * terms * one.shape[1] * np.abs(one).max() * np.abs(other).max()
-        assert np.abs(exact(found).reshape(len(one), -1) - one @ other).max() < allowed
+        assert np.abs(exact(found) - one @ other).max() < allowed
 
 
 # --- both, as a whole ---
