@@ -94,7 +94,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     recipe = config.plan(hardware).config.recipe
     model = meta_model(recipe, datasets)
     if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels, convolves(model)):
-        notes.append(f"the default has {why}")
+        notes.append(f"the default: {why}")
     values: dict[str, Sequence[object]] = {}
     if not is_set(overrides, PRECISION):
         values[PRECISION] = _precisions(space, config, hardware, model)

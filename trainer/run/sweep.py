@@ -23,7 +23,6 @@ from trainer.config.compose import CONF
 from trainer.config.registration import by_key, name_of_composed
 from trainer.errors import RunError
 from trainer.files import SAME
-from trainer.precision.kernels import in_short
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -39,6 +38,8 @@ def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
             return ""
         deviation = [statistics.stdev(known)] if len(known) > 1 else []
         return " ± ".join(map(text, [statistics.fmean(known), *deviation]))
+
+    from trainer.precision.kernels import in_short  # it imports torch
 
     how = in_short(summaries[0].get("not_timed"))
     rate = shown([each.get("units_per_s") for each in summaries], quantity)
