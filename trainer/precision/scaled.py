@@ -55,15 +55,15 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
         # Layers of all blocks, whose numbers stand between dots, have one pattern.
         patterns = ",".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in odd))
         name, size = next(iter(odd.items()))
+        some = f"keep what does not divide in fp32 with precision.fp32_modules=[{patterns}], or "
         raise UserError(
             f"precision={number.name}: a side of {name}.weight is {size}, which must be a multiple of "
-            f"{MULTIPLES[number]}; keep what does not divide in fp32 with precision.fp32_modules=[{patterns}], "
-            "or use another width"
+            f"{MULTIPLES[number]}; {some * (len(odd) < len(layers))}use another width, or precision=bf16"
         )
     if not layers:
         raise UserError(
-            f"precision={number.name}: this model's blocks have no linear layers (convolutions stay in bf16); "
-            "use another recipe, such as recipe=gpt2, or precision=bf16"
+            f"precision={number.name}: no linear layer in the model's blocks is left for it (convolutions stay in bf16, "
+            "precision.fp32_modules in fp32); use another recipe, such as recipe=gpt2, or precision=bf16"
         )
 
 

@@ -101,7 +101,7 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
         f"requested {precision.mode}",
         matmuls,
         f"{effective['arithmetic']}{speed}",
-        f"weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}",
+        f"weights in {effective['weights_dtype']}, updated in {effective['optimizer_dtype']}",
     ]
     if layers := effective["scaled_modules"]:
         scaling = f" ({precision.fp8_scaling})" if precision.fp8_scaling else ""

@@ -93,12 +93,16 @@ def test_plain_linear_layers_in_blocks_outside_islands() -> None:
 
 def test_a_side_that_does_not_divide_is_refused_with_the_layers_name() -> None:
     model = nn.ModuleDict({"wide": nn.Linear(32, 80)})
+    with pytest.raises(UserError, match=r"wide.weight is 80.*multiple of 32; use another width, or precision=bf16"):
+        convert(model)  # kept in fp32, nothing would be left
+    model["good"] = nn.Linear(32, 32)
     with pytest.raises(
         UserError, match=r"precision=mxfp8: a side of wide.weight is 80.*multiple of 32;.*fp32_modules=\[wide\]"
     ):
         convert(model)
+    del model["good"]
     assert scaled.converted(convert(model, NVFP4)) == ["wide"]
-    with pytest.raises(UserError, match=r"precision=fp8: this model's blocks have no linear layers"):
+    with pytest.raises(UserError, match=r"precision=fp8: no linear layer in the model's blocks is left"):
         convert(nn.Sequential(nn.Conv2d(1, 1, 1)), FP8)
 
 
