@@ -62,8 +62,8 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
         )
     if not layers:
         raise UserError(
-            f"precision={number.name}: no linear layer in the model's blocks is left for it (convolutions stay in bf16, "
-            "precision.fp32_modules in fp32); use another recipe, such as recipe=gpt2, or precision=bf16"
+            f"precision={number.name}: no linear layer in the model's blocks is left for it (convolutions stay in "
+            "bf16, precision.fp32_modules in fp32); use another recipe, such as recipe=gpt2, or precision=bf16"
         )
 
 
