@@ -45,9 +45,9 @@ FP16 = Number("fp16", torch.float16, 2.0**-11, 65504.0, 2.0**-24, (7, 0), instru
 FP8 = Number("fp8", torch.bfloat16, 2.0**-4, 448.0, 2.0**-9, (8, 9), scaled=True)
 """e4m3fn, of weights and activations; what is not a linear layer computes in bf16."""
 MXFP8 = Number("mxfp8", torch.bfloat16, 2.0**-4, 448 * 2.0**127, 2.0**-136, (10, 0), scaled=True)
-"""e4m3fn, of which each 32 have one scale, a power of two (OCP Microscaling Formats Specification 1.0, 2023)."""
+"""e4m3fn, where 32 numbers share a scale, a power of two (OCP Microscaling Formats Specification 1.0, 2023)."""
 NVFP4 = Number("nvfp4", torch.bfloat16, 2.0**-2, 6 * 448 * 2.0**127, 2.0**-159, None, scaled=True)
-"""e2m1, of which each 16 have one scale in e4m3, and all one in fp32 (arXiv 2509.25149)."""
+"""e2m1, where 16 numbers share a scale in e4m3, and all of a tensor one in fp32 (arXiv 2509.25149)."""
 NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8, MXFP8, NVFP4)}
 _OF_TORCHAO = {"Float8": FP8, "MXFP8": MXFP8, "MXTensor": MXFP8, "NVFP4": NVFP4}
 """What the names of its classes say, those of modules and of the tensors that weights are."""

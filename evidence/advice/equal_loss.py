@@ -32,7 +32,10 @@ def soonest(search: Search, given: Sequence[str]) -> tuple[Candidate | None, str
     common = [text for text in overrides_of(given, Candidate()) if key_of(text) != "seed"]
     typed = [f"arm.{name}={' '.join(candidate.overrides)}" for name, candidate in arms.items()]
     result = compared([*common, *typed, f"name=advice-{time.strftime('%Y%m%d-%H%M%S')}"])
-    ratios = {arm.label: ratio for arm in result.arms if (ratio := arm.reach.seconds_ratio) and ratio.high < 1}
+    judged = {arm.label: ratio for arm in result.arms if (ratio := arm.reach.seconds_ratio)}
+    if not judged:  # a busy machine, or a loss that is not reached with each seed
+        return None, f"Time to the default's final loss is not judged of any setting ({result.plan.folder})"
+    ratios = {label: ratio for label, ratio in judged.items() if ratio.high < 1}
     if not ratios:
         return None, f"No setting takes clearly less time to the default's final loss ({result.plan.folder})"
     best = min(ratios, key=lambda name: ratios[name].mean)

@@ -25,9 +25,8 @@ def warning_if_slow(precision: Precision, hardware: Hardware, rates: dict[str, f
     ``rates`` are measured, of matmuls in 10^12 FLOP/s: of the mode's format and of fp32, see ``matmul_rates``.
     """
     name = precision.format.number.name
-    if hardware.support(precision.mode) != EMULATED or (precision.half and kernels.in_use(precision.half)):
-        return None
-    if precision.format.number.scaled:  # the start block says so
+    said = precision.format.number.scaled or (precision.half and kernels.in_use(precision.half))  # in the start block
+    if hardware.support(precision.mode) != EMULATED or said:
         return None
     text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
     figures = f"{quantity(rates[name])} against {quantity(rates[FP32.name])} TFLOP/s, measured"

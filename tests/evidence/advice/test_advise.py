@@ -125,6 +125,7 @@ def test_the_command_answers_and_writes(
             "micro_batch_size=2: 0.50x [0.40, 0.6",
         ),
         ({"setting1": (0.9, 1.1), "setting2": None}, "batch_size=4 ", "No setting takes clearly less time"),
+        ({"setting1": None, "setting2": None}, "batch_size=4 ", "is not judged of any setting"),
     ],
 )
 def test_what_is_soonest_at_the_defaults_final_loss_is_advised(
