@@ -1,4 +1,4 @@
-"""Ratios between loops that alternate in one process: formats, optimizers, DDP; and times of whole commands."""
+"""Ratios of loops that alternate in one process: formats, optimizers, DDP; largest batches; times of whole commands."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
+from evidence.memory.max_batch import largest_micro_batch
 from evidence.stopwatch import steps_of, stopwatch
 from mantissa import shell
 from mantissa.formats import BASIC
@@ -165,6 +166,18 @@ def _rank(file: str, repeats: str, *options: str) -> None:
     if world.is_main:
         Path(file).write_text(json.dumps(times))
     dist.destroy_process_group()
+
+
+def max_batch(bench: Bench) -> Iterator[Row]:
+    """Measure the largest batch of ResNet-50 that fits in 1 GiB; what fits needs no repeats."""
+    options = ["recipe=resnet", "recipe.arch=resnet50", "recipe.image_size=64", "data=synthetic", "data.samples=512"]
+    title, how = "resnet50, largest batch in 1 GiB, {}", f"python scripts/max_batch.py {' '.join(options)} precision="
+    largest = dict[str, int]()
+    for mode in ("fp32", "bf16"):
+        given = [*options, f"precision={mode}", f"device={bench.hardware.device}"]
+        largest[mode] = largest_micro_batch(given, 2**30).micro_batch_size
+        yield Row(title.format(mode), "images", [largest[mode]], f"{how}{mode} memory_budget=1GiB")
+    yield Row(title.format("bf16 / fp32"), "x", [largest["bf16"] / largest["fp32"]], "the two above")
 
 
 def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterator[Row]:

@@ -1,10 +1,11 @@
 """Keep the newest value of each measurement in results/MACHINE.json, and show them: ``python benchmarks/results.py``.
 
-  python benchmarks/results.py                         fill the tables of README.md and docs/results.md
+  python benchmarks/results.py                         fill README.md and docs/results.md, draw docs/images/compare.png
   python benchmarks/results.py outputs/compare/NAME    first keep what a finished comparison measured,
   python benchmarks/results.py outputs/reproduce/NAME  or a tested claim
 
-A measurement of code with uncommitted changes is not kept: others could not run it.
+A measurement of code with uncommitted changes is not kept: others could not run it. results/tables.yaml says which
+measurements a table has, and names them in words.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ import json
 import os
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from benchmarks import picture
+from mantissa.statistics import EQUIVALENT
 from trainer.config.options import run
 from trainer.errors import UserError
 from trainer.files import PROJECT, read_json, write_text
@@ -24,8 +31,10 @@ from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
 
 RESULTS = PROJECT / "results"
-FRONT = "precisions"
-"""The comparison that README shows."""
+INSTRUCTIONS = {"amx_bf16": ("amx", "AMX"), "avx512_bf16": ("avx512-bf16", "AVX-512 BF16")}
+"""What a CPU multiplies bf16 with, the fastest first: in the name of a file, and in words."""
+Machines = dict[str, dict[str, dict[str, Any]]]
+"""What was measured by its name, of each machine by its title."""
 
 
 def machine_name(hardware: Hardware) -> str:
@@ -33,10 +42,20 @@ def machine_name(hardware: Hardware) -> str:
     name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
     parts = [re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"]
     if not hardware.is_gpu:
-        instructions = {"amx_bf16": "amx", "avx512_bf16": "avx512-bf16"}
-        parts += [name for flag, name in instructions.items() if flag in hardware.cpu_flags][:1]
+        parts += [short for flag, (short, _) in INSTRUCTIONS.items() if flag in hardware.cpu_flags][:1]
         parts.append(f"{hardware.cpu_cores}-cores")
     return "-".join(parts)
+
+
+def title(hardware: dict[str, Any]) -> str:
+    """Return the name of a machine in a table: ``Xeon with AMX``; of a CPU with other than two cores also these."""
+    name = " ".join(re.sub(r"\(\w+\)|\b(AMD|Intel|Processor|CPU)\b|@.*", " ", hardware["name"]).split())
+    if hardware["device"] != "cpu":
+        return name
+    fastest = next((words for flag, (_, words) in INSTRUCTIONS.items() if flag in hardware["cpu_flags"]), "")
+    name += f" with {fastest}" if fastest else " without 16-bit instructions"
+    name += ", no AMX" if fastest == "AVX-512 BF16" and "Intel" in hardware["name"] else ""
+    return name if hardware["cpu_cores"] == 2 else f"{name}, {hardware['cpu_cores']} cores"
 
 
 def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) -> str:
@@ -85,48 +104,93 @@ def read_folder(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     return found["command"], measured
 
 
-def shown(found: dict[str, Any] | None) -> str:
-    """Return a measurement in a cell of a table."""
-    if found is None:
-        return ""
-    numbers = (found[end] for end in ("value", "low", "high"))
-    middle, low, high = (f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}" for number in numbers)
-    unit = found["unit"] if found["unit"] in ("", "x") else f" {found['unit']}"
-    interval = f" [{low}, {high}]" if low != high else ""
-    return f"{middle}{unit}{interval} {found.get('verdict', '')}".strip()
+def shown(name: str, found: dict[str, Any]) -> str:
+    """Return a measurement in a cell of a table: the ratio of two losses that are near each other as a change."""
+    ends, unit = [found[end] for end in ("value", "low", "high")], found["unit"]
+    if unit == "x" and "loss" in name and ends[0] < 1.1:
+        ends, unit = [100 * (ratio - 1) for ratio in ends], "%"
+    is_change, is_large = unit == "%" and "loss" in name, abs(ends[0]) >= (10 if unit == "x" else 100)
+    digits = "+z.2f" if is_change else ",.0f" if is_large else ".2f" if unit == "x" else ".3g"
+    middle, low, high = (f"{end:{digits}}" for end in ends)
+    words = (
+        f"{middle}{' ' if unit != 'x' else ''}{unit}",
+        f"[{low}, {high}]" * (low != high),
+        found.get("verdict", ""),
+    )
+    return " ".join(" ".join(words).split())
 
 
-def blocks() -> dict[Path, str]:
-    """Return the table of each page."""
-    machines = [read_json(path) for path in sorted(RESULTS.glob("*.json"))]
-    front = ["| machine | precision | speed over fp32 | memory | validation loss |", "|---|---|---|---|---|"]
-    for machine in machines:
-        of = machine["measurements"]
-        for arm in dict.fromkeys(name.split(", ")[1] for name in of if name.startswith(f"{FRONT}, ")):
-            cells = [shown(of.get(f"{FRONT}, {arm}, {what}")) for what in ("speed", "memory", "validation loss")]
-            front.append(f"| {' | '.join((machine['machine'], arm.removesuffix(' / fp32'), *cells))} |")
-    every = ["| measurement | published | " + " | ".join(machine["machine"] for machine in machines) + " |"]
-    every.append("|---|---|" + "---|" * len(machines))
-    for name in sorted({name for machine in machines for name in machine["measurements"]}):
-        own = [machine["measurements"].get(name) for machine in machines]
-        published = next((one["published"] for one in own if one and "published" in one), "")
-        every.append(f"| {' | '.join((name, published, *map(shown, own)))} |")
-    return {PROJECT / "README.md": "\n".join(front), PROJECT / "docs" / "results.md": "\n".join(every)}
+def brief(name: str, found: dict[str, Any]) -> str:
+    """Return a measurement in a cell of README's table: bold with its interval, or its verdict in words."""
+    cell, verdict = shown(name, found), found.get("verdict")
+    if verdict == EQUIVALENT:
+        return "same within 0.3 %"  # the margin of the comparison
+    return f"{cell.partition(' [')[0]} {verdict.lower()}" if verdict else re.sub(r"^(\S+) \[", r"**\1** [", cell)
+
+
+def forms(table: dict[str, Any]) -> dict[re.Pattern[str], str]:
+    """Return the words of each row by the form of its measurements' names; a group in the form is the column."""
+    form = table.get("form", "ROW")
+    return {re.compile(form.replace("ROW", re.escape(row))): words for row, words in table["rows"].items()}
+
+
+def filled_table(table: dict[str, Any], machines: Machines, cell: Callable[..., str] = shown) -> str:
+    """Return a table of what was measured, without its empty rows and columns."""
+    columns = dict.fromkeys([*table.get("also", []), *machines])
+    rows: defaultdict[tuple[re.Pattern[str], str], dict[str, str]] = defaultdict(dict)
+    named = forms(table)
+    for form in named:
+        for machine, measured in machines.items():
+            for name, match in [(name, match) for name in measured if (match := form.fullmatch(name))]:
+                column, among = (match[1], machine) if form.groups else (machine, "")
+                published = {"published": measured[name].get("published", ""), "machine": among}
+                rows[form, among] |= published | {column: cell(name, measured[name])}
+                columns[column] = None
+    used = [column for column in columns if any(row.get(column) for row in rows.values())]
+    lines = [[table["head"], *used], ["---"] * (1 + len(used))]
+    lines += [[named[form], *(row.get(column, "") for column in used)] for (form, _), row in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def read_machines() -> Machines:
+    """Return what was measured, by machine: GPUs, then CPUs by their instructions."""
+
+    def rank(machine: dict[str, Any]) -> list[Any]:
+        here = machine["hardware"]
+        return [here["device"] == "cpu", *(flag not in here["cpu_flags"] for flag in INSTRUCTIONS), machine["machine"]]
+
+    found = sorted(map(read_json, RESULTS.glob("*.json")), key=rank)
+    return {title(machine["hardware"]): machine["measurements"] for machine in found}
+
+
+def blocks(machines: Machines) -> dict[Path, str]:
+    """Return the tables of each page. What has no row is in a table of its own, by its name."""
+    front, *tables = yaml.safe_load((RESULTS / "tables.yaml").read_text(encoding="utf-8"))
+    known = [form for table in tables for form in forms(table)]
+    names = dict.fromkeys(name for measured in machines.values() for name in measured)
+    if others := [name for name in names if not any(form.fullmatch(name) for form in known)]:
+        tables.append({"title": "Other measurements", "head": "", "rows": dict(zip(others, others, strict=True))})
+    speeds = [name for name, words in front["rows"].items() if words.endswith("speed")]
+    timed = {machine: measured for machine, measured in machines.items() if measured.keys() & set(speeds)}
+    every = [f"## {table['title']}\n\n{filled_table(table, machines)}" for table in tables]
+    return {PROJECT / "README.md": filled_table(front, timed, brief), PROJECT / "docs/results.md": "\n\n".join(every)}
 
 
 def filled(page: str, table: str) -> str:
-    """Return the text of a page with a table between its two markers."""
+    """Return the text of a page with its tables between the two markers."""
     begin, end = "<!-- results: made by benchmarks/results.py -->", "<!-- end of results -->"
     return f"{page.partition(begin)[0]}{begin}\n{table}\n{end}{page.partition(end)[2]}"
 
 
 def main(arguments: list[str]) -> int:
-    """Keep what was measured in these folders, and fill the blocks."""
+    """Keep what was measured in these folders, fill the tables, and draw the picture."""
     for folder in arguments:
         command, measured = read_folder(Path(folder))
         print(keep(detect("auto"), command, measured))
-    for path, table in blocks().items():
+    machines = read_machines()
+    for path, table in blocks(machines).items():
         write_text(path, filled(path.read_text(encoding="utf-8"), table))
+    picture.draw(machines, PROJECT / "docs/images/compare.png")
     return 0
 
 

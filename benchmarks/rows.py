@@ -15,7 +15,7 @@ from trainer.precision.kernels import not_timed_here
 
 ENDLESS = "steps=1000000"
 """Override for a trainer whose steps are taken by hand, so that its schedule does not end."""
-_DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "nats": 2}
+_DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "nats": 2, "images": 0}
 Times = dict[str, list[float]]
 """Seconds of each block by its name, one number per repeat."""
 
@@ -26,7 +26,7 @@ class Row:
 
     name: str
     unit: str
-    """``x``, ``%``, ``ms``, ``s`` or ``nats`` (of a loss)."""
+    """``x``, ``%``, ``ms``, ``s``, ``nats`` (of a loss) or ``images``."""
     values: list[float]
     """One per repeat; empty: not measured."""
     measured: str

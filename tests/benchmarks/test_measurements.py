@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from benchmarks import bench, overhead, peers, ratios, rows
 from benchmarks import nanogpt as nanogpt_module
 from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.nanogpt import (
+    AGAIN,
     BLOCKS,
     DEFAULT,
     FAST,
@@ -31,6 +33,7 @@ from benchmarks.nanogpt import (
 )
 from benchmarks.rows import Bench, Row
 from evidence.stopwatch import Block
+from trainer.config.compose import compose
 from trainer.config.options import run
 from trainer.hardware import Hardware, detect
 from trainer.parallel.compile import Compile
@@ -107,6 +110,24 @@ def test_a_format_in_fp32_arithmetic_is_left_out_unless_it_is_asked_for(
     found = {row.name: row.values for row in ratios.precision(asked, (SMALL, SMALL)) if row.values}
     assert found == {"small, throughput, fp16 / fp32": [4.0]}
     assert none.mode == "fp32"
+
+
+def test_the_largest_batches_are_kept_beside_their_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def largest(overrides: list[str], budget_bytes: int) -> SimpleNamespace:
+        assert budget_bytes == 2**30
+        return SimpleNamespace(micro_batch_size={"fp32": 4, "bf16": 8}[compose(overrides).precision.mode])
+
+    monkeypatch.setattr(ratios, "largest_micro_batch", largest)
+    found = {
+        row.name.removeprefix("resnet50, largest batch in 1 GiB, "): row
+        for row in ratios.max_batch(Bench(CPU, 5, tmp_path))
+    }
+    assert {name: (row.values, row.unit) for name, row in found.items()} == {
+        "fp32": ([4], "images"),
+        "bf16": ([8], "images"),
+        "bf16 / fp32": ([2], "x"),
+    }
+    assert "4 images" in str(found["fp32"])
 
 
 def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:
@@ -250,7 +271,7 @@ def test_a_step_takes_turns_with_two_of_the_plain_loop(
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     monkeypatch.setattr(Compile, "apply", lambda *given: None)
     found = list(nanogpt_steps(Bench(CPU, 1, tmp_path, modes=frozenset({"bf16"})), contest))
-    loops_of = [f"{other} / {PLAIN}, {kind}" for kind in KINDS for other in (DEFAULT, "itself")]
+    loops_of = [f"{other} / {PLAIN}, {kind}" for kind in KINDS for other in (DEFAULT, AGAIN)]
     assert [row.name for row in found] == [f"shakespeare, step, {each}" for each in loops_of]
     assert all(len(row.values) == BLOCKS and min(row.values) > 0 for row in found)
     assert [loop.bf16 for loop in loops] == [False] * 4 + [True] * 4

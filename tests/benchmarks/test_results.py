@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import results
-from benchmarks.results import blocks, filled, keep, machine_name, read_folder, shown
+from benchmarks.picture import draw
+from benchmarks.results import (
+    blocks,
+    brief,
+    filled,
+    filled_table,
+    keep,
+    machine_name,
+    read_folder,
+    read_machines,
+    shown,
+    title,
+)
 from tests.helpers import CPU
 from trainer.errors import UserError
 
 
 def test_the_pages_show_what_results_hold() -> None:
-    for path, table in blocks().items():
+    for path, table in blocks(read_machines()).items():
         page = path.read_text(encoding="utf-8")
         assert filled(page, table) == page, "run: python benchmarks/results.py"
 
@@ -25,6 +38,83 @@ def test_a_cpu_is_named_with_its_bf16_instructions() -> None:
     for flag, words in (("avx2", ""), ("avx512_bf16", "avx512-bf16-"), ("amx_bf16", "amx-")):
         cpu = replace(CPU, name="AMD EPYC", cpu_cores=2, cpu_flags=frozenset({flag}))
         assert machine_name(cpu) == f"amd-epyc-{words}2-cores"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "cores", "words"),
+    [
+        ("Intel(R) Xeon(R) Processor", {"amx_bf16", "avx512_bf16"}, 2, "Xeon with AMX"),
+        ("Intel(R) Xeon(R) Processor", {"avx512_bf16"}, 2, "Xeon with AVX-512 BF16, no AMX"),
+        ("AMD EPYC", {"avx512_bf16"}, 2, "EPYC with AVX-512 BF16"),
+        ("AMD EPYC", set(), 2, "EPYC without 16-bit instructions"),
+        ("AMD EPYC 9654 CPU @ 2.40GHz", set(), 8, "EPYC 9654 without 16-bit instructions, 8 cores"),
+    ],
+)
+def test_a_machine_has_a_name_for_people(name: str, flags: set[str], cores: int, words: str) -> None:
+    assert title(replace(CPU, name=name, cpu_cores=cores, cpu_flags=frozenset(flags)).facts()) == words
+    assert title({"name": "NVIDIA H200", "device": "cuda:0"}) == "NVIDIA H200"
+
+
+def test_machines_are_in_the_order_of_their_instructions() -> None:
+    words = [machine.partition(" with")[2] for machine in read_machines()]
+    assert words == sorted(words, key=lambda each: ("AMX" not in each or "no AMX" in each, each.startswith("out")))
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "ends", "verdict", "cell", "short"),
+    [
+        ("speed", "x", (2.0879, 1.9717, 2.2111), "", "2.09x [1.97, 2.21]", "**2.09x** [1.97, 2.21]"),
+        ("peak memory", "x", (0.9996, 0.9996, 0.9996), "", "1.00x", "1.00x"),
+        ("loss, a over b", "x", (1.0003, 0.9989, 1.0016), "", "+0.03 % [-0.11, +0.16]", None),
+        ("loss, a over b", "x", (28.83, 24.97, 33.28), "", "29x [25, 33]", None),
+        ("loss", "%", (0.012, -0.047, 0.072), "EQUIVALENT", "+0.01 % [-0.05, +0.07] EQUIVALENT", "same within 0.3 %"),
+        ("loss", "%", (0.759, 0.423, 1.095), "WORSE", "+0.76 % [+0.42, +1.09] WORSE", "+0.76 % worse"),
+        ("top1", "%", (98.31, 98.31, 98.31), "", "98.3 %", None),
+        ("time", "s", (128.43, 128.43, 128.43), "", "128 s", None),
+        ("loss reached", "", (1.891, 1.8896, 1.8919), "CONFIRMED", "1.89 CONFIRMED", None),
+    ],
+)
+def test_a_measurement_in_a_cell(
+    name: str, unit: str, ends: tuple[float, ...], verdict: str, cell: str, short: str | None
+) -> None:
+    found = dict(zip(("value", "low", "high"), ends, strict=True)) | {"unit": unit, "verdict": verdict}
+    assert shown(name, found) == cell
+    assert short is None or brief(name, found) == short
+
+
+def measured(**found: float) -> dict[str, dict[str, Any]]:
+    return {name: {"value": value, "low": value, "high": value, "unit": "x"} for name, value in found.items()}
+
+
+def test_empty_rows_and_columns_are_left_out_and_a_group_in_a_name_is_a_column() -> None:
+    machines = {"fast": measured(a=1, b=2), "slow": measured(c=3), "none": measured(d=4)}
+    table = {"head": "what", "rows": {"c": "see", "a": "aye", "absent": "nothing"}}
+    assert filled_table(table, machines).splitlines() == [
+        "| what | fast | slow |",
+        "| --- | --- | --- |",
+        "| see |  | 3.00x |",
+        "| aye | 1.00x |  |",
+    ]
+    machines = {"here": measured(**{"net, step of A": 1, "net, step of B": 2})}
+    table = {"head": "step", "also": ["machine"], "form": "ROW, step of (.+)", "rows": {"net": "a net"}}
+    assert filled_table(table, machines).splitlines()[::2] == [
+        "| step | machine | A | B |",
+        "| a net | here | 1.00x | 2.00x |",
+    ]
+
+
+def test_a_measurement_without_words_is_shown_by_its_name() -> None:
+    every = {path.name: text for path, text in blocks({"a GPU": measured(**{"something new": 2})}).items()}
+    assert "## Other measurements" in every["results.md"]
+    assert "| something new | 2.00x |" in every["results.md"]
+    assert "Other measurements" not in blocks(read_machines())[results.PROJECT / "docs/results.md"]
+
+
+def test_the_picture_can_be_drawn_where_speed_was_not_judged(tmp_path: Path) -> None:
+    loss = measured(**{"precisions, bf16 / fp32, validation loss": 0.1})
+    loss["precisions, bf16 / fp32, validation loss"]["verdict"] = "EQUIVALENT"
+    draw({"a machine": loss, "another": measured(unrelated=1)}, tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").stat().st_size < 100_000
 
 
 def test_the_newest_measurement_of_clean_code_replaces_the_earlier_one(
@@ -44,7 +134,6 @@ def test_the_newest_measurement_of_clean_code_replaces_the_earlier_one(
         "speed": (2.25, "second"),
         "other": (2.0, "first"),
     }
-    assert (shown(kept["speed"]), shown(None)) == ("2.25x [1.5, 2.5]", "")
 
 
 def test_a_folder_that_measured_nothing_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """fp32 arithmetic on 16-bit operands, on CPUs: what the hardware that people train on does in 16 bits.
 
 Matrix units multiply 16-bit operands, add the products up in fp32, and round once. torch's CPU kernels do so at speed
-where the processor has instructions for it; elsewhere they are many times slower than in fp32 (docs/results.md). There
+where the processor has instructions for it; elsewhere they are many times slower than in fp32. There
 the operands are widened to fp32, torch's fp32 kernel is called, and its result is rounded once. Inside fused attention
 all scores, probabilities and their gradients then stay fp32; in torch's 16-bit kernel only some do.
 
