@@ -10,7 +10,7 @@ from mantissa.compare import SEED_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
-from trainer.errors import UserError, check_choice, check_folder_name, check_range, nearest
+from trainer.errors import UserError, check_choice, check_folder_name, nearest
 
 EQUAL_LOSS = "equal_loss"
 FIRST = 10
@@ -23,11 +23,10 @@ class AdviseOptions(Overriding):
 
     fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
 
-    budget_minutes: float = 5.0
+    time_budget: str = "5min"
     goal: str = "speed"
 
     def __post_init__(self) -> None:
-        check_range("budget_minutes", self.budget_minutes, "(0, inf)")
         check_choice("goal", self.goal, ("speed", EQUAL_LOSS))
 
 
@@ -83,7 +82,7 @@ class DoctorOptions(Overriding):
     resume: str = ""
     step: int = 0
     check: list[str] = field(default_factory=lambda: ["all"])
-    budget_s: int = 60
+    time_budget: str = "60s"
 
     def __post_init__(self) -> None:
         from mantissa.doctor.diagnosis import CHECKS
@@ -101,7 +100,7 @@ class MaxBatchOptions(Overriding):
 
     fixed = dict.fromkeys(("micro_batch_size",), "it is what this command finds")
 
-    budget: str = "device"
+    memory_budget: str = "device"
 
 
 @dataclass

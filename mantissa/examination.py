@@ -80,7 +80,7 @@ def examine(
     generators: dict[str, Tensor] | None = None,
     failed: bool = False,
     checks: Sequence[str] = CHECKS,
-    budget_s: float = 60,
+    time_budget_s: float = 60,
     say: Callable[[str], None] = lambda part: None,
 ) -> Report:
     """Take a training step in every format, and say what is not finite, what is wrong, where, and what cures it.
@@ -104,7 +104,7 @@ def examine(
         generators: from ``mantissa.tensors.random_state``, as they were before the step. None: as they are now.
         failed: whether the step was not finite when it was taken.
         checks: some of ``mantissa.doctor.diagnosis.CHECKS``.
-        budget_s: seconds for the checks; what does not fit is named in the report.
+        time_budget_s: seconds for the checks; what does not fit is named in the report.
         say: hears the name of every part before it begins.
 
     Raises:
@@ -122,8 +122,8 @@ def examine(
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate} must be 1 or more")
-    if budget_s <= 0:
-        raise UsageError(f"the budget of {budget_s:g} s must be more than 0, such as 60")
+    if time_budget_s <= 0:
+        raise UsageError(f"time_budget_s={time_budget_s:g} must be more than 0, such as 60")
     if unknown := [check for check in checks if check not in CHECKS]:
         raise UsageError(f"checks={unknown} are unknown; use some of {', '.join(CHECKS)}")
     if next(model.parameters(), None) is None:
@@ -152,7 +152,7 @@ def examine(
                 taken = take(of_loop(own, *options, True), failed)
                 entered = "the loss or the model enters autocast itself"
                 taken.notes.append(f"{entered}: precision={own!r} is examined, with no autocast around it")
-            return Report(diagnose(taken, tuple(checks), budget_s, say=say))
+            return Report(diagnose(taken, tuple(checks), time_budget_s, say=say))
     finally:
         set_random_state(before, step.device)
 

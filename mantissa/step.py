@@ -74,6 +74,10 @@ class Remedies:
         """Return how the learning rate is multiplied."""
         return f"a learning rate of {factor:g} times the present one"
 
+    def time_budget(self, seconds: float) -> str:
+        """Return how an examination gets so much time."""
+        return f"time_budget_s={seconds:.0f}, or --time-budget {seconds:.0f}s"
+
 
 @dataclass(kw_only=True)
 class Built:

@@ -1,8 +1,8 @@
-"""Find the fastest setting of a recipe on this machine: ``python scripts/advise.py recipe=gpt2 budget_minutes=5``.
+"""Find the fastest setting of a recipe on this machine: ``python scripts/advise.py recipe=gpt2 time_budget=5min``.
 
-  budget_minutes=5   time for all measurements; what would take longer is left out, or ended
+  time_budget=5min   time for all measurements; what would take longer is left out, or ended
   goal=equal_loss    then train the default and the three fastest settings with five seeds, and advise what takes least
-                     time to the default's final loss; the budget does not count it (default: goal=speed)
+                     time to the default's final loss; time_budget does not count it (default: goal=speed)
 All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
 
 Tried are the precisions that this hardware computes fast, torch.compile, microbatches, forms of attention and of the

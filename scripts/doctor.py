@@ -5,7 +5,7 @@
   step=0                the step to examine, counted from 1 (default: of a run the one that failed, else the next one;
                         without resume= the first one, as in: python scripts/doctor.py recipe=gpt2 precision=fp16)
   check=all             or some of formats,manifest,gradients,range,modules,updates,state,divergence,islands
-  budget_s=60           seconds for the checks, without the start and replayed steps; what does not fit is named
+  time_budget=60s       time for the checks, without the start and replayed steps; what does not fit is named
 All other arguments are as for train.py. Nothing of the run is changed; the report goes to <run>/doctor/step-N.
 Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 3 CRASHED or INCOMPLETE, 2 for a user error, 1 when it failed, 130
 when interrupted.

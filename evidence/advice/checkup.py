@@ -22,7 +22,7 @@ SAMPLES = 2
 """Number of samples in the step that is examined, at most: formats do not depend on it, and batch norm needs two."""
 CHECKS = ("formats", "manifest", "range", "modules", "updates")
 """Checks of the doctor that need few steps."""
-BUDGET_S, LIMIT_S = 30, 180.0
+TIME_BUDGET_S, LIMIT_S = 30, 180.0
 """Seconds for the doctor's checks; and for all of it, with the start of its process and the end of a part."""
 
 
@@ -48,7 +48,7 @@ def check(overrides: Sequence[str], hardware: Hardware) -> dict[str, Any]:
 
 def measure(config: Config) -> dict[str, Any]:
     """Examine the first step of a config in this process, and return what ``check`` does."""
-    found = diagnose(take(step_of(Trainer.from_config(config))), CHECKS, BUDGET_S)
+    found = diagnose(take(step_of(Trainer.from_config(config))), CHECKS, TIME_BUDGET_S)
     return {
         "faults": ["; ".join(finding.parts) for finding in found.findings if finding.kind != CRASH],
         "missed": [f"crashed: {part}" for part in found.budget.crashes]

@@ -16,6 +16,7 @@ from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, time_candidate
 from evidence.options import EQUAL_LOSS, AdviseOptions
 from evidence.runs import cpu_share_of_others, redacted_arguments
+from mantissa.commands import seconds_of
 from mantissa.display import duration
 from trainer.config.compose import check_single, compose
 from trainer.config.options import parse
@@ -36,6 +37,7 @@ def main(arguments: list[str]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, AdviseOptions, "overrides")
+    time_budget_s = seconds_of("time_budget=", options.time_budget)
     check_single(overrides, "advise.py chooses what it tries; set one value, or leave it out")
     config = compose(overrides)
     check_output_dir(config.output_dir)
@@ -58,7 +60,7 @@ def main(arguments: list[str]) -> int:
         search = Search(
             space,
             steps,
-            60 * options.budget_minutes,
+            time_budget_s,
             lambda candidate, blocks, limit_s: time_candidate(candidate, blocks, limit_s, common, folder),
             lambda entry: check(overrides_of(common, entry.candidate), hardware),
             say,

@@ -16,7 +16,7 @@ from trainer.errors import RunError, first_line
 BLOCKS, FINAL_BLOCKS = 10, 15
 """Blocks of steps in a process: in the search, and in the pairs that confirm."""
 PAIRS, LEAST_PAIRS = 6, 3
-"""Number of pairs of fresh processes that confirm the winner, and where the budget has no time for all of them. Nothing
+"""Number of pairs of fresh processes that confirm the winner, and where there is no time for all of them. Nothing
 that they measure changes the winner or their number: otherwise the interval would be too narrow."""
 RENEW_S = 60.0
 """Seconds after which the default is timed again, so that candidates and default see the same load."""
@@ -25,7 +25,7 @@ HELPS = 1.02
 1.7 %."""
 MOST_FAULTS = 3
 """Number of settings in which the doctor finds a fault, after which the default is advised."""
-NO_TIME = "the budget had no time for it"
+NO_TIME = "there was no time for it"
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Search:
     space: Space
     steps: int
     """Number of optimizer steps of the user's run, over which compile time counts."""
-    budget_s: float
+    time_budget_s: float
     time: Callable[[Candidate, int, float], Times]
     """Times a candidate by so many blocks in a fresh process; raises RunError where it fails, or takes more seconds."""
     check_up: Callable[[Entry], dict[str, Any]]
@@ -85,7 +85,7 @@ class Search:
     """Every candidate that was started, by its label."""
 
     def __post_init__(self) -> None:
-        self._end = self.clock() + self.budget_s
+        self._end = self.clock() + self.time_budget_s
         self._renewed_at = 0.0
         self._process_s = 0.0
 
@@ -219,7 +219,7 @@ class Search:
         for turn, (side, pair) in enumerate(interleave([reference, entry], range(PAIRS))):
             if turn % 2 == 0:
                 if pair >= LEAST_PAIRS and self.clock() + (self.clock() - began) / pair > self._end:
-                    self.space.notes.append(f"the budget had time for {pair} of {PAIRS} pairs")
+                    self.space.notes.append(f"there was time for {pair} of {PAIRS} pairs")
                     break
                 self.say(f"pair {pair + 1} of {PAIRS} of fresh processes: {reference.label}, {entry.label}")
             seconds[side.label].append(self.time(side.candidate, FINAL_BLOCKS, math.inf).step_s)

@@ -11,13 +11,11 @@ from evidence.doctor.plots import figures
 from evidence.doctor.replay import of_overrides, of_run
 from evidence.options import DoctorOptions
 from evidence.runs import redacted_arguments
-from mantissa.commands import say_part
+from mantissa.commands import say_part, seconds_of
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, diagnose
 from mantissa.doctor.report import lines, opening, write_report
-from mantissa.errors import UsageError
 from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.errors import UserError
 from trainer.files import remove_folder
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
@@ -26,17 +24,15 @@ from trainer.run.provenance import git_facts, versions
 def main(arguments: list[str]) -> int:
     """Examine a step of a run, or of a run to be; return the exit code of its verdict."""
     options, overrides = parse(arguments, DoctorOptions, "overrides")
+    time_budget_s = seconds_of("time_budget=", options.time_budget)
     checks = CHECKS if "all" in options.check else tuple(options.check)
     print("building the model and taking the step …", file=sys.stderr)
-    try:
-        if options.resume:
-            taken, config = of_run(options.resume, overrides, options.step)
-        else:
-            taken, config = of_overrides(overrides, options.step)
-    except UsageError as error:  # of a step that cannot be replayed
-        raise UserError(str(error)) from error
+    if options.resume:
+        taken, config = of_run(options.resume, overrides, options.step)
+    else:
+        taken, config = of_overrides(overrides, options.step)
     print(opening(taken))
-    diagnosis = diagnose(taken, checks, options.budget_s, say=say_part)
+    diagnosis = diagnose(taken, checks, time_budget_s, say=say_part)
     if diagnosis.budget.spent:
         print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))

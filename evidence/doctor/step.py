@@ -56,6 +56,9 @@ class Overrides(Remedies):
     def scale(self, value: float) -> str:
         return f"scaler=dynamic scaler.init={value:.10g}"
 
+    def time_budget(self, seconds: float) -> str:
+        return f"time_budget={seconds:.0f}s"
+
 
 def step_of(trainer: Trainer) -> Step:
     """Copy what the next step of a trainer starts from."""

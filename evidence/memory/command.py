@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
+from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_memory_budget
 from evidence.options import MaxBatchOptions
 from mantissa.display import columns
 from mantissa.ledger import CATEGORIES, MIB, Ledger
@@ -44,9 +44,9 @@ def max_batch(arguments: list[str]) -> int:
     """Search for the largest microbatch, and print it with the overrides to paste."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, MaxBatchOptions, "overrides")
-    budget_bytes = parse_budget(options.budget, detect(compose(overrides).device))
-    found = largest_micro_batch(overrides, budget_bytes)
-    print(f"\nlargest micro_batch_size in {options.budget}, {MARGIN:.0%} of it left free: ", end="")
+    memory_bytes = parse_memory_budget(options.memory_budget, detect(compose(overrides).device))
+    found = largest_micro_batch(overrides, memory_bytes)
+    print(f"\nlargest micro_batch_size in {options.memory_budget}, {MARGIN:.0%} of it left free: ", end="")
     print(f"{found.micro_batch_size}{', as batch_size, too' * (found.micro_batch_size > found.batch_size)}")
     print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; paste:")
     print(found.overrides)

@@ -1,4 +1,4 @@
-"""The largest microbatch that fits into a budget of memory, found by trials in fresh processes."""
+"""The largest microbatch that fits into an amount of memory, found by trials in fresh processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.hardware import Hardware, detect
 from trainer.run.forecast import forecast, required_bytes
 
 MARGIN = 0.05
-"""Part of the budget that is left free."""
+"""Part of the memory that is left free."""
 _EXACT_BELOW = 32
 """Above, the answer is found to within 1/32 of itself."""
 _LARGEST = 2**20
@@ -47,22 +47,22 @@ class LargestBatch:
         return f"micro_batch_size={self.dividing} batch_size={self.batch_size}"
 
 
-def largest_micro_batch(overrides: Sequence[str], budget_bytes: int) -> LargestBatch:
-    """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget; print each trial.
+def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestBatch:
+    """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into memory; print each trial.
 
-    Every trial is a fresh process, in which an allocation beyond the budget fails (see ``trial.fits``). A step has two
+    Every trial is a fresh process, in which an allocation beyond it fails (see ``trial.fits``). A step has two
     microbatches where ``batch_size`` has more than one: the second runs with the gradients of the first in memory. The
     search starts at the forecast, goes up or down in steps that double until it has a size that fits and one that does
     not, and then bisects.
 
     Args:
         overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
-        budget_bytes: for the model and its training; on a CPU the process itself comes on top.
+        memory_bytes: for the model and its training; on a CPU the process itself comes on top.
 
     Raises:
-        UserError: the overrides, or a budget in which not even one sample fits.
+        UserError: the overrides, or memory in which not even one sample fits.
     """
-    limit_bytes = int(budget_bytes * (1 - MARGIN))
+    limit_bytes = int(memory_bytes * (1 - MARGIN))
     config = compose(overrides)
     plan = config.plan(detect(config.device))
     config = plan.config
@@ -85,8 +85,8 @@ def largest_micro_batch(overrides: Sequence[str], budget_bytes: int) -> LargestB
     largest = multiple * search(fits, max(1, guess // multiple), min(_LARGEST, samples) // multiple)
     if not largest:
         raise UserError(
-            f"not even micro_batch_size={multiple} fits into {size(limit_bytes)}; "
-            "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
+            f"not even micro_batch_size={multiple} fits into {size(limit_bytes)}; use a larger memory_budget, "
+            "activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
         )
     return LargestBatch(largest, batch_size, multiple)
 
@@ -124,7 +124,7 @@ def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
     return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / each)))
 
 
-def parse_budget(text: str, hardware: Hardware) -> int:
+def parse_memory_budget(text: str, hardware: Hardware) -> int:
     """Return the bytes of ``8GiB``, ``500MB`` or ``device`` (all of a GPU; what is free now of a machine's memory).
 
     Raises:
@@ -135,9 +135,12 @@ def parse_budget(text: str, hardware: Hardware) -> int:
         return there
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
     if not found or not float(found[1]):
-        raise UserError(f"budget={text} is not an amount of memory; write budget=8GiB, budget=500MiB or budget=device")
-    budget = int(float(found[1]) * _UNITS[found[2].upper()])
-    if budget > there:
-        held = "has" if hardware.is_gpu else "has free now"
-        raise UserError(f"budget={text} is more than {hardware.name} {held}, {size(there)}; use budget=device")
-    return budget
+        raise UserError(
+            f"memory_budget={text} is not an amount of memory; "
+            "write memory_budget=8GiB, memory_budget=500MiB or memory_budget=device"
+        )
+    wanted = int(float(found[1]) * _UNITS[found[2].upper()])
+    if wanted > there:
+        held = f"{hardware.name} {'has' if hardware.is_gpu else 'has free now'}, {size(there)}"
+        raise UserError(f"memory_budget={text} is more than {held}; use memory_budget=device")
+    return wanted

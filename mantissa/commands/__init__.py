@@ -1,5 +1,6 @@
 """The commands of ``python -m mantissa``, a module each."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,18 @@ from mantissa.errors import UsageError
 def say_part(name: str) -> None:
     """Name the part of an examination that begins now, on the error stream."""
     print(name, end=" … ", file=sys.stderr, flush=True)
+
+
+def seconds_of(option: str, text: str) -> float:
+    """Return the seconds that ``90s``, ``5min`` or ``2h`` means, as the value of an option such as ``time_budget=``.
+
+    Raises:
+        UsageError: it is none of these, or nothing.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    if not found or not float(found[1]):
+        raise UsageError(f"{option}{text} is not a duration; write {option}90s, {option}5min or {option}2h")
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
 def report_folder(path: str | Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mantissa.commands import report_folder, say_part
+from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.display import columns, quantity
 from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
@@ -96,7 +96,7 @@ def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[
     if tokenizer is not None:
         tokens = torch.tensor(tokenizer(text[: 20 * count], add_special_tokens=False, verbose=False)["input_ids"])
         if len(tokens) < count:
-            raise UsageError(f"the text has {len(tokens)} of {count} tokens; set smaller --length, --batch or --steps")
+            raise UsageError(f"the text has {len(tokens)} of {count} tokens; set smaller --length, --batch or --passes")
         if tokens.max() >= vocabulary:
             raise UsageError(f"the tokenizer has token {tokens.max()}, the model ends at {vocabulary - 1}; use its own")
     paddings = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
@@ -155,25 +155,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--text", help="file to train on (default: the documentation of Python)")
     parser.add_argument("--length", type=int, default=128, help="tokens in a row (default: 128)")
     parser.add_argument("--batch", type=int, default=4, help="rows in a batch (default: 4)")
-    parser.add_argument("--steps", type=int, default=3, help="forward and backward passes (default: 3)")
+    parser.add_argument("--passes", type=int, default=3, help="forward and backward passes (default: 3)")
     parser.add_argument("--attention", help="eager, sdpa, … (default: the model's)")
-    parser.add_argument("--budget", type=float, default=60, help="seconds for each precision (default: 60)")
+    parser.add_argument("--time-budget", default="60s", help="for each precision, such as 5min (default: 60s)")
     parser.add_argument("--report", help="folder for a page about each precision")
     options = parser.parse_args(arguments)
+    time_budget_s = seconds_of("--time-budget ", options.time_budget)
     precisions = list(map(format_name, options.precision.split(",")))
     if unknown := [name for name in precisions if name not in PRECISIONS]:
         raise UsageError(f"--precision {unknown[0]} is unknown; use some of {','.join(PRECISIONS)}")
-    if min(options.length - 1, options.batch, options.steps) < 1:
-        raise UsageError("--length must be 2 or more, --batch and --steps 1 or more")
+    if min(options.length - 1, options.batch, options.passes) < 1:
+        raise UsageError("--length must be 2 or more, --batch and --passes 1 or more")
     if options.text and not Path(options.text).is_file():
         raise UsageError(f"--text {options.text}: there is no such file")
     model, task = load(options.model, options.attention)
     if task == IMAGES:
-        batches, what = image_batches(model, options.steps, options.batch), "noise in the place of images"
+        batches, what = image_batches(model, options.passes, options.batch), "noise in the place of images"
     else:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
-        shape, tokenizer = (options.steps, options.batch, min(options.length, longest)), _tokenizer(options.model, text)
+        shape, tokenizer = (options.passes, options.batch, min(options.length, longest)), _tokenizer(options.model, text)
         batches = text_batches(model, task, tokenizer, text, shape)
         what = (
             "random tokens, as it has no tokenizer" if tokenizer is None else options.text or "Python's documentation"
@@ -191,7 +192,7 @@ def main(arguments: list[str]) -> int:
             name,
             accumulate=len(batches),  # one step of all passes, so that each of them is examined
             checks=[check for check in CHECKS if check != "divergence"],  # no steps follow
-            budget_s=options.budget,
+            time_budget_s=time_budget_s,
             say=say_part,
         )
         print(file=sys.stderr)

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from torch import nn
 
-from mantissa.commands import report_folder, say_part
+from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, examine
 from mantissa.formats import format_name
@@ -23,9 +23,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--precision", default="bf16", type=format_name, choices=PRECISIONS)
     parser.add_argument("--scale", type=float, help="the loss scale (default: 65536 with fp16, else 1)")
     parser.add_argument("--fixed-scale", action="store_true", help="no scaler lowers it")
-    parser.add_argument("--budget", type=float, default=60, help="seconds for the checks (default: 60)")
+    parser.add_argument("--time-budget", default="60s", help="for the checks, such as 90s or 5min (default: 60s)")
     parser.add_argument("--report", default="mantissa-doctor", help="folder of the page (default: mantissa-doctor)")
     options = parser.parse_args(arguments)
+    time_budget_s = seconds_of("--time-budget ", options.time_budget)
     module, _, name = options.function.partition(":")
     try:
         function = getattr(import_module(module), name)
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
         *rest,
         scale=options.scale,
         fixed_scale=options.fixed_scale,
-        budget_s=options.budget,
+        time_budget_s=time_budget_s,
         say=say_part,
     )
     print(file=sys.stderr)

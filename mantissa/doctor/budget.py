@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from mantissa.display import size
 from mantissa.errors import FormatError, UsageError, described, is_out_of_memory
+from mantissa.step import Step
 from mantissa.trace import is_raised_here, is_raised_in_model, line_of_exception
 
 Result = TypeVar("Result")
@@ -19,11 +20,11 @@ class Budget:
 
     Args:
         seconds: for all parts.
-        free_bytes: returns how much memory is left.
+        step: which says how much memory is left, and how more time is given.
         say: hears the name of every part before it is run.
     """
 
-    def __init__(self, seconds: float, free_bytes: Callable[[], int], say: Callable[[str], None] = lambda name: None):
+    def __init__(self, seconds: float, step: Step, say: Callable[[str], None] = lambda name: None):
         self.seconds = seconds
         self.left_out: list[str] = []
         """Parts that were not run to their end, each with the reason."""
@@ -31,7 +32,7 @@ class Budget:
         """Traceback of each part that crashed, by its name."""
         self.spent: dict[str, float] = {}
         """Seconds by part."""
-        self._free_bytes = free_bytes
+        self._step = step
         self._say = say
         self._began = time.monotonic()
 
@@ -84,17 +85,17 @@ class Budget:
 
     @property
     def _no_time(self) -> str:
-        return f"no time left of budget_s={self.seconds:g}"
+        return f"no time left; set more than {self._step.remedies.time_budget(self.seconds)}"
 
     def _lacks(self, memory_bytes: float, seconds: float) -> str:
         """Return why there is no time or no memory for a part; an empty string: there is."""
-        if memory_bytes > (free := self._free_bytes()):
+        if memory_bytes > (free := self._step.free_bytes()):
             return f"it needs about {size(memory_bytes)}, {size(free)} are free"
         left = self.left()
         if left <= 0:
             return self._no_time
         if seconds > left:
-            return f"it takes about {seconds:.0f} s; set budget_s={self.seconds + seconds:.0f}"
+            return f"it takes about {seconds:.0f} s; set {self._step.remedies.time_budget(self.seconds + seconds)}"
         return ""
 
 

@@ -207,7 +207,7 @@ class Check:
 def diagnose(
     taken: TakenStep,
     checks: Sequence[str] | None = None,
-    budget_s: float = 60,
+    time_budget_s: float = 60,
     say: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
     """Examine a step.
@@ -215,10 +215,10 @@ def diagnose(
     Args:
         taken: the step.
         checks: of ``CHECKS``; None: all of them.
-        budget_s: seconds; fp32 and the run's own format are always tried.
+        time_budget_s: seconds; fp32 and the run's own format are always tried.
         say: hears what is examined next.
     """
-    budget = Budget(budget_s, taken.step.free_bytes, say)
+    budget = Budget(time_budget_s, taken.step, say)
     result = Diagnosis(taken, budget, notes=list(taken.notes))
     checks = CHECKS if checks is None else checks
     result.not_asked = [name for name in CHECKS if name not in checks]

@@ -82,7 +82,7 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": diagnosis.notes,
         "left_out": budget.left_out,
         "crashes": budget.crashes,
-        "budget_s": budget.seconds,
+        "time_budget_s": budget.seconds,
         "seconds": budget.spent,
     }
 

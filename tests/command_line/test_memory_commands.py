@@ -51,7 +51,7 @@ def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monk
 
     monkeypatch.setattr("evidence.memory.trial.fits", pretended)
     many = "data.samples=4096"  # larger microbatches than the data has are not tried
-    assert run(max_batch, None, [*JOB, many, "batch_size=3072", "budget=100MiB"]) == 0
+    assert run(max_batch, None, [*JOB, many, "batch_size=3072", "memory_budget=100MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     said = {line.split(" ", 1)[1] for line in lines[:-4]}
     assert said == {"fits", "does not fit", "does not fit, beyond batch_size=3072"}
@@ -59,7 +59,7 @@ def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monk
     assert size
     assert 968 <= int(size[1]) <= 1000
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
-    assert run(max_batch, None, [*JOB, "budget=1MiB"]) == 2
+    assert run(max_batch, None, [*JOB, "memory_budget=1MiB"]) == 2
     assert "not even micro_batch_size=1 fits into 972.8 KiB" in capsys.readouterr().err
 
 

@@ -195,7 +195,7 @@ PAIR = "compare recipe=bignet arms=fp32,bf16"
 LR = "search recipe=bignet space.optimizer.lr=log(1e-4,1e-2)"
 IN_OTHERS = {
     "advise recipe=gpt2 presicion=bf16": "did you mean 'precision'?",
-    "advise recipe=gpt2 budget_minutes=inf": "budget_minutes=inf must be above 0 and finite",
+    "advise recipe=gpt2 time_budget=5": "time_budget=5 is not a duration; write time_budget=90s, ",
     "advise recipe=gpt2 precision=fp32,bf16": "precision=fp32,bf16 has several values; advise.py chooses",
     "compare recipe=gpt2 arms=fp32,bf61": "arms: bf61 is not a precision",
     "compare recipe=gpt2 arms=fp32,bf16 arm.x=steps=many": "steps=many must be a whole number",
@@ -223,8 +223,8 @@ IN_OTHERS = {
     "lr_range recipe=gpt2 schedule.final=0": "schedule.final=0 has no effect: the test sets it itself",
     "lr_range recipe=gpt2 max=1e-8": "min=1e-07 and max=1e-08 must be learning rates above 0, min the lower one",
     "lr_range recipe=gpt2 parallel=ddp": "parallel=ddp has no effect: each run has one process",
-    "max_batch recipe=bignet budget=8": "budget=8 is not an amount of memory; write budget=8GiB",
-    "max_batch recipe=bignet budget=900TiB": "has free now",
+    "max_batch recipe=bignet memory_budget=8": "memory_budget=8 is not an amount of memory; write memory_budget=8GiB",
+    "max_batch recipe=bignet memory_budget=900TiB": "has free now",
     "max_batch recipe=gpt2 micro_batch_size=4": "micro_batch_size=4 has no effect: it is what this command finds",
     "predict run=run path=nowhere": "path=nowhere: there is no such file or folder; give a photo, or a folder of them",
     "reproduce claim=bignet_memory all=true": "claim=… and all=true exclude each other",

@@ -61,9 +61,9 @@ compare {TINY} arms=fp32 'arm.b=precision=bf16 lr=0.1'
 compare {TINY} arms=fp32 'arm.b=precision=bf16,fp16'
 compare {TINY} arms=fp32 'arm.b=batch_size=7 micro_batch_size=2'
 compare {TINY} arms=fp32,bf16 name=taken
-advise {TINY} budget_minutes=0
-advise {TINY} budget_minutes=long
-advise {TINY} budget_minute=3
+advise {TINY} time_budget=0min
+advise {TINY} time_budget=long
+advise {TINY} time_budgt=3min
 advise {TINY} resume=runs/mine
 advise {TINY} debug=overfit
 advise {TINY} precision=fp32,bf16
@@ -103,10 +103,10 @@ lr_range {TINY} precision=fp32,bf61
 memory {TINY} -m precision=fp32,bf16
 memory {TINY} precision=fp32,bf61
 memory {TINY} batch=8
-max_batch {TINY} budget=8
-max_batch {TINY} budget=9999GiB
+max_batch {TINY} memory_budget=8
+max_batch {TINY} memory_budget=9999GiB
 max_batch {TINY} micro_batch_size=8
-max_batch {TINY} budgt=8GiB
+max_batch {TINY} memory_budgt=8GiB
 max_batch {TINY} precision=fp32,bf16
 max_batch {TINY} parallel=ddp
 doctor {TINY} check=format
@@ -114,7 +114,8 @@ doctor {TINY} check=islands
 doctor {TINY} steps=3 step=4
 doctor {TINY} precision=fp32,bf16
 doctor {TINY} step=-1
-doctor {TINY} budget_s=0
+doctor {TINY} time_budget=0s
+doctor {TINY} time_budget=60
 doctor {TINY} checks=all
 doctor {TINY} --check=all
 doctor nowhere

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evidence.memory import max_batch, trial
-from evidence.memory.max_batch import LargestBatch, largest_micro_batch, parse_budget, search
+from evidence.memory.max_batch import LargestBatch, largest_micro_batch, parse_memory_budget, search
 from trainer.errors import is_out_of_memory
 from trainer.hardware import Hardware
 
@@ -94,9 +94,9 @@ def test_trials_are_steps_as_training_takes_them(
     assert not [micro for micro, _ in seen if micro % multiple or micro > 455]
 
 
-def test_a_budget_is_an_amount_of_memory() -> None:
+def test_a_memory_budget_is_an_amount_of_memory() -> None:
     budgets = {"8GiB": 2**33, "1.5MiB": 3 * 2**19, "500MB": 5 * 10**8, "device": 2**33}
-    assert {text: parse_budget(text, GPU) for text in budgets} == budgets
+    assert {text: parse_memory_budget(text, GPU) for text in budgets} == budgets
 
 
 def test_out_of_memory_is_recognised_on_every_device() -> None:

@@ -15,7 +15,7 @@ from mantissa.__main__ import main
 from mantissa.commands.checkup import CAUSAL, load, topics
 from tests.mantissa.families import FAMILIES, LAYER, USUAL
 
-SHAPE = ("--steps", "2", "--batch", "2", "--length", "16")
+SHAPE = ("--passes", "2", "--batch", "2", "--length", "16")
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -46,7 +46,7 @@ def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: p
     check = ["checkup", str(tmp_path / "model"), *SHAPE, "--precision", "fp16"]
     assert main([*check, "--report", str(tmp_path / "pages")]) == 7
     assert (tmp_path / "pages" / "fp16" / "report.html").exists()
-    assert main([*check, "--steps", "1"]) == 0
+    assert main([*check, "--passes", "1"]) == 0
     assert f"overflow: {LAYER}.mlp" in capsys.readouterr().out
 
 
@@ -64,8 +64,8 @@ def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pyt
     text.write_text("\n".join(topics.values())[:5000])
     assert main(["checkup", str(tmp_path), *SHAPE, "--precision", "bf16", "--text", str(text)]) == 0
     assert f"2 passes over 2 x 16: {text}" in capsys.readouterr().out
-    assert main(["checkup", str(tmp_path), "--steps", "100", "--text", str(text)]) == 2
-    assert "set smaller --length, --batch or --steps" in capsys.readouterr().err
+    assert main(["checkup", str(tmp_path), "--passes", "100", "--text", str(text)]) == 2
+    assert "set smaller --length, --batch or --passes" in capsys.readouterr().err
 
 
 def test_a_model_is_loaded_for_the_task_of_its_architecture(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mantissa.commands import seconds_of
 from mantissa.display import loss, mebibytes
 
 
@@ -20,3 +21,8 @@ def test_the_memory_of_a_small_model_is_not_0(amount: float, shown: str) -> None
 )
 def test_a_huge_perplexity_has_no_hundred_digits(value: float, shown: str) -> None:
     assert loss(value) == shown
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5min", 300), ("1.5h", 5400)])
+def test_a_duration_has_a_unit(text: str, seconds: float) -> None:
+    assert seconds_of("time_budget=", text) == seconds

@@ -324,7 +324,7 @@ VALUES: list[tuple[str, str, str]] = [
     (EXAMINE, '"bf16"', "precision='quarter'"),
     (EXAMINE, '"bf16"', "precision=16"),
     (EXAMINE, 'checks=["formats"]', "checks=['pear']"),
-    (EXAMINE, "checks=", "budget_s=0, checks="),
+    (EXAMINE, "checks=", "time_budget_s=0, checks="),
     (EXAMINE, "checks=", "accumulate=0, checks="),
     (GATE, '("fp32", "bf16")', "arms='bf16'"),
     (GATE, '("fp32", "bf16")', "arms=('bf16', 'bf16')"),
@@ -425,7 +425,10 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("doctor own_loop:needs", "give a function that needs no arguments", "doctor own_loop:step"),
     ("doctor own_loop:nothing", "must be a function that returns model, loss, batches", "doctor own_loop:step"),
     ("doctor own_loop:step --report file/here", "give another folder", "doctor own_loop:step --report here"),
-    ("doctor own_loop:step --budget 0", "such as 60", "doctor own_loop:step --budget 60"),
+    *[
+        (f"doctor own_loop:step --time-budget {wrong}", "write --time-budget 90s", "doctor own_loop:step --time-budget 90s")
+        for wrong in ("0s", "60", "long")
+    ],
 ]
 """A mistake in a command of ``python -m mantissa``, what its message says to do, and that done."""
 OWN_LOOP = f"""

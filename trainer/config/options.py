@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hint
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
+from mantissa.errors import UsageError
 from trainer.config.text import listed, make_printable, unquoted, values_of
 from trainer.errors import RunError, UserError, nearest, redacted
 from trainer.parallel.world import UNSET, check_launch, launched_processes
@@ -44,7 +45,7 @@ def run(
     *,
     continues: bool = False,
 ) -> int:
-    """Run a script and return its exit code: that of ``main``, of a ``RunError``, or 130 for Ctrl-C and SIGTERM.
+    """Run a script and return its exit code: that of ``main``, of a ``RunError``, 2 for a mistake, or 130 for Ctrl-C and SIGTERM.
 
     Args:
         main: takes the arguments; or, where its imports take seconds, its name as ``module:function``, so that
@@ -64,9 +65,9 @@ def run(
             print("loading torch and the recipes …", file=sys.stderr, flush=True)
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
-    except RunError as error:
+    except (RunError, UsageError) as error:
         print(redacted(f"error: {error}"), file=sys.stderr)
-        return error.exit_code
+        return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         print("\ninterrupted" + "; run the same command again to continue" * continues, file=sys.stderr)
         return 130

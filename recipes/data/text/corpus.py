@@ -81,14 +81,14 @@ def split(text: Text, fraction: float) -> tuple[Text, Text]:
     too unequal for that (one file, for instance), the last part of each is, as in nanoGPT.
     """
     count = len(text.sizes)
-    budget = fraction * text.sizes.sum()
+    wanted = fraction * text.sizes.sum()
     chosen, filled = set(), 0
     for row in np.random.default_rng(0).permutation(count).tolist():
         size = int(text.sizes[row])
-        if size <= budget / 4 and filled + size <= budget:
+        if size <= wanted / 4 and filled + size <= wanted:
             chosen.add(row)
             filled += size
-    if filled < budget / 2:
+    if filled < wanted / 2:
         cut, of = 1 - fraction, "the text" if count == 1 else "each document"
         origin = f"the last {fraction:.3g} of {of}"
         return replace(text, share=(0.0, cut)), replace(text, share=(cut, 1.0), origin=origin)

@@ -37,7 +37,7 @@ def publish_in(run: Path, verdict: str, *findings: Finding, of: Path | None = No
     written = [run / "doctor" / "step-3" / name for name in ("report.html", "verdict.json")]
     for path in written:
         path.write_text("x")
-    return publish(Diagnosis(taken, Budget(60, lambda: 0), verdict, findings=list(findings)), written[0])
+    return publish(Diagnosis(taken, Budget(60, taken.step), verdict, findings=list(findings)), written[0])
 
 
 def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Path, store: str) -> None:

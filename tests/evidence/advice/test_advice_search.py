@@ -88,9 +88,9 @@ class Machine:
         self.now += self.check_up_s
         return {"faults": self.faults.get(entry.label, []), "missed": [], "healthy": entry.label not in self.faults}
 
-    def search(self, among: Space | None = None, budget_s: float = 600.0, steps: int = 10**6) -> Search:
+    def search(self, among: Space | None = None, time_budget_s: float = 600.0, steps: int = 10**6) -> Search:
         return Search(
-            among or space(**CHOICES), steps, budget_s, self.time, self.check_up, self.said.append, lambda: self.now
+            among or space(**CHOICES), steps, time_budget_s, self.time, self.check_up, self.said.append, lambda: self.now
         )
 
 
@@ -203,13 +203,13 @@ def test_a_default_that_fails_gives_its_place_to_the_first_that_works_and_where_
         Machine(broken=everything).search().run()
 
 
-def test_the_budget_is_kept_and_what_was_not_started_is_listed() -> None:
+def test_the_time_budget_is_kept_and_what_was_not_started_is_listed() -> None:
     machine, among = Machine(), space(precision=["bf16", "fp16"], micro=["32"], attention=["eager"])
     among.refused = lambda candidate: "too large" if "fp16" in candidate.label else ""
-    advice = advise(machine.search(among, budget_s=75.0))
+    advice = advise(machine.search(among, time_budget_s=75.0))
     assert machine.now <= 75.0
-    assert among.left_out == {"fp16": "too large", "attention=eager": "the budget had no time for it"} | {
-        "bf16, micro=32": "the budget had no time for it"
+    assert among.left_out == {"fp16": "too large", "attention=eager": "there was no time for it"} | {
+        "bf16, micro=32": "there was no time for it"
     }
     assert "left out: fp16 (too large)" in advice.report().text()
     assert advice.sentence().endswith("; not all settings were measured")
@@ -228,12 +228,12 @@ def test_the_budget_is_kept_and_what_was_not_started_is_listed() -> None:
     ids=["quick", "compiles long", "both", "a long check-up", "a busy machine"],
 )
 def test_two_minutes_are_two_minutes(machine: Machine, pairs: int) -> None:
-    advice = advise(machine.search(budget_s=120.0))
+    advice = advise(machine.search(time_budget_s=120.0))
     assert machine.now <= 125.0
     assert len(advice.winner.pairs) == pairs
     assert f"pair {pairs} of 6 of fresh processes: the default, {advice.winner.label}" == machine.said[-1]
     assert "single change 1 of 6: bf16" in machine.said
-    note = f"the budget had time for {pairs} of 6 pairs"
+    note = f"there was time for {pairs} of 6 pairs"
     assert (note in advice.search.space.notes) == (pairs < PAIRS)
 
 

@@ -105,7 +105,7 @@ def test_the_command_answers_and_writes(
     monkeypatch.setattr(command, "time_candidate", lambda candidate, *_: Times(1.0 + len(candidate.label), 0.0, 1))
     monkeypatch.setattr(command, "cpu_share_of_others", lambda: 0.4)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
-    given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "budget_minutes=9"]
+    given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "time_budget=9min"]
     assert command.main(given) == 0
     said = capsys.readouterr().out
     assert "python scripts/train.py recipe=bignet " in said
@@ -153,7 +153,7 @@ def test_what_is_soonest_at_the_defaults_final_loss_is_advised(
     monkeypatch.setattr(command, "check", lambda *_: {"faults": [], "missed": [], "healthy": True})
     monkeypatch.setattr(command, "time_candidate", lambda candidate, *_: Times(seconds[candidate.label], 0.0, 1))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    given = [*SMALL, *FIXED, "batch_size=4", "steps=40", f"output_dir={tmp_path}", "budget_minutes=9"]
+    given = [*SMALL, *FIXED, "batch_size=4", "steps=40", f"output_dir={tmp_path}", "time_budget=9min"]
     assert command.main([*given, "goal=equal_loss"]) == 0
     out = capsys.readouterr().out
     assert said in out

@@ -14,7 +14,9 @@ from torch import nn
 
 from evidence.doctor.command import main
 from evidence.doctor.replay import _go_to
+from evidence.doctor.step import Overrides
 from mantissa.doctor import budget
+from mantissa.step import Remedies
 from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.data.contract import Batch
@@ -144,7 +146,7 @@ def test_a_run_of_other_software(finished: Path, said: Said) -> None:
 def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     clock = itertools.count()
     monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))  # a second a look
-    code, lines = said(f"resume={finished}", "budget_s=1")
+    code, lines = said(f"resume={finished}", "time_budget=1s")
     assert code == 3
     assert "INCOMPLETE at the last step, 2: no fault in what was examined" in lines
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
@@ -152,7 +154,17 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
     assert [each.partition(" (")[0] for each in left_out] == [
         *("fp64", "manifest", "gradients", "range", "data", "modules", "whole gradients", "state", "divergence")
     ]
-    assert left_out[0] == "fp64 (no time left of budget_s=1)"
+    assert left_out[0] == "fp64 (no time left; set more than time_budget=1s)"
+
+
+@pytest.mark.parametrize(
+    ("remedies", "advice"), [(Overrides(), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")]
+)
+def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
+    step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies)
+    parts = budget.Budget(60, step)
+    parts.run("divergence", lambda: 1, seconds=80)
+    assert parts.left_out == [f"divergence (it takes about 80 s; set {advice})"]
 
 
 def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> None:

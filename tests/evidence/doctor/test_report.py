@@ -40,13 +40,13 @@ OVERFLOWING = Planted(lambda: around(large_ffn()), Precision(mode="fp16"))
 
 @pytest.fixture(scope="module")
 def overflow() -> Diagnosis:
-    return diagnose(take(step_of(OVERFLOWING.trainer())), ("formats", "manifest"), budget_s=600)
+    return diagnose(take(step_of(OVERFLOWING.trainer())), ("formats", "manifest"), time_budget_s=600)
 
 
 @pytest.fixture
 def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     """A copy that a test may change, of a run in tmp_path."""
-    budget = Budget(1, lambda: 0)
+    budget = Budget(1, overflow.taken.step)
     budget.spent = dict(overflow.budget.spent)
     return replace(overflow, taken=replace(overflow.taken, folder=tmp_path / "run"), budget=budget)
 

@@ -545,7 +545,7 @@ class Fault:
         torch.manual_seed(0)
         model = self.model()
         optimizer = self.optimizer(each for each in model.parameters() if each.requires_grad)
-        options = {"budget_s": 600} | self.options
+        options = {"time_budget_s": 600} | self.options
         return mantissa.examine(model, self.loss, self.batches(), self.precision, optimizer, **options)
 
 

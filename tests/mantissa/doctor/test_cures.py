@@ -121,7 +121,7 @@ def examined(build: Callable[[], nn.Module], batches: list[Batch], *more: str, p
     model = build()
     checks = ("formats", "modules", "islands", *more)
     return mantissa.examine(
-        model, error, batches, precision, torch.optim.AdamW(model.parameters()), budget_s=600, checks=checks
+        model, error, batches, precision, torch.optim.AdamW(model.parameters()), time_budget_s=600, checks=checks
     )
 
 
@@ -377,7 +377,7 @@ def test_a_cure_is_tried_where_the_number_is_made(name: str) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     checks = ("formats", "modules", "islands")
-    report = mantissa.examine(model, loss, batches(), precision, optimizer, budget_s=600, checks=checks)
+    report = mantissa.examine(model, loss, batches(), precision, optimizer, time_budget_s=600, checks=checks)
     assert any(cure in each for each in report.findings[0].cure), str(report)
 
 

@@ -289,7 +289,7 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
     [
         ({"precision": "quarter"}, "precision='quarter' is unknown"),
         ({"precision": torch.optim.SGD(Own().parameters())}, "precision must be one of fp32, .* is of type SGD"),
-        ({"budget_s": 0}, "the budget of 0 s must be more than 0"),
+        ({"time_budget_s": 0}, "time_budget_s=0 must be more than 0"),
         ({"batches": []}, "0 batches"),
         ({"optimizer": torch.optim.SGD(Own().parameters(), 0.1)}, "no parameter of this model"),
         ({"model": nn.ReLU()}, "no parameters"),

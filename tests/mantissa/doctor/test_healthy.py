@@ -64,7 +64,7 @@ def allowed(finding: Finding, mode: str) -> bool:
 def test_nothing_is_found(recipe: str, mode: str) -> None:
     left_out = {"islands"} | ({"divergence"} if f"{recipe}-{mode}" not in TRAINED_ON else set())
     checks = tuple(name for name in CHECKS if name not in left_out)
-    diagnosis = diagnose(of_overrides(overrides_of(recipe, mode), 1)[0], checks, budget_s=600)
+    diagnosis = diagnose(of_overrides(overrides_of(recipe, mode), 1)[0], checks, time_budget_s=600)
     assert [finding for finding in diagnosis.findings if not allowed(finding, mode)] == []
     assert diagnosis.budget.left_out == []
     if diagnosis.verdict == HEALTHY:
@@ -84,7 +84,7 @@ def test_nothing_is_found(recipe: str, mode: str) -> None:
 
 def test_nothing_is_found_in_a_compiled_model() -> None:
     replay, _ = of_overrides([*overrides_of("bignet", "fp32"), "recipe.layers=2", "compile=default"], 1)
-    diagnosis = diagnose(replay, ("formats",), budget_s=600)
+    diagnosis = diagnose(replay, ("formats",), time_budget_s=600)
     assert (diagnosis.verdict, diagnosis.notes) == (HEALTHY, [])
     assert [(trial.name, trial.status) for trial in diagnosis.sweep[-2:]] == [("aot_eager", "ok"), ("inductor", "ok")]
 

@@ -43,7 +43,7 @@ def with_a_huge_channel(mode: str) -> Step:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_healthy_model_has_no_finding(mode: str) -> None:
     checks = tuple(name for name in CHECKS if name not in ("divergence", "islands"))
-    diagnosis = diagnose(of_overrides((*TINY, f"precision={mode}"), 1)[0], checks, budget_s=600)
+    diagnosis = diagnose(of_overrides((*TINY, f"precision={mode}"), 1)[0], checks, time_budget_s=600)
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.budget.left_out) == (HEALTHY, [], [])
     assert diagnosis.modules is not None
     assert diagnosis.modules.notes == []
@@ -64,7 +64,7 @@ def test_a_layer_with_a_huge_channel_is_named(mode: str) -> None:
 
 
 def test_that_layer_in_fp32_is_the_cure() -> None:
-    finding = diagnose(take(with_a_huge_channel("nvfp4")), ("modules", "islands"), budget_s=600).findings[0]
+    finding = diagnose(take(with_a_huge_channel("nvfp4")), ("modules", "islands"), time_budget_s=600).findings[0]
     assert finding.cure[0].startswith('"precision.fp32_modules=[gpt2.transformer.h.1.mlp.c_fc]"'), finding
 
 
