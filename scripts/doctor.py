@@ -1,14 +1,17 @@
-"""Find why a run is not finite, or trains worse in 16 bits: ``python scripts/doctor.py resume=outputs/gpt2-fp16-s0``.
+"""Find why a run is not finite, or trains worse in 16 bits.
 
-  resume=FOLDER         the run: the step that failed is replayed and examined; or mlflow:RUN_ID
-                        (resume= may be left out, as in: python scripts/doctor.py outputs/gpt2-fp16-s0)
-  step=0                the step to examine, counted from 1 (default: of a run the one that failed, else the next one;
-                        without resume= the first one, as in: python scripts/doctor.py recipe=gpt2 precision=fp16)
-  check=all             or some of formats,manifest,gradients,range,modules,updates,state,divergence,islands
-  time_budget=60s       time for the checks, without the start and replayed steps; what does not fit is named
-All other arguments are as for train.py. Nothing of the run is changed; the report goes to <run>/doctor/step-N.
-Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 3 CRASHED or INCOMPLETE, 2 for a user error, 1 when it failed, 130
-when interrupted.
+  python scripts/doctor.py resume=outputs/gpt2-fp16-s0
+  python scripts/doctor.py recipe=gpt2 precision=fp16
+
+  resume=FOLDER     folder of the run, or mlflow:RUN_ID (resume= may be left out)
+  step=0            number of the step to examine, from 1 (default: the step that failed; of a finished run,
+                    the next one; without resume=, the first one)
+  check=all         or some of formats,manifest,gradients,range,data,modules,updates,state,divergence,islands
+  time_budget=60s   for the checks (such as 90s or 5min), after the step is reached; what does not fit is named
+All other arguments are those of train.py. The run is not changed; the report goes to <run>/doctor/step-N.
+For a model that is no recipe: python -m mantissa doctor --help
+Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 3 CRASHED or INCOMPLETE, 2 for a user error, 1 when it failed,
+130 when interrupted.
 """
 
 import sys

@@ -1,14 +1,16 @@
-"""Generate text with a trained model: ``python scripts/generate.py run=outputs/gpt2-bf16-s0 prompt="def "``.
+"""Generate text with a trained model.
 
-  run=…             a run folder, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote (gpt2, llama, t5)
-                    (run= may be left out, as in: outputs/gpt2-bf16-s0 prompt="def ")
-  prompt=…          the beginning of the text; for t5, a text with gaps: "The <extra_id_0> fox"
-  n=1               how many texts
-  temperature=1     below 1 more probable tokens are preferred; 0: always the most probable one
-  top_k=50          only so many of the most probable tokens
-  top_p=1           only the most probable tokens whose probabilities add up to this
-  seed=0            the same seed gives the same texts
-  max_new_tokens=256  at most so many; beyond the context, each follows from the last tokens that it has room for
+  python scripts/generate.py run=outputs/gpt2-bf16-s0 prompt="def "
+
+  run=…               folder of a run, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote
+                      (gpt2, llama, t5; run= may be left out)
+  prompt=…            the text to continue; for t5, a text with gaps: "The <extra_id_0> fox"
+  n=1                 number of texts
+  temperature=1       below 1, likely tokens become likelier; 0 always takes the likeliest
+  top_k=50            sample from this many of the likeliest tokens
+  top_p=1             sample from the likeliest tokens whose probabilities add up to this
+  seed=0              the same seed gives the same texts
+  max_new_tokens=256  tokens of a text at most; from where the model's context is full, the last ones count
 It computes in the precision of the run, or in precision=…; device=… chooses where.
 Exit code: 0, 2 for a user error, 130 when interrupted.
 """

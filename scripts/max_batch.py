@@ -1,9 +1,11 @@
-"""Find the largest microbatch: ``python scripts/max_batch.py recipe=gpt2 precision=bf16 memory_budget=8GiB``.
+"""Find the largest microbatch that fits into memory.
 
-  memory_budget=8GiB or device   for the model and its training; 5 % of it are left free (default: device, which is all
-                                 of a GPU, or what is free now of a machine)
-All other arguments are as for train.py. Each trial takes two optimizer steps in a fresh process, in which allocations
-beyond it fail. Paste the last line: it has the same batch_size, in microbatches that fit.
+  python scripts/max_batch.py recipe=gpt2 precision=bf16 memory_budget=8GiB
+
+  memory_budget=8GiB   for the model and its training; 5 % of it are left free (default: device, which is all
+                       memory of a GPU, or what is free now of a machine's)
+All other arguments are those of train.py. Each trial is a fresh process that takes two optimizer steps; what it
+allocates beyond memory_budget fails. Paste the last line: the same batch_size, in microbatches that fit.
 Exit code: 0, 2 for a user error, 1 when a trial fails for another reason, 130 when interrupted.
 """
 

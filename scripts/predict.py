@@ -1,13 +1,14 @@
-"""Classify photos with a trained model: ``python scripts/predict.py run=outputs/resnet-bf16-s0 path=photos``.
+"""Classify photos with a trained model.
 
-  run=…             a run folder, its best/, mlflow:RUN_ID, or an exported folder
-                    (run= may be left out, as in: outputs/resnet-bf16-s0 path=photos)
-  path=…            a photo, or a folder of them; each is cut and scaled as in the evaluation of the model
-  top=5             how many classes are shown of each
-  output=…          the CSV file (default: predictions.csv in the run folder)
-  batch_size=32     photos of a forward pass
+  python scripts/predict.py run=outputs/resnet-bf16-s0 path=photos
+
+  run=…           folder of a run, its best/, mlflow:RUN_ID, or an exported folder (run= may be left out)
+  path=…          a photo, or a folder of photos; each is cut and scaled as in the model's evaluation
+  top=5           how many classes are shown for each
+  output=…        the CSV file (default: predictions.csv in the run's folder)
+  batch_size=32   photos in a forward pass
 It computes in the precision of the run, or in precision=…; device=… chooses where.
-A file that cannot be read as an image is named and left out of the CSV file.
+A file that cannot be read as an image is named, and left out of the CSV file.
 Exit code: 0, 1 if there was such a file, 2 for a user error or if no file could be read, 130 when interrupted.
 """
 

@@ -1,12 +1,15 @@
-"""Search for good options: ``python scripts/search.py recipe=gpt2 "space.optimizer.lr=log(1e-4,1e-2)" trials=20``.
+"""Search for good options with Optuna.
 
-  space.<key>=…        any option, several together: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c)
-  trials=20            trials of the whole study; each is a run, with a folder of its own
-  pruner=median        ends trials that are worse than the median of the earlier ones; or none
-  metric=valid/loss    of the best checkpoint, such as valid/top1
-  study=<name>         name of the study (default: the recipe, precision and seed)
-All other arguments are passed to every run, as for train.py. After a stop, the same command continues; the same command
-in a second terminal works on the same study. Optuna's database is <output_dir>/optuna.db.
+  python scripts/search.py recipe=gpt2 "space.optimizer.lr=log(1e-4,1e-2)" trials=20
+
+  space.<key>=…       what to try for a key: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c);
+                      one for each key
+  trials=20           trials of the whole study; each is a run with a folder of its own
+  pruner=median       ends a trial that is worse than the median of the earlier ones; or none
+  metric=valid/loss   what is compared, at each trial's best checkpoint; another one is valid/top1
+  study=<name>        name of the study (default: the recipe, precision and seed)
+All other arguments are those of train.py, for every run. After a stop, the same command continues; in a second
+terminal, it works on the same study. Optuna's database is <output_dir>/optuna.db.
 Exit code: 0, 1 when no trial was complete, 2 for a user error, 130 when interrupted.
 """
 

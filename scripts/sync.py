@@ -1,8 +1,11 @@
-"""Send to MLflow what is still missing there: ``python scripts/sync.py [run folder …]``.
+"""Send to MLflow what is still missing there.
 
-  run folder …         the runs to send (default: every run that is not complete)
+  python scripts/sync.py
+  python scripts/sync.py outputs/gpt2-bf16-s0
+
+  FOLDER …             folders of the runs to send (default: every run that is not complete)
   output_dir=outputs   where the runs are
-  uri=…                where to send them (default: the tracking store of each run when it was trained)
+  uri=…                the tracking store to send them to (default: that of each run when it was trained)
 Exit code: 0, 1 if something is still missing in MLflow, 2 for a user error, 130 when interrupted.
 """
 

@@ -1,7 +1,9 @@
-"""Show the runs in MLflow's page: ``python scripts/ui.py``.
+"""Show all runs side by side in MLflow.
 
-  port=5000          port of the page
-  uri=…              where the runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
+  python scripts/ui.py
+
+  port=5000   port of the page
+  uri=…       the tracking store (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
 Exit code: 0 where Ctrl-C stopped it, 2 for a user error; else MLflow's.
 """
 
